@@ -1,6 +1,6 @@
 """Process-wide settings of a test run.
 
-This file must not import jaxspec: tests import it after the settings are made.
+This file must not import jaxspec before the settings are made.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from tests.support.programs import quick_flags
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# jax reads these once, at import. Eight devices let sharded programs run on a CPU; a
-# run on an accelerator sets its own platform.
+# jax reads these variables once, at import. Eight simulated devices let sharded
+# programs run on a CPU; a run on an accelerator sets its own platform.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8"
-# Not for accelerators, whose compilers also read some of these flags.
+# Only for CPUs: the compilers of accelerators also read some of these flags.
 if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JAXSPEC_AOT"):
     os.environ["XLA_FLAGS"] = quick_flags()
 
-# torch's threads busy-wait for each other: with one test process per core,
-# HuggingFace's tiny models took ten times as long on two threads as on one.
+# torch's threads busy-wait for each other: with one test process per core, tiny
+# HuggingFace models take ten times as long on two threads as on one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
@@ -43,13 +43,13 @@ KEPT = TESTS.parent / ".pytest_cache"
 USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ["XDG_CACHE_HOME"] = str(KEPT / "user")
 
-# Operations in C++, as built when jaxspec was installed.
+# Operations in C++, built when jaxspec was installed.
 os.environ.setdefault("JAXSPEC_NATIVE", str(USERS_CACHE / "jaxspec" / "native"))
 
-# Compilers for accelerators without the devices. They are in a separate folder, and the
+# Compilers for accelerators that this machine lacks. They are in a separate folder, and
 # tests that use them, marked `aot`, run in separate processes (see test_aot.py): jax
-# looks for their devices at start, and a process that had loaded them crashed when it
-# stored a program for the CPU.
+# looks for the devices when it starts, and a process that had loaded the compilers
+# crashed when it stored a program for the CPU.
 if os.environ.get("JAXSPEC_AOT"):
     sys.path.append(str(Path(sys.prefix) / "aot"))
 
@@ -76,7 +76,7 @@ with _quiet():
 
     jax.devices()
 
-gc.disable()  # until imports are done: see pytest_collection_finish
+gc.disable()  # until the imports are done: see pytest_collection_finish
 
 MARKED_PLATFORMS = ("tpu", "gpu")
 LONGEST = ("test_aot.py",)
@@ -84,24 +84,25 @@ LONGEST = ("test_aot.py",)
 # Every compiled program takes about nine memory mappings. Linux allows a process
 # 65,530, and LLVM aborts when they run out.
 MAPPINGS = Path("/proc/self/maps")
-# The list of mappings: reading 6,000 lines takes 5 ms, and there may be tens of
+# This file lists the mappings: reading 6,000 lines takes 5 ms, and there may be tens of
 # thousands.
 LOOK_EVERY_S = 1.0
 LOOKED_TS = pytest.StashKey[float]()
 MOST_MAPPINGS = 30_000
 MOST_MAPPINGS_OF_A_FILE = 45_000
 
-# JAX keeps the MLIR module of every compiled function. Each has a context of 1.4 MB,
+# jax keeps the MLIR module of every compiled function. Each has a context of 1.4 MB,
 # and MLIR searches all contexts when it creates another.
 MAX_MLIR_CONTEXTS = 200
 
-# Tests of host code, which rarely trace programs, and the seconds for which type checks
-# of calls are active in each: they took four fifths of the longest tests' time.
+# Folders with tests of host code, which rarely trace programs, and the seconds after
+# which a test stops checking the types of calls. The checks took 4/5 of the time of the
+# longest tests.
 HOST_FOLDERS = ("bench", "checkpoints", "cli", "engine", "serve", "tests", "text")
 CHECKED_S = 0.5
 
-# A reused key passes every chi-square test, and a silent broadcast or promotion most
-# comparisons: here both are errors.
+# Reused keys and silent broadcasts or promotions are errors in tests: reused keys pass
+# every chi-square test, and silent broadcasts most comparisons.
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -115,8 +116,8 @@ hypothesis.settings.load_profile("jaxspec")
 def pytest_configure(config: pytest.Config) -> None:
     """Share compiled programs between processes, and with later runs in this checkout.
 
-    Also small ones: loading one takes a third of its compile time, and tests compile
-    tens of thousands.
+    Small programs are shared too: loading one takes a third of its compile time, and
+    tests compile tens of thousands.
     """
     cache: Path = config.rootpath / ".pytest_cache" / "jax"
     LRUCache.put = _put_whole
@@ -125,9 +126,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
-    """Write an entry of jax's cache so that no process can read part of it.
+    """Write an entry of jax's cache atomically, so that no process reads part of it.
 
-    jax writes in place. Reading part of an entry is a warning, which is an error here.
+    jax itself writes in place. It warns if it reads part of an entry, and warnings are
+    errors in tests.
     """
     part = self.path / f"{key}.{os.getpid()}.{threading.get_ident()}"
     part.write_bytes(value)
@@ -137,8 +139,8 @@ def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests for missing devices; run the longest tests first.
 
-    Processes take over waiting tests of others, but not the running one: a long test at
-    the end would run alone.
+    A test process takes over waiting tests of others, but not a running test: a long
+    test at the end would run while the other processes are idle.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for platform in MARKED_PLATFORMS:
@@ -152,7 +154,7 @@ def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection.
 
     torch, transformers and jax have a million objects: one collection takes a second,
-    and collections took a quarter of the import time.
+    and collections take a quarter of the import time.
     """
     gc.freeze()
     gc.enable()
@@ -198,8 +200,8 @@ def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> Iterator[N
     """Disable type checks in long tests, which repeat the same calls.
 
     Tests of host code check calls only for the first seconds, which cover all kinds of
-    calls. Programs are traced once and checked in the tests of their parts, also those
-    compiled for other devices.
+    calls. Programs, also those compiled for other devices, are not checked in whole:
+    the tests of their parts check them.
     """
     if any(map(request.node.get_closest_marker, ("slow", "long_suite", "aot"))):
         request.getfixturevalue("unchecked_types")

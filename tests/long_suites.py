@@ -1,9 +1,10 @@
 """Long suites: tests that run in full only when their sources have changed.
 
-A long suite is the tests marked `@pytest.mark.long_suite(name=...)`: mutants, programs
-for other devices, long counts. `make test` excludes them and runs one example of most;
-`make long-suites`, and `make test-all` after all other tests, run those whose digest
-differs from the one recorded when they last passed, and record it. `--all` runs all.
+A long suite is a set of tests marked `@pytest.mark.long_suite(name=...)`, such as
+mutants, programs for other devices, or long counts. `make test` excludes them and runs
+one example of most; `make long-suites`, and `make test-all` after all other tests, run
+those whose digest differs from the one recorded when they last passed, and record it.
+`--all` runs all.
 
 The digest covers the modules that the tests import, without comments and docstrings,
 recorded results that they compare with, and the versions of jax and of the compilers.
@@ -37,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "long_suites.json"
 # Folder into which the Makefile installs compilers for TPU and GPU.
 COMPILERS = Path(sys.prefix) / "aot"
-# Long suites run one at a time and keep all cores busy.
+# Long suites run one at a time, each with a process per core.
 ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 # Folders that contain our packages.
 BASES = ("", "kernels", "checkpoints")
@@ -50,14 +51,15 @@ ENGINE = (*PROGRAM, "jaxspec/engine/")
 
 @dataclass(frozen=True, kw_only=True)
 class LongSuite:
-    """Tests that are due when one of their sources has changed.
+    """A set of tests that is due when one of its sources has changed.
 
     Attributes:
         files: Test files with the marked tests.
-        reads: Folders and files whose changes count; imports from elsewhere
-            (configuration, checkpoints, text) do not affect the result.
-        data: Further files that they read, as globs.
-        needs_compilers: Needs those for TPU and GPU; see `aot` in tests/conftest.py.
+        reads: Folders and files whose changes make the suite due. Imports from
+            elsewhere (configuration, checkpoints, text) do not affect its result.
+        data: Further files that the tests read, as globs.
+        needs_compilers: Whether it needs the compilers for TPU and GPU; see `aot` in
+            tests/conftest.py.
     """
 
     name: str
@@ -67,7 +69,7 @@ class LongSuite:
     needs_compilers: bool = False
 
     def sources(self) -> list[Path]:
-        """Files whose change makes the long suite due."""
+        """Return the files whose change makes the long suite due."""
         own = {
             path
             for path in _imported([ROOT / file for file in self.files])
@@ -78,7 +80,7 @@ class LongSuite:
         return sorted(own)
 
     def digest(self) -> str:
-        """Digest of the sources, recorded when the long suite passes."""
+        """Return the digest of the sources, which is recorded when the suite passes."""
         digest = hashlib.sha256()
         for path in self.sources():
             text = path.read_text(encoding="utf-8")
@@ -214,7 +216,7 @@ SUITES = (
 def members(
     suite: str, values: Iterable[Any], *, is_example: Callable[[Any], bool]
 ) -> list[Any]:
-    """Parameters of a test: examples always run, the others only with the suite.
+    """Return parameters of a test: examples always run, `others` only in the suite.
 
     A tuple stands for several parameters.
     """
@@ -229,7 +231,7 @@ def members(
 
 
 def code_of(text: str) -> str:
-    """Source of a module without comments, docstrings and empty lines."""
+    """Return a module's source without comments, docstrings and empty lines."""
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -250,7 +252,7 @@ def code_of(text: str) -> str:
 
 
 def _imported(files: list[Path]) -> set[Path]:
-    """Files of this repository that some files import, directly or indirectly."""
+    """Return the files of this repository that files import, directly or indirectly."""
     found: set[Path] = set()
     wanted = list(files)
     while wanted:
@@ -264,7 +266,7 @@ def _imported(files: list[Path]) -> set[Path]:
 
 @functools.cache
 def _names(text: str) -> tuple[str, ...]:
-    """Names that a module imports: modules, and names that may be modules."""
+    """Return the names that a module imports, any of which may be modules."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -276,7 +278,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _files_of(name: str) -> Iterator[Path]:
-    """The file of a module; none if the name is not a module."""
+    """Return the file of a module, or nothing if the name is not a module."""
     for base in BASES:
         place = ROOT / base / name.replace(".", "/")
         for path in (place.with_suffix(".py"), place / "__init__.py"):
@@ -285,23 +287,23 @@ def _files_of(name: str) -> Iterator[Path]:
 
 
 def recorded() -> dict[str, dict[str, object]]:
-    """Records of the last pass of each long suite."""
+    """Return the record of the last pass of each long suite."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def _compiler_versions() -> list[str]:
-    """Versions of the installed compilers for TPU and GPU."""
+    """Return the versions of the installed compilers for TPU and GPU."""
     there = metadata.distributions(path=[str(COMPILERS)])
     return sorted(f"{one.name} {one.version}" for one in there)
 
 
 def is_due(suite: LongSuite) -> bool:
-    """Whether a long suite has not passed with the current sources."""
+    """Return whether a long suite has not yet passed with the current sources."""
     return recorded().get(suite.name, {}).get("digest") != suite.digest()
 
 
 def compilers_environment() -> dict[str, str]:
-    """Environment of a pytest process that compiles for TPU and GPU."""
+    """Return the environment of a pytest process that compiles for TPU and GPU."""
     return os.environ | {
         "JAXSPEC_AOT": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -310,11 +312,11 @@ def compilers_environment() -> dict[str, str]:
 
 
 def run(suite: LongSuite, arguments: list[str]) -> int:
-    """Run a long suite in full; if it passes, record that. Return the exit status.
+    """Run a whole long suite, record whether it passes, and return the exit status.
 
     Args:
-        arguments: Additional pytest arguments. With any, nothing is recorded: they
-            may exclude tests.
+        arguments: Additional pytest arguments. With any, nothing is recorded, because
+            they may exclude tests.
     """
     digest, start = suite.digest(), time.monotonic()
     words = [sys.executable, "-m", "pytest", *ARGUMENTS, *arguments]

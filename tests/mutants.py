@@ -1,7 +1,8 @@
 """Known bugs of speculative decoding, inserted into the code one at a time.
 
-A mutant rewrites one place of one function; its check, taken from the tests, must fail.
-`python tests/mutants.py` prints the table and exits with 1 if a mutant survives.
+A mutant is a function with a known bug in one place. Its check, which is part of a
+test, must fail. `python tests/mutants.py` prints the table and exits with 1 if a mutant
+survives.
 """
 
 import sys
@@ -448,10 +449,10 @@ MUTANTS = [
 
 
 def main() -> int:
-    """Run all mutants; return whether any survives."""
+    """Run all mutants; return whether the check of any mutant passes."""
     survivors = 0
     for check in dict.fromkeys(one.check for one in MUTANTS):
-        check()  # without a mutant it must pass
+        check()  # the check must pass without the mutant
     for one in MUTANTS:
         start = time.monotonic()
         killed = is_killed(one)

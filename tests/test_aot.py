@@ -1,6 +1,6 @@
-"""Programs of most kinds compile for TPU and GPU; the long suites have all of them.
+"""Programs of most kinds compile for TPU and GPU; the long suites compile all.
 
-In a separate process: see `JAXSPEC_AOT` in conftest.py.
+They compile in a separate process: see `JAXSPEC_AOT` in conftest.py.
 """
 
 import subprocess

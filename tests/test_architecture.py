@@ -1,4 +1,4 @@
-"""The round in docs/architecture.md equals the engine's."""
+"""The engine's rounds equal the reference round in docs/architecture.md."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ PROMPTS = [[5, 6, 7], [9, 8, 3, 4]]
 
 
 def shown_round() -> Any:
-    """Return `reference_round` from the page."""
+    """Return `reference_round` as defined on the page."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
@@ -73,7 +73,7 @@ def test_engine_runs_the_documented_round(rule: str, temperature: float):
                 temperature,
                 rule == "coupled",
             )
-            count = int(result.num_emitted[0])  # fewer at the end of the text
+            count = int(result.num_emitted[0])  # fewer drafts at the end of the text
             added, num_rounds = added[len(text) :][:count], num_rounds + 1
             assert result.tokens[0, :count].tolist() == added, num_rounds
             text += added

@@ -1,4 +1,4 @@
-"""Beam search over given distributions equals an exhaustive search over all texts.
+"""Beam search over made-up distributions finds what a search of all texts finds.
 
 tests/e2e/test_beam_search.py tests it on models.
 """
@@ -27,7 +27,7 @@ VOCAB, END = 4, 1
 PROMPT = [2, 3]
 TOKENIZER = StubTokenizer(16)
 
-Text = tuple[list[int], float]  # generated tokens, and their log-probability
+Text = tuple[list[int], float]  # generated tokens, and the log-probability of the text
 
 
 class Distribution:
@@ -44,7 +44,7 @@ class Distribution:
         return logits - np.log(np.exp(logits).sum())
 
     def position(self, tokens: list[int], count: int) -> LogprobsOnePosition:
-        """The engine's logprobs: the most likely tokens, best first."""
+        """Return logprobs as an engine does: the most likely tokens, best first."""
         distribution = self(tokens)
         best = np.argsort(-distribution)[:count].tolist()
         return {
@@ -139,7 +139,7 @@ def test_wide_beam_search_finds_the_best_texts(penalty: float, ignore_eos: bool)
 def textbook(
     distribution: Distribution, width: int, most: int, penalty: float
 ) -> list[Text]:
-    """The rules of beam search, without early termination."""
+    """Search by the rules of beam search, without early termination."""
     texts: list[Text] = [([], 0.0)]
     ended: list[Text] = []
     for _ in range(most):
@@ -159,7 +159,7 @@ def textbook(
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 2.0])
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_narrow_search_follows_the_rules(width: int, penalty: float):
+def test_narrow_search_equals_textbook_beam_search(width: int, penalty: float):
     num_asked = 0
     for seed in range(10):
         distribution = Distribution(seed, sharpness=2.0)
@@ -169,12 +169,12 @@ def test_narrow_search_follows_the_rules(width: int, penalty: float):
         given = {"beam_width": width, "max_tokens": 6, "length_penalty": penalty}
         check(found(run(distribution, **given)), expected)
         num_asked -= distribution.num_asked
-    # Early termination gives the same result. With a strong preference for long texts
+    # Early termination gives the same result. With a strong preference for long texts,
     # the search cannot end early.
     assert (num_asked > 0) == (penalty < 2 or width == 1)
 
 
-def test_how_texts_end():
+def test_texts_end_at_end_tokens_and_lengths():
     search = run(Distribution(0), beam_width=VOCAB**2, max_tokens=3)
     sequences = search.output(TOKENIZER).sequences
     assert {one.finish_reason for one in sequences} == {"stop", "length"}
@@ -232,7 +232,7 @@ def test_abort_ends_a_search():
     assert "abort" in reasons
 
 
-def test_scores():
+def test_scores_are_normalized_by_length():
     assert get_beam_search_score([2, 3, 4], -6.0, END, 1.0) == -2.0
     assert get_beam_search_score([2, 3, END], -6.0, END, 1.0) == -3.0
     assert get_beam_search_score([2, 3, END], -6.0, (END, 5), 2.0) == -1.5
@@ -251,7 +251,7 @@ def test_scores():
         ({"ignore_eos": 1}, "ignore_eos"),
     ],
 )
-def test_wrong_parameters(wrong: dict[str, Any], name: str):
+def test_invalid_beam_parameters_are_rejected(wrong: dict[str, Any], name: str):
     given: dict[str, Any] = {"beam_width": 2, "max_tokens": 3} | wrong
     with pytest.raises(RequestError) as refused:
         BeamSearchParams(**given)
@@ -262,7 +262,7 @@ def test_too_wide_search_is_rejected():
     params = BeamSearchParams(beam_width=11, max_tokens=3)
     with pytest.raises(RequestError, match="at most 10, got 11.*max_logprobs is 20"):
         step_params(params, vocab_size=256, max_logprobs=20)
-    # logprobs=-1 is enough for any width.
+    # With logprobs=-1, any width is possible.
     step = step_params(params, vocab_size=16, max_logprobs=20, num_logprobs=-1)
     assert step.logprobs == -1
     assert step_params(params, vocab_size=16, max_logprobs=20).logprobs == 16

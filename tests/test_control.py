@@ -1,4 +1,4 @@
-"""The rows of `benchmarks.control`: ratios, tokens over time, goals, tables."""
+"""Results of `benchmarks.control`: ratios, tokens over time, goals, tables."""
 
 import json
 from typing import Any
@@ -41,7 +41,7 @@ def test_speeds_are_compared_repeat_by_repeat():
     found = compare(slow)
     assert found["best_num_drafts"] == 0
     assert found["adaptive_by_best"]["median"] == pytest.approx(1.1)
-    # The largest K, not the best K.
+    # The comparison is with the largest K, not the best K.
     assert found["fixed_by_plain"]["median"] == 0.5
 
 
@@ -60,17 +60,17 @@ ROUNDS = [
 def test_tokens_belong_to_the_bin_of_their_time():
     marks = [Mark(0.05, 1), Mark(0.09, 4), Mark(0.15, 5), Mark(0.41, 9)]
     assert rates(marks, 0.5, 0.1) == [40, 10, 0, 0, 40]
-    # Tokens after the end do not count.
+    # Tokens after the end of the phase do not count.
     assert rates(marks, 0.4, 0.2) == [25, 0]
 
 
-def test_phase_settles_at_nearly_its_final_speed():
+def test_phase_is_settled_once_its_speed_is_nearly_final():
     level, settle_s = settle([50, 50, 50, 60, 95, 105, 100, 100, 100, 100], 0.1)
     assert level == 100
-    # Three bins: 95, 105 and 100 are the first with a mean of at least 90.
+    # Bins 95, 105 and 100 are the first three with a mean of at least 90.
     assert settle_s == pytest.approx(0.4)
     assert settle([100.0] * 10, 0.1) == (100, 0)
-    # A phase that is faster than its end is settled: nothing was lost.
+    # A phase that starts faster than it ends is settled from the start.
     assert settle([300.0, 200.0, *[100.0] * 8], 0.1) == (100, 0)
 
 
@@ -123,7 +123,7 @@ def test_missed_goals_are_reported():
         "cells": [row_of(acceptance=0.7)],
         "free": [row_of()],
         "foreign": [row_of(domain="math", temperature=0.0)],
-        # The first phase is the start, which has no goal.
+        # The first phase is a warm-up, which has no goal.
         "step": [{"batch": 1, "phases": phases(50.0)[:2]}],
         "ramp": {"adaptive_by_plain": 0.98},
     }
@@ -151,11 +151,11 @@ def test_missed_goals_are_reported():
     ]
 
 
-def test_quick_run_changes_existing_options():
+def test_options_of_quick_runs_exist():
     assert vars(make_parser().parse_args([])).keys() >= QUICK.keys()
 
 
-def test_unmeasured_parts_are_kept(tmp_path):
+def test_parts_that_are_not_measured_keep_their_results(tmp_path):
     path = tmp_path / "found.json"
     assert kept_parts(path, ["free"]) == {"measured": {}}
     about = {"cells": {"date": "earlier"}, "free": {"date": "earlier"}}

@@ -20,7 +20,7 @@ def write(messages: Any, **options: Any) -> list[Any]:
     return write_conversations(TOKENIZER, messages, ChatOptions(**options))
 
 
-def test_one_or_several():
+def test_one_or_several_conversations_are_accepted():
     opened = "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
     expected = {"prompt": opened, "prompt_token_ids": TOKENIZER.encode(opened)}
     assert write([TURN]) == [expected]
@@ -40,7 +40,7 @@ def test_message_cannot_end_its_turn():
     assert parsed["prompt_token_ids"].count(END_OF_TURN) == 2
 
 
-def test_template_of_the_call(tmp_path: Path):
+def test_template_of_a_call_overrides_the_tokenizers(tmp_path: Path):
     template = "{{ bos_token }}Q: {{ messages[0].content }} A:"
     (tmp_path / "template").write_text(template)
     text = "<bos>Q: hi A:"
@@ -52,9 +52,9 @@ def test_template_of_the_call(tmp_path: Path):
         write([], chat_template="{{")
 
 
-def test_variables_of_the_callers():
+def test_template_variables_of_the_caller_are_used():
     template = "<bos>{{ mood }}{% if deep and mood == 'glad' %}!{% endif %}"
-    # As in a message, special tokens in a variable are plain text.
+    # Special tokens in a variable are plain text, as in a message.
     given = {"mood": "glad", "deep": True, "unread": [1]}, None, {"mood": "<eos>"}
     glad, none, escaped = [
         write([TURN], chat_template=template, chat_template_kwargs=one)[0]
@@ -65,7 +65,7 @@ def test_variables_of_the_callers():
     assert none["prompt"] == "<bos>"
     assert escaped["prompt"] == "<bos><eos>"
     assert escaped["prompt_token_ids"] != TOKENIZER.encode("<bos><eos>")
-    # Gemma's own turns use no variables.
+    # Gemma's built-in format uses no variables.
     assert write([TURN], chat_template_kwargs=given[0]) == write([TURN])
 
 
@@ -102,14 +102,14 @@ def test_tools_are_in_the_prompt():
         write([TURN], tools=[{}])
 
 
-def test_contents_must_be_text():
+def test_message_contents_must_be_text():
     for known in ("auto", "string"):
         assert write([TURN], chat_template_content_format=known) == write([TURN])
     with pytest.raises(RequestError, match="'auto' or 'string'.*openai"):
         write([TURN], chat_template_content_format="openai")
 
 
-def test_unknown_options():
+def test_unknown_options_are_rejected():
     with pytest.raises(TypeError, match="unexpected keyword argument 'chat_templat'"):
         write([TURN], chat_templat="x")
 

@@ -1,4 +1,4 @@
-"""Rows of `make bench`, from runs with known times."""
+"""Rows of the table of `make bench`, computed from runs with known times."""
 
 import argparse
 
@@ -11,7 +11,10 @@ from tests.support.fake_engines import make_fake_engine
 
 
 def run(seconds: float, num_rounds: int, *, token: int = 7, kept: int = 0) -> Run:
-    """21 tokens, the first sampled after the prompt; two drafts per round."""
+    """Return a run of 21 tokens, the first of which is sampled after the prompt.
+
+    Its rounds have two drafts.
+    """
     drafted = Acceptance(
         num_drafts=num_rounds if kept else 0,
         num_draft_tokens=2 * num_rounds if kept else 0,
@@ -46,14 +49,14 @@ def test_row_has_medians_over_prompts_of_medians_over_repeats():
     )
     row = summarise([first, other])
     assert (row["num_prompts"], row["num_equal"]) == (2, 1)
-    # 10 and 20 tokens/s of the two prompts; 40 and 20.
+    # Tokens/s of the two prompts: 10 and 20 plain, 40 and 20 with drafts.
     assert row["plain_tokens_per_s"] == 15
     assert row["speculative_tokens_per_s"] == 30
     assert (row["speed_up"], row["speed_up_range"]) == (2.5, [1.0, 4.0])
     assert row["acceptance_rate"] == 25 / 60
     assert row["mean_acceptance_length"] == 1 + 25 / 30
     assert row["tokens_per_round"] == 80 / 35
-    # Rounds of 0.1, 0.05, 0.2 and 0.05 s.
+    # Rounds took 0.1, 0.05, 0.2 and 0.05 s.
     assert row["plain_round"]["round_s"] == pytest.approx(0.075)
     assert row["plain_round"]["host_share"] == pytest.approx(0.1)
     assert row["plain_first_token_s"] == 0.5

@@ -1,4 +1,4 @@
-"""The files of deploy/: names in them exist, and they match their schemas.
+"""The files of deploy/ match their schemas, and the names in them exist.
 
 No test builds an image or connects to a cluster.
 """
@@ -34,7 +34,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def objects(name: str) -> dict[str, Any]:
-    """The objects of a file, by kind."""
+    """Return the objects of a file, by kind."""
     found = list(yaml.safe_load_all((DEPLOY / name).read_text()))
     assert len({one["kind"] for one in found}) == len(found)
     return {one["kind"]: one for one in found}
@@ -60,10 +60,10 @@ LEADING, FOLLOWING = (
 
 
 def definition(name: str, version: str) -> Any:
-    """The published schema of a kind that is not part of Kubernetes.
+    """Return the published schema of a kind that is not part of Kubernetes.
 
-    Schemas have a megabyte and more; they are read from outside of the checkout, if
-    present.
+    Schemas have a megabyte and more, so they are not part of this repository. Tests
+    that need a missing schema are skipped.
     """
     path = ROOT.parent / "shared" / "k8s" / name
     if not path.exists():
@@ -76,7 +76,7 @@ def definition(name: str, version: str) -> Any:
 
 
 def strict(schema: Any) -> Any:
-    """A schema that rejects unknown fields, of which an API server warns."""
+    """Return a schema that rejects unknown fields (an API server only warns)."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -91,7 +91,7 @@ def strict(schema: Any) -> Any:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions, each with its arguments."""
+    """Return the Dockerfile's instructions, each with its arguments."""
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith("#"))
     joined = text.replace("\\\n", " ").splitlines()
@@ -151,12 +151,12 @@ def test_probes_use_existing_endpoints():
             assert asked["port"] == SERVER["ports"][0]["name"]
 
     serve(use)
-    # /health is 503 until a program is compiled, which must not restart the pod.
+    # /health returns 503 until a program is compiled, which must not restart the pod.
     startup = SERVER["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
 
 
-def test_selectors_match_the_same_pods():
+def test_all_selectors_match_the_same_pods():
     labels = POD["metadata"]["labels"]
     selectors = [
         REPLICAS["Deployment"]["spec"]["selector"]["matchLabels"],
@@ -212,7 +212,7 @@ def test_hosts_match_the_lws_schema():
 
 
 def of_host(rank: int) -> argparse.Namespace:
-    """The command line of a host, with LeaderWorkerSet's variables filled in."""
+    """Return a host's command line, with LeaderWorkerSet's variables filled in."""
     (container,) = (LEADING if rank == 0 else FOLLOWING)["spec"]["containers"]
     known = {"$(LWS_WORKER_INDEX)": str(rank), "$(LWS_LEADER_ADDRESS)": "leader"}
     given = []
@@ -236,7 +236,7 @@ def test_all_hosts_have_the_same_command_line():
         own = dataclasses.replace(config, node_rank=0, headless=False)
         assert own == configs[0]
     leader = {"node_rank": 0, "headless": False}
-    # The defaults of `serve` for a model without a draft.
+    # Engine defaults of `serve` for a model without drafts.
     known = [
         {**vars(one), "model": line.model_tag} | leader
         for one, line in zip(arguments, lines, strict=True)
@@ -268,7 +268,7 @@ def test_hosts_have_a_secret_and_time_to_shut_down():
     needed = pause + line.shutdown_timeout + FLUSH_TIMEOUT_S
     for template in (LEADING, FOLLOWING):
         assert template["spec"]["terminationGracePeriodSeconds"] > needed
-    # If one process ends, all end, so all are restarted together.
+    # If one process ends, all end: all pods are restarted together.
     policy = GROUP["spec"]["leaderWorkerTemplate"]["restartPolicy"]
     assert policy == "RecreateGroupOnPodRestart"
     # Only the leader receives requests.
@@ -326,8 +326,10 @@ def test_ray_has_an_image_with_ray():
         ("cuda,ray", "hub,kaggle,cuda,ray", "wget"),
     ],
 )
-def test_image_extras(extra: str, extras: str, package: str):
-    """Runs the first lines of `RUN` in a shell."""
+def test_extras_of_the_image_follow_the_build_argument(
+    extra: str, extras: str, package: str
+):
+    """The test runs the first lines of `RUN` in a shell."""
     begin = argument_of("RUN").partition("&& if")[0]
     said = f'EXTRA={extra}; {begin}; echo "$extras $package"'
     done = subprocess.run(["sh", "-ec", said], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Programs end with their status, even while compiling, and at once on Ctrl-C."""
+"""Processes exit with their status, even while compiling, and at once on Ctrl-C."""
 
 import signal
 import subprocess
@@ -120,7 +120,7 @@ def test_interrupt_during_start_is_not_lost():
 def test_interrupt_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     try:
-        # In a shell's background job interrupts are ignored from the start.
+        # A shell starts background jobs with interrupts ignored.
         handler = signal.default_int_handler
         signal.signal(signal.SIGINT, handler)
         with interrupts_end():

@@ -24,7 +24,7 @@ PAIR = max((ROOT / "benchmarks" / "results").glob("cpu_pair-*.json"))
 
 
 def committed(name: str) -> list[dict[str, Any]]:
-    """The results of a file: one, or one per line."""
+    """Return the results of a file, which has one in all or one per line."""
     return figures._lines(figures.RESULTS / name)
 
 
@@ -42,7 +42,7 @@ def ys_of(line: Line2D) -> list[float]:
 
 
 def spans_of(axes: Axes) -> list[list[float]]:
-    """Both ends of every whisker."""
+    """Return both ends of every whisker."""
     paths = [path for one in axes.collections for path in one.get_paths()]
     return [np.asarray(path.vertices)[:, 1].tolist() for path in paths]
 
@@ -65,7 +65,8 @@ def test_committed_figures_match_the_results():
     paths = {path.stem: path for path in figures.FIGURES.glob("*.svg")}
     hint = "run make figures, and remove what it no longer draws"
     assert paths.keys() == found.keys(), hint
-    # Descriptions are compared: positions of glyphs and lines depend on fonts.
+    # Only descriptions are compared, because positions of glyphs and lines depend on
+    # fonts.
     for name, path in paths.items():
         assert description_of(path) == drawing.described(found[name]), f"{name}: {hint}"
 
@@ -140,7 +141,7 @@ def test_server_under_load_has_both_modes_and_whiskers():
         e["plain"]["output_throughput"] for e in entries if e["max_concurrency"] == 16
     ]
     assert ys_of(speed.lines[1])[-1] == np.median(plain)
-    # By rate, with a server without drafts, and a plain run.
+    # Results by request rate, with a server without drafts and a plain run.
     rates = [dict(entries[0], max_concurrency=None) for _ in range(3)]
     for entry, rate in zip(rates, (2.0, "inf", 0.5), strict=True):
         entry["request_rate"] = rate
@@ -271,17 +272,17 @@ def test_gpu_is_drawn_with_its_ceilings_and_the_goal(tmp_path):
     assert xs_of(ceiling) == xs_of(ours) == [1, 2, 4, 8]
     assert ys_of(ceiling)[0] == pytest.approx(1.6 / 1.1)
     assert ys_of(ours) == pytest.approx([0.9 * one for one in ys_of(ceiling)])
-    # A round that took a tenth less time was faster.
+    # The round with the lower time has the higher speed.
     span = [0.9 * 1.6 / 1.1 / 1.1, 0.9 * 1.6 / 1.1 / 0.9]
     assert spans_of(axes)[0] == pytest.approx(span)
     assert labels_of(axes) == ["acceptance 0.6", "acceptance 0.8"]
     (axes,) = bandwidth.axes
     assert ticks_of(axes) == ["2B", "9B", "27B"]
-    # The first of two measurements of the 2B.
+    # Of two measurements of the 2B, the first is drawn.
     assert heights_of(axes)[:3] == pytest.approx([0.7, 0.8, 0.85])
     assert ys_of(axes.lines[-1]) == [0.75, 0.75]
     for figure in found.values():
-        drawing.save(figure, tmp_path / "new.svg")  # a layout without room would warn
+        drawing.save(figure, tmp_path / "new.svg")  # warns if labels do not fit
 
 
 @pytest.mark.parametrize(
@@ -304,10 +305,10 @@ def test_incomplete_gpu_run_draws_the_available_figures(changes, names, tmp_path
     ("heights", "placed"),
     [
         ([30, 0], [30, 0]),
-        # Each moves half of the missing distance.
+        # Each of two labels moves by half of the missing distance.
         ([12, 10], [16, 6]),
         ([10, 10, 10], [0, 10, 20]),
-        # The third is pushed by the two below, and pushes them.
+        # The third label is pushed by the two below it, and pushes them.
         ([0, 4, 12, 90], [-14 / 3, 16 / 3, 46 / 3, 90]),
     ],
 )

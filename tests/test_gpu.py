@@ -1,4 +1,4 @@
-"""The benchmark of full-size models, run with tiny ones, to test every part."""
+"""The benchmark of full-size models, run with tiny models."""
 
 import argparse
 import json
@@ -39,8 +39,8 @@ def test_pair_is_measured_in_all_parts(form):
     assert verify["verify_over_plain"] > 0
     forced, real = by_kind["round"]
     assert (forced["acceptance"], real["acceptance"]) == ("synthetic", "standard")
-    # 3 steps of a draft, twice. Random models with tied embeddings repeat their last
-    # token, so a real rule accepts their drafts; a forced rate of 0 accepts none.
+    # 3 steps of a draft, run twice. Random models with tied embeddings repeat their
+    # last token, so a real rule accepts their drafts; a forced rate of 0 accepts none.
     assert (forced["drafted"], forced["accepted"]) == (6, 0)
     assert forced["tokens_per_round"] == 1
     assert forced["ceiling"] < 1
@@ -51,7 +51,7 @@ def test_pair_is_measured_in_all_parts(form):
     assert sum(one["share"] for one in profile["kernels"]) <= 1.001
 
 
-def test_full_shapes_are_published_ones():
+def test_full_runs_have_the_published_sizes():
     options = gpu.make_parser().parse_args([])
     assert gpu.config_of("27b", options)["hidden_size"] == 4608
     assert gpu.setting_of(options).context == 1024
@@ -60,7 +60,7 @@ def test_full_shapes_are_published_ones():
         pair = gpu.configs_of("27b-2b", gpu.make_parser().parse_args(form))
         assert [one.scan_layers for one in pair] == [bool(form)] * 2
     pool = Setting(context=100, steps=10).pool(8, 512, 4)
-    # Pages for the context, five tokens of every step, and those of one more step.
+    # Pages hold the context, five tokens per step, and those of one more step.
     assert pool.max_model_len >= 100 + 11 * 5
     assert pool.num_pages == 8 * pool.table_len
 
@@ -98,7 +98,7 @@ def test_measurements_are_kept_if_a_part_fails(tmp_path, monkeypatch):
 
 @pytest.fixture
 def child(monkeypatch, tmp_path: Path):
-    """Return a function that makes a part run shell lines; pids go to `$0.pids`."""
+    """Return a function that makes a part run shell lines (pids in `$0.pids`)."""
     path = tmp_path / "python"
     monkeypatch.setattr(gpu.sys, "executable", str(path))
 
@@ -111,7 +111,10 @@ def child(monkeypatch, tmp_path: Path):
 
 
 def have_ended(pids: Path) -> bool:
-    """Whether all processes end; without a parent to reap them it takes a moment."""
+    """Return whether all processes end soon.
+
+    Processes without a parent take a moment to be reaped.
+    """
     for _ in range(100):
         states = [Path("/proc", pid, "stat") for pid in pids.read_text().split()]
         if not any(path.exists() and " Z " not in path.read_text() for path in states):
@@ -121,7 +124,7 @@ def have_ended(pids: Path) -> bool:
 
 
 def test_slow_process_is_killed_with_its_children(child):
-    """A child process also holds the pipe, so reading would not end while it lives."""
+    """A child holds the pipe too, so reading would not end before the child does."""
     more = "sleep 60 &", "echo $! >> $0.pids", "exec sleep 60"
     pids = child("echo '{\"what\": 1}'", "echo not json", *more)
     first, last = gpu.run_child("9b-2b", 1.0, [])
@@ -133,7 +136,7 @@ def test_slow_process_is_killed_with_its_children(child):
     assert have_ended(pids)
 
 
-def test_part_ends_when_its_reader_closes(child):
+def test_part_ends_when_its_reader_closes_the_pipe(child):
     pids = child("echo '{\"what\": 1}'", "exec sleep 60")
     rows = gpu.rows_of("9b-2b", time.monotonic() + 60, [])
     assert next(rows) == {"what": 1}
@@ -147,7 +150,7 @@ def test_part_preallocates_memory_unless_configured(child, monkeypatch, given):
     monkeypatch.delenv(name, raising=False)
     if given is not None:
         monkeypatch.setenv(name, str(given))
-    # An incomplete line, as from a killed process, is ignored.
+    # An incomplete line, which a killed process may leave, is ignored.
     child(f'echo "{{\\"what\\": ${name}}}"', "printf '{\"half'")
     expected = gpu.MEMORY_FRACTION if given is None else given
     assert list(gpu.run_child("9b-2b", 60, [])) == [{"what": expected}]
@@ -155,7 +158,7 @@ def test_part_preallocates_memory_unless_configured(child, monkeypatch, given):
 
 @pytest.fixture
 def heeds_interrupts():
-    """A process that a shell starts in the background ignores SIGINT."""
+    """Enable SIGINT, which a process ignores if it was started in the background."""
     found = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, found)
@@ -163,7 +166,7 @@ def heeds_interrupts():
 
 @pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
+def test_signal_to_the_run_also_ends_the_part(monkeypatch, tmp_path, number):
     output, ended = tmp_path / "result.json", []
 
     def child(*_):
@@ -186,7 +189,7 @@ def test_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_pass_computes_all_that_a_round_needs(num_drafts):
-    """Tokens of a plain pass are computed although no later pass reads them."""
+    """XLA must compute the tokens of a pass even if no later pass reads them."""
     setting = gpu.setting_of(options_of("--context", "16"))
     config = config_from_hf(gpu.config_of("9b", options_of()))
     models = Models.random(config, config, setting)
@@ -225,9 +228,10 @@ def test_kernel_times_are_summed():
 
 
 @pytest.mark.slow
-def test_huggingface_is_measured_too():
+def test_speed_of_huggingface_is_measured():
     rows = list(gpu.run_part("hf-2b", options_of("--context", "16")))
     assert [row["is_compiled"] for row in rows] == [False, True]
-    # The difference of a long and a short text; tiny models are within timing noise.
+    # The speed is the difference of a long and a short text, which for tiny models is
+    # within timing noise.
     for row in rows:
         assert row["step_us"]["least"] <= row["step_us"]["median"] < 1e6

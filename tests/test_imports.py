@@ -1,4 +1,4 @@
-"""Imports are at the top, absolute, working, and declared as dependencies.
+"""Imports are at the top, absolute, and of declared dependencies; all modules import.
 
 import-linter checks their direction, with the contracts in pyproject.toml.
 """
@@ -19,15 +19,15 @@ PACKAGES = {
     "jaxspec_kernels": ROOT / "kernels",
     "jaxspec_checkpoints": ROOT / "checkpoints",
 }
-# (folder on the path, module file), with paths relative to that folder.
+# (import root, module file relative to it)
 MODULES = [
     (folder, path.relative_to(folder))
     for package, folder in PACKAGES.items()
     for path in sorted((folder / package).rglob("*.py"))
 ]
 
-# Modules that only modules with the same extra import at the top; and the extra that
-# installs their dependencies.
+# Modules with dependencies that an extra installs, and the name of the extra. Only
+# modules with the same extra may import them at the top.
 NEED_AN_EXTRA = {
     "jaxspec/train/run.py": "train",
     "jaxspec/train/trainer.py": "train",
@@ -43,7 +43,7 @@ def module_name(path: Path) -> str:
 
 
 def names_of(node: Import) -> list[str]:
-    """The modules an import statement names; a relative one starts with a dot."""
+    """Return the modules of an import statement; relative ones start with a dot."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return ["." * node.level + (node.module or "")]
@@ -54,7 +54,10 @@ def imports_of(tree: ast.AST) -> list[Import]:
 
 
 def declared_distributions(extra: str | None) -> set[str]:
-    """Distributions that `pip install` installs, with one extra or none, normalized."""
+    """Return the normalized names of the packages that `pip install` installs.
+
+    They are those of one extra, or those without any extra.
+    """
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     project = tomllib.loads(text)["project"]
     requirements = list(project["dependencies"])
@@ -71,7 +74,7 @@ def test_imports_are_at_the_top_and_absolute(folder: Path, path: Path) -> None:
     tree = ast.parse((folder / path).read_text(encoding="utf-8"))
     for node in imports_of(tree):
         where = f"{path}:{node.lineno}"
-        # Also rejects `if TYPE_CHECKING:` and `try:` around an import.
+        # This also rejects `if TYPE_CHECKING:` and `try:` around an import.
         assert node in tree.body, f"{where}: move the import to the top of the module"
         for name in names_of(node):
             assert not name.startswith("."), f"{where}: write the full module path"
@@ -79,7 +82,7 @@ def test_imports_are_at_the_top_and_absolute(folder: Path, path: Path) -> None:
 
 
 def test_third_party_imports_are_declared() -> None:
-    # `make demo` installs no extra: an import that needs one would break it.
+    # `make demo` installs no extra, so an undeclared import would break it.
     distributions = packages_distributions()
     undeclared = [
         f"{path}: {name}"
@@ -94,7 +97,7 @@ def test_third_party_imports_are_declared() -> None:
     assert not undeclared
 
 
-def test_modules_that_need_an_extra_are_imported_when_used() -> None:
+def test_modules_that_need_an_extra_are_not_imported_statically_by_others() -> None:
     behind = {module_name(Path(path)): extra for path, extra in NEED_AN_EXTRA.items()}
     imported = {
         f"{path}: {name}"

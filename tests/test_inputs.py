@@ -15,7 +15,7 @@ MAX_MODEL_LEN = 12
 
 
 class Bytes:
-    """Encodes a text as 2 and then its bytes plus 3."""
+    """A tokenizer that encodes a text as token 2, then each byte plus 3."""
 
     def encode(self, text: str) -> list[int]:
         return [2, *(byte + 3 for byte in text.encode())]
@@ -55,7 +55,9 @@ def parse(prompt: object) -> ParsedPrompt:
         ([2] * (MAX_MODEL_LEN - 1), None, [2] * (MAX_MODEL_LEN - 1)),
     ],
 )
-def test_all_prompt_forms_are_parsed(prompt: object, text: str, token_ids: list[int]):
+def test_prompts_of_every_type_are_parsed(
+    prompt: object, text: str, token_ids: list[int]
+):
     parsed = parse(prompt)
     assert (parsed.text, parsed.token_ids) == (text, token_ids)
     assert all(type(token) is int for token in parsed.token_ids)
@@ -87,7 +89,7 @@ def test_all_prompt_forms_are_parsed(prompt: object, text: str, token_ids: list[
         ("\ud800", "'\\ud800'", "UTF-8"),
     ],
 )
-def test_bad_prompt_error_has_value_and_allowed(
+def test_bad_prompt_error_has_value_and_allowed_types(
     prompt: object, given: str, allowed: str
 ):
     with pytest.raises(RequestError) as caught:

@@ -1,4 +1,4 @@
-"""Programs and texts are independent of the user's jax settings."""
+"""Programs and texts do not depend on the user's jax settings."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,7 +44,7 @@ def other_settings() -> Iterator[None]:
         yield
 
 
-def test_other_values_are_tested_for_every_setting():
+def test_every_setting_is_tested_with_other_values():
     assert OTHER_SETTINGS.keys() == OWN_SETTINGS.keys()
 
 

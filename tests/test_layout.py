@@ -1,4 +1,4 @@
-"""Layout rules: module names, mirrored tests, one list of checks."""
+"""Layout of the repository: module names, test files, and one list of checks."""
 
 import ast
 import re
@@ -24,20 +24,20 @@ VAGUE_WORDS = {
     "util",
     "utils",
 }
-# vLLM's import paths, which users' scripts contain: `vllm.engine.arg_utils` and
-# `vllm.utils` (for `random_uuid`).
+# Module names of vLLM that users' scripts import: `vllm.engine.arg_utils`, and
+# `vllm.utils` for `random_uuid`.
 ALLOWED_NAMES = {"arg_utils", "argparse_utils"}
 ALLOWED_FILES = {
     "jaxspec/utils/__init__.py",
     "jaxspec/utils/argparse_utils.py",
 }
 
-# Small folders, and vLLM's paths, whose modules need no test file of their own.
+# Modules that need no test file of their own: small folders, and vLLM's paths.
 LEAVES = (
     *("engine/memory", "lora", "models/heads"),
     *("serve/requests", "serve/responses", "text", "train", "usage", "utils"),
 )
-# Modules with no test file of their own: the file that tests them, and why.
+# Modules that are tested elsewhere: the test file, and why.
 TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     "jaxspec/bench/flags.py": (
         "tests/bench/test_main.py",
@@ -187,7 +187,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
 
 
 def defines_something(path: Path) -> bool:
-    """Whether a module defines something; aliases and reading orders do not."""
+    """Return whether a module defines more than aliases or a reading order."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     return any(
         isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -196,9 +196,12 @@ def defines_something(path: Path) -> bool:
 
 
 def mirrors_of(path: Path, stems: Counter[str]) -> list[Path]:
-    """Allowed paths of a module's tests: mirrored, or flat if its name is unique."""
+    """Return the allowed paths of a module's test file.
+
+    The path mirrors the module's, or is flat if the module's name is unique.
+    """
     if path.parts[0] == "kernels":
-        # An operation is a folder of modules with one common test file.
+        # A kernel operation is a folder of modules with one common test file.
         unit = path.parts[2].removesuffix(".py").strip("_")
         return [Path("tests/kernels", f"test_{unit}.py")]
     if path.stem == "__init__":
@@ -211,7 +214,7 @@ def mirrors_of(path: Path, stems: Counter[str]) -> list[Path]:
 
 
 def source_modules() -> list[Path]:
-    """Modules with code of jaxspec (without `LEAVES`) and jaxspec_kernels."""
+    """Return the modules of jaxspec (without `LEAVES`) and jaxspec_kernels."""
     leaves = {Path("jaxspec", name) for name in LEAVES}
     return [
         path

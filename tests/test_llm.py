@@ -1,4 +1,4 @@
-"""`LLM` over a fake engine; tests/e2e tests the real one."""
+"""`LLM` with a fake engine; tests/e2e tests the real one."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
 
 
 class Echo:
-    """Finishes the newest request first, with the letters of its prompt in reverse."""
+    """A fake engine: finishes the newest request first, with its prompt reversed."""
 
     def __init__(self, args: EngineArgs):
         self.args = args
@@ -144,16 +144,16 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 def test_outputs_are_in_the_order_of_prompts(llm: LLM):
     outputs = llm.generate(["ab", "cd", "ef"], use_tqdm=False)
     assert texts(outputs) == ["ba", "dc", "fe"]
-    # A second call continues the numbering of requests.
+    # A second call continues the request ids of the first one.
     assert texts(llm.generate("gh", use_tqdm=False)) == ["hg"]
     assert [int(name) for name in engine_of(llm).params] == [0, 1, 2, 3]
 
 
-def test_no_prompts_no_outputs(llm: LLM):
+def test_no_prompts_give_no_outputs(llm: LLM):
     assert llm.generate([], use_tqdm=False) == []
 
 
-def test_one_or_several_parameters(llm: LLM):
+def test_one_or_several_sampling_params_are_accepted(llm: LLM):
     given = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=6)]
     llm.generate(["a", "b"], given, use_tqdm=False)
     llm.generate(["a", "b"], given[0], use_tqdm=False)
@@ -173,10 +173,11 @@ def test_one_or_several_parameters(llm: LLM):
         ([SamplingParams(), 3], r"sampling_params\[1\] must be SamplingParams, got 3"),
     ],
 )
-def test_bad_parameters(
+def test_bad_sampling_params_are_rejected(
     llm: LLM, params: Any, allowed: str, monkeypatch: pytest.MonkeyPatch
 ):
-    # Without type checks, as for users: jaxtyping would report the wrong type first.
+    # Type checks are off, as for users: otherwise jaxtyping would report the wrong type
+    # first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(RequestError, match=allowed):
         llm.generate(["a", "b"], params, use_tqdm=False)
@@ -196,7 +197,7 @@ def test_interrupted_call_leaves_nothing_running(llm: LLM):
     assert not engine_of(llm).waiting
 
 
-def test_deprecated_prompt_token_ids(llm: LLM):
+def test_deprecated_prompt_token_ids_are_accepted(llm: LLM):
     with pytest.warns(DeprecationWarning, match="prompt_token_ids="):
         outputs = llm.generate(prompt_token_ids=[[97, 98], [99]], use_tqdm=False)
     assert texts(outputs) == ["ba", "c"]
@@ -220,7 +221,7 @@ TURN = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "Well"}
 
 
-def test_one_or_several_conversations(llm: LLM):
+def test_one_or_several_conversations_are_accepted(llm: LLM):
     opened = "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
     expected = {"prompt": opened, "prompt_token_ids": TOKENIZER.encode(opened)}
     assert texts(llm.chat([TURN], use_tqdm=False)) == [opened[::-1]]
@@ -236,7 +237,7 @@ def test_one_or_several_conversations(llm: LLM):
     assert engine_of(llm).prompts[-1]["prompt"] == f"{opened}Well"
 
 
-def test_chat_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
+def test_chat_uses_the_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
     def make_runner(config: EngineConfig) -> Runner:
         runner = object.__new__(Runner)
         runner.compiles_in_background, runner.config, runner.memory = (
@@ -323,7 +324,7 @@ def test_unsupported_options_are_rejected(llm: LLM, option: dict[str, Any]):
         llm.generate("a", **option)
 
 
-def test_priorities_belong_to_their_prompts(llm: LLM):
+def test_each_prompt_gets_its_priority(llm: LLM):
     llm.generate(["a", "b"], use_tqdm=False, priority=[3, -1])
     llm.generate(["a"], use_tqdm=False)
     llm.chat([TURN], use_tqdm=False, priority=[7])
@@ -340,7 +341,7 @@ def test_enqueued_prompts_wait_for_their_own_call(llm: LLM):
     second = llm.enqueue("ef")
     assert [*first, *second] == ["0", "1", "2"]
     assert engine_of(llm).num_steps == 0
-    # A call in between gets only its own outputs.
+    # A call of `generate` in between returns only its own outputs.
     assert texts(llm.generate(["gh"], use_tqdm=False)) == ["hg"]
     assert texts(llm.wait_for_completion(use_tqdm=False)) == ["ba", "dc", "fe"]
     assert llm.wait_for_completion(use_tqdm=False) == []
@@ -362,7 +363,7 @@ def test_error_names_lost_enqueued_prompts(llm: LLM):
 
 
 @pytest.mark.parametrize("fails", ["bar", "interrupt", "step"])
-def test_failed_call_leaves_no_state(llm: LLM, fails: str):
+def test_failed_call_leaves_no_requests(llm: LLM, fails: str):
     def broken(**_: object) -> None:
         raise ZeroDivisionError
 

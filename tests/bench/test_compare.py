@@ -156,7 +156,7 @@ def test_round_cost_is_interpolated():
     assert round_cost(timed[:3])(4, 20, False) == pytest.approx(8e-3 + 13e-3)
 
 
-def test_ranks_of_a_chain_are_its_positions():
+def test_acceptance_by_position_of_a_chain_becomes_rank_0_at_each_depth():
     accepted = Acceptance(num_drafts=10, num_accepted=12, per_position=(8, 3, 1))
     assert ranks_of(GIVEN, accepted) == {
         Place(False, 1, 0): (10, 8),

@@ -1,7 +1,7 @@
 """Local servers that speak the protocols of the Hugging Face Hub and of Kaggle.
 
-Written after what the two client libraries ask for and check. Nothing leaves the
-machine: `only_here` refuses every other address and keeps a record of the attempts.
+They answer what the two client libraries request and check. Nothing leaves the machine:
+`only_here` refuses every other address and records the attempts.
 """
 
 import base64
@@ -96,7 +96,7 @@ class StandIn:
 
     @property
     def fetched(self) -> set[str]:
-        """Names of the files whose bytes were asked for."""
+        """Return the names of the files that were downloaded."""
         raise NotImplementedError
 
 

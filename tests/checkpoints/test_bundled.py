@@ -30,7 +30,7 @@ def test_folder_holds_one_model(role):
         assert np.isfinite(tensor.whole().astype(jnp.float32)).all(), name
 
 
-def test_pair_shares_its_tokens():
+def test_target_and_draft_have_the_same_tokenizer():
     target, draft = bundled_target(), bundled_draft()
     configs = [config_from_folder(folder) for folder in (target, draft)]
     assert configs[0].vocab_size == configs[1].vocab_size
@@ -40,7 +40,7 @@ def test_pair_shares_its_tokens():
 
 
 def test_draft_has_a_token_map():
-    """All of them, those that its head must have first."""
+    """It has all tokens, those that the head must keep first."""
     config = config_from_folder(bundled_draft())
     ids = read_token_map(bundled_draft() / TOKEN_MAP, config.vocab_size)
     assert sorted(ids) == list(range(config.vocab_size))
@@ -55,7 +55,7 @@ def test_draft_is_the_smaller_model():
 
 
 @pytest.mark.parametrize("kind", BUNDLED_KINDS)
-def test_a_head_is_for_the_target(kind):
+def test_heads_are_for_the_bundled_target(kind):
     config, tensors = read_head(bundled_head(kind))
     assert config.kind == kind
     config.check_target(config_from_folder(bundled_target()))

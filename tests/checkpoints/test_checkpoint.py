@@ -24,8 +24,8 @@ def write(folder: Path, said: Any, head: Any, dtype: str = "bfloat16") -> Any:
     """Write a model of four 4 MiB blocks of embedding and head; return its tensors.
 
     Args:
-        said: `tie_word_embeddings`; "nothing" leaves it out.
-        head: What the head is made of the embedding by; None writes none.
+        said: Value of `tie_word_embeddings`; "nothing" omits the key.
+        head: Function that makes the head from the embedding; None writes no head.
     """
     tensors: dict[str, Any] = write_tiny(
         folder,
@@ -81,7 +81,7 @@ def test_head_of_nan_is_compared_by_bytes(tmp_path):
     assert list(with_copies(first, [second]).blocks())
 
 
-def test_head_of_another_type_is_the_head(tmp_path):
+def test_head_of_another_type_than_the_embedding_is_kept(tmp_path):
     write(tmp_path, True, lambda table: table.astype(np.float32))
     assert HEAD in open_checkpoint(tmp_path).resolved().tensors
 
@@ -94,7 +94,7 @@ def test_missing_head_is_named(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_tie_that_is_no_boolean_is_refused(tmp_path):
+def test_tie_word_embeddings_that_is_not_boolean_is_refused(tmp_path):
     write(tmp_path, "no", None)
     with pytest.raises(CheckpointError, match="must be true or false, got 'no'"):
         open_checkpoint(tmp_path)

@@ -28,7 +28,7 @@ def real_leaves(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def stored(shape: tuple[int, ...]) -> StoredArray:
-    """An array of which only the shape is real."""
+    """Return an array with a real shape, but without memory for its values."""
     return StoredArray(
         name="array",
         folder=Path("nowhere"),
@@ -40,7 +40,7 @@ def stored(shape: tuple[int, ...]) -> StoredArray:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_real_trees_have_these_names_and_shapes(name):
+def test_published_trees_have_the_expected_names_and_shapes(name):
     sizes = Sizes.from_config(FACTS[name]["config"])
     shapes = leaf_shapes(
         sizes, num_rows=256128, is_model_first=GEMMA2.is_model_first(sizes)
@@ -49,7 +49,7 @@ def test_real_trees_have_these_names_and_shapes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_real_trees_become_the_tensors_of_huggingface(name):
+def test_published_trees_become_the_tensors_of_huggingface(name):
     sizes, leaves = Sizes.from_config(FACTS[name]["config"]), real_leaves(name)
     found = views(sizes, is_model_first=name == "2b")
     num_rows = {"model.embed_tokens.weight": 256000}
@@ -92,7 +92,7 @@ def test_views_agree_with_the_formulas(family, is_model_first, num_stacks):
         slab = leaf[view.index(0, leaf.shape[view.axis])]
         rows = view.rows(slab)[: len(expected)]
         np.testing.assert_array_equal(rows, expected, err_msg=name)
-        # And back, for a part of the rows.
+        # The inverse views agree too, for some of the rows.
         step = view.step(leaf.shape)
         back = view.slab(expected[step : 3 * step], leaf.shape)
         np.testing.assert_array_equal(back, leaf[view.index(1, 3)], err_msg=name)

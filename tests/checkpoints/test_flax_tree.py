@@ -66,7 +66,7 @@ def tree_of(shapes: dict[str, Any], spelling: str = "flat", **types: Any) -> Fla
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_sizes_follow_from_the_shapes(spelling):
     tree = tree_of(LEAVES, spelling)
-    # Tiny rows are no published vocabulary, so all of them count.
+    # The tiny model has no published vocabulary size, so no rows count as padding.
     assert tree.sizes(GEMMA2) == Sizes.from_config(CONFIG | {"vocab_size": 512 + 128})
     assert tree.is_model_first(SIZES)
     assert list(tree.tensors(SIZES, 128)["model.embed_tokens.weight"].shape) == [
@@ -97,7 +97,7 @@ def test_pad_rows_are_cut_off(num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [511, 641])
-def test_other_rows_are_another_vocabulary(num_rows):
+def test_other_numbers_of_embedding_rows_are_an_error(num_rows):
     leaves = LEAVES | {"embedder/input_embedding": (num_rows, 72)}
     expected = (
         f"'transformer/embedder/input_embedding' has {num_rows} rows, expected "
@@ -116,7 +116,7 @@ SPELT = {
 
 
 @pytest.mark.parametrize("spelling", SPELT)
-def test_missing_tensor(spelling):
+def test_error_names_a_missing_tensor(spelling):
     leaves = dict(LEAVES)
     del leaves["layer_1/mlp/linear"]
     expected = f"has no tensor '{SPELT[spelling]}' "
@@ -128,7 +128,7 @@ def test_missing_tensor(spelling):
 
 
 @pytest.mark.parametrize("spelling", SPELT)
-def test_wrong_shape(spelling):
+def test_error_names_a_tensor_of_wrong_shape(spelling):
     leaves = LEAVES | {"layer_1/mlp/linear": (72, 288)}
     expected = rf"'{SPELT[spelling]}' has shape \(72, 288\).* asks for \(288, 72\)"
     with pytest.raises(CheckpointError, match=expected):
@@ -136,13 +136,13 @@ def test_wrong_shape(spelling):
 
 
 @pytest.mark.parametrize("path", ["layer_1/mlp/bias", "layer_2/mlp/linear", "extra"])
-def test_unknown_tensor(path):
+def test_error_names_an_unknown_tensor(path):
     leaves = LEAVES | {path: (288, 72)}
     with pytest.raises(CheckpointError, match=rf"'{path}' is not part of the model"):
         tree_of(leaves, "nested").tensors(SIZES, 128)
 
 
-def test_tensor_outside_the_root():
+def test_tensor_outside_of_the_root_is_an_error():
     tree = tree_of(LEAVES, "below a root")
     array = next(iter(tree.arrays.values()))
     arrays = {f"transformer.{path}": each for path, each in tree.arrays.items()}
@@ -151,12 +151,12 @@ def test_tensor_outside_the_root():
         tree.tensors(SIZES, 128)
 
 
-def test_wrong_type():
+def test_wrong_type_is_an_error():
     with pytest.raises(CheckpointError, match="has type int8, expected one of float32"):
         tree_of(LEAVES, dtype=np.int8).tensors(SIZES, 128)
 
 
-def test_tensor_in_two_spellings():
+def test_tensor_in_two_spellings_is_an_error():
     tree = tree_of(LEAVES, "nested")
     array = tree.arrays["layer_0/mlp/linear"]
     arrays = {**tree.arrays, "layer_0/mlp/linear.w": array}
@@ -182,21 +182,21 @@ def test_first_layer_must_have_the_arrays_that_determine_sizes(part, wrong):
 
 
 @pytest.mark.parametrize(("old", "new"), [("type_0", "type_2"), ("type_1", "type_2")])
-def test_missing_stack(old, new):
+def test_missing_stack_is_an_error(old, new):
     leaves = {path.replace(old, new): shape for path, shape in STACKS.items()}
     expected = f"no tensor 'stacked_layers/attention_{old}/"
     with pytest.raises(CheckpointError, match=expected):
         tree_of(leaves, "nested").sizes(GEMMA2)
 
 
-def test_stack_without_an_axis_of_layers():
+def test_stack_without_a_layer_axis_is_an_error():
     leaves = STACKS | {"stacked_layers/attention_type_1/mlp/linear": (288, 72)}
     expected = r"attention_type_1/mlp/linear' has shape \(288, 72\), expected 3 axes"
     with pytest.raises(CheckpointError, match=expected):
         tree_of(leaves, "nested").sizes(GEMMA2)
 
 
-def test_no_embedding():
+def test_tree_without_embedding_is_an_error():
     leaves = dict(LEAVES)
     del leaves["embedder/input_embedding"]
     expected = "no tensor 'transformer/embedder/input_embedding'.*found: final_norm"
@@ -206,7 +206,7 @@ def test_no_embedding():
         read_tree(Path("folder"), {})
 
 
-def test_no_layers():
+def test_tree_without_layers_is_an_error():
     leaves = {path: shape for path, shape in LEAVES.items() if "layer_" not in path}
     with pytest.raises(CheckpointError, match="no tensor of a layer, as transformer/"):
         tree_of(leaves)

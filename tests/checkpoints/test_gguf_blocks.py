@@ -1,4 +1,4 @@
-"""Every type is dequantized to the same numbers as by llama.cpp's library."""
+"""Every GGUF type is dequantized to the same numbers as by llama.cpp's library."""
 
 import gguf
 import numpy as np
@@ -12,7 +12,7 @@ QUANTIZED = {n: kind for n, kind in TYPES.items() if kind.dequantize is not None
 
 
 def random_blocks(kind: BlockType, count: int) -> np.ndarray:
-    """Any bytes: all values and scales, also infinite ones and NaN."""
+    """Return random bytes: all values and scales, also infinite ones and NaN."""
     random = np.random.default_rng(sum(kind.name.encode()))
     return random.integers(0, 256, (count, kind.num_bytes), np.uint8)
 
@@ -42,7 +42,7 @@ def test_numbers_are_equal_to_the_last_bit(number):
     expected = gguf.dequantize(blocks, Q(number))
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
-    # -0.0 is another number than 0.0, and a NaN has no sign.
+    # The comparison distinguishes -0.0 from 0.0, and ignores the sign of NaN.
     is_number = ~np.isnan(expected)
     np.testing.assert_array_equal(
         np.signbit(found)[is_number], np.signbit(expected)[is_number]
@@ -51,7 +51,7 @@ def test_numbers_are_equal_to_the_last_bit(number):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", GGUF_SCHEMES)
-def test_integers_times_scales_are_the_numbers(name):
+def test_integers_times_scales_equal_the_dequantized_numbers(name):
     [(number, kind)] = [item for item in TYPES.items() if item[1].name == name]
     assert kind.split is not None
     blocks = random_blocks(kind, 1000)

@@ -1,4 +1,4 @@
-"""Metadata become the config.json that the model had before it was converted."""
+"""GGUF metadata give the config.json that the model had before it was converted."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_config_of_gemma2_survives_the_conversion(tmp_path, family):
     assert generation == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
 
-def test_config_of_gemma3():
+def test_config_of_gemma3_is_read():
     config, _ = read_config(file_of("gemma3"))
     assert config["model_type"] == "gemma3_text"
     expected = {
@@ -100,7 +100,7 @@ def test_config_of_gemma3():
         ("gemma3", 46, 4608, 32, 128, 128),
     ],
 )
-def test_attention_scale_is_llama_cpps(
+def test_attention_scale_equals_llama_cpps(
     architecture, layers, width, heads, key_length, expected
 ):
     file = file_of(
@@ -126,7 +126,7 @@ def test_attention_scale_is_llama_cpps(
         ({}, None),
     ],
 )
-def test_scaling_of_positions(changes, expected):
+def test_position_scaling_is_read(changes, expected):
     found = read_config(file_of("gemma3", **changes))[0]["rope_scaling"]
     if expected is None:
         assert found is None
@@ -134,7 +134,7 @@ def test_scaling_of_positions(changes, expected):
         assert found == {"rope_type": "linear", "factor": expected}
 
 
-def test_values_that_llama_cpp_has_by_default():
+def test_missing_values_default_to_llama_cpps():
     config, _ = read_config(
         file_of(
             "gemma2",
@@ -170,12 +170,12 @@ def test_values_that_llama_cpp_has_by_default():
         ({"tokenizer__ggml__eos_token_id": None}, 1),
     ],
 )
-def test_end_tokens(changes, expected):
+def test_end_tokens_are_read(changes, expected):
     config, generation = read_config(file_of("gemma3", **changes))
     assert config["eos_token_id"] == generation["eos_token_id"] == expected
 
 
-def test_sampling_that_a_file_recommends():
+def test_recommended_sampling_is_read():
     changes = {"general__sampling__top_k": 64, "general__sampling__top_p": 0.95}
     _, generation = read_config(file_of("gemma3", **changes))
     assert (generation["top_k"], generation["top_p"]) == (64, 0.95)
@@ -207,6 +207,6 @@ def test_values_for_each_layer_must_agree():
         ({"rope__freq_base": [1.0]}, "freq_base' must be a number"),
     ],
 )
-def test_metadata_that_cannot_be_used(changes, message):
+def test_unusable_metadata_are_an_error(changes, message):
     with pytest.raises(CheckpointError, match=message):
         read_config(file_of("gemma3", **changes))

@@ -102,7 +102,7 @@ def test_all_types_of_values_are_read(tmp_path):
     np.testing.assert_array_equal(found["flags"], [True, False])
 
 
-def test_tensors_lie_where_the_header_says(tmp_path):
+def test_tensors_are_read_at_the_offsets_in_the_header(tmp_path):
     file = read_gguf(write(tmp_path / "m.gguf", GOOD))
     assert file.version == 3 and file.tensors.keys() == {"a", "b"}
     first, second = file.tensors["a"], file.tensors["b"]
@@ -139,7 +139,7 @@ def check_like_library(path: Path) -> GgufFile:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 1000])
-def test_pieces_of_the_header_may_end_anywhere(tmp_path, monkeypatch, piece):
+def test_header_is_read_in_chunks_of_any_size(tmp_path, monkeypatch, piece):
     write_gguf(tmp_path / "m.gguf")
     whole = read_gguf(tmp_path / "m.gguf")
     monkeypatch.setattr(gguf_file, "_PIECE_BYTES", piece)
@@ -318,7 +318,7 @@ def test_every_truncation_is_noticed(tmp_path):
             read_gguf(path)
 
 
-def test_names_of_shards_that_cannot_be(tmp_path):
+def test_impossible_names_of_shards_are_refused(tmp_path):
     for name in ("m-00003-of-00002.gguf", "m-00000-of-00002.gguf"):
         with pytest.raises(CheckpointError, match="no name of a shard"):
             read_gguf(write(tmp_path / name, GOOD))
@@ -371,18 +371,18 @@ def test_changed_bytes_never_crash_the_parser(small, tmp_path_factory, data):
 
 
 def read_header_bytes(content: bytes) -> int:
-    """Where the data begin: at a norm, which is first in the writer's order."""
+    """Return the header: the data begin with a norm, the writer's first tensor."""
     return content.index(b"output_norm.weight") + 64
 
 
 @settings(max_examples=200)
 @given(content=st.binary(max_size=200))
-def test_any_bytes_after_the_magic(tmp_path_factory, content):
+def test_any_bytes_after_the_magic_do_not_crash_the_parser(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "random.gguf"
     open_damaged(path, b"GGUF" + struct.pack("<I", 3) + content)
 
 
-def test_real_file(golden):
+def test_real_file_is_read(golden):
     """Names, offsets and numbers of Gemma 3 270M, opened in 0.2 s."""
     path = real_gguf()
     start = time.process_time()

@@ -36,7 +36,7 @@ PACKED = {Q.Q4_0: "int4", Q.Q5_0: "int8", Q.Q8_0: "int8"}
 
 
 @pytest.mark.parametrize("kind", [Q.F16, Q.Q8_0], ids=lambda kind: kind.name)
-def test_rows_behind_the_vocabulary_are_left_out(tmp_path, kind):
+def test_embedding_rows_past_the_vocabulary_are_dropped(tmp_path, kind):
     config = tiny_config("2b", hidden_size=256, intermediate_size=512)
     config["vocab_size"] = 8192 + PAD_ROWS
     expected = write_gguf(tmp_path / "m.gguf", config, kinds={"token_embd": kind})
@@ -46,7 +46,7 @@ def test_rows_behind_the_vocabulary_are_left_out(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", WRITABLE, ids=lambda kind: kind.name)
-def test_tensors_are_those_that_were_written(tmp_path, kind):
+def test_tensors_equal_those_that_were_written(tmp_path, kind):
     expected = write_gguf(tmp_path / "m.gguf", default=kind)
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     assert checkpoint.format == "gguf"
@@ -118,7 +118,7 @@ def test_fused_queries_keys_and_values_are_split(tmp_path):
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_folder_stands_for_the_one_file_in_it(tmp_path):
+def test_folder_with_one_gguf_file_is_read(tmp_path):
     expected = write_gguf(tmp_path / "m.gguf")
     (tmp_path / "mmproj-m.gguf").write_bytes(b"a projector of images")
     (tmp_path / "README.md").write_text("hello")
@@ -133,7 +133,7 @@ def test_folder_stands_for_the_one_file_in_it(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_safetensors_go_before_gguf(tmp_path):
+def test_safetensors_take_precedence_over_gguf(tmp_path):
     write_tiny(tmp_path, family="2b", num_hidden_layers=1)
     write_gguf(tmp_path / "m.gguf")
     assert open_checkpoint(tmp_path).format == "hf"
@@ -152,7 +152,7 @@ def test_config_of_the_file_precedes_a_config_json_next_to_it(tmp_path):
     assert (checkpoint.config, checkpoint.generation_config) == (config, generation)
 
 
-def test_a_file_outside_the_folder_is_not_reached(tmp_path):
+def test_link_to_a_file_outside_of_the_folder_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "folder").mkdir()
     write_gguf(tmp_path / "elsewhere" / "m.gguf")
@@ -163,7 +163,7 @@ def test_a_file_outside_the_folder_is_not_reached(tmp_path):
     assert open_checkpoint(tmp_path / "folder" / "m.gguf").format == "gguf"
 
 
-def test_shards_are_one_model(tmp_path):
+def test_shards_are_read_as_one_model(tmp_path):
     config = tiny_config("2b", vocab_size=512)
     tensors = tiny_tensors(config)
     arrays = {
@@ -202,7 +202,7 @@ def test_shards_are_one_model(tmp_path):
         (dict(gemma2__rope__freq_base="x"), "freq_base' must be a number, got 'x'"),
     ],
 )
-def test_models_that_are_not_read(tmp_path, change, message):
+def test_unsupported_models_are_refused(tmp_path, change, message):
     change = dict(change)
     architecture = change.pop("architecture", "gemma2")
     path = tmp_path / "m.gguf"
@@ -227,7 +227,7 @@ def test_a_tensor_of_another_network_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_1], ids=lambda kind: kind.name)
-def test_a_matrix_is_never_whole_in_memory(tmp_path, kind):
+def test_matrix_is_read_in_blocks(tmp_path, kind):
     config = tiny_config("2b", hidden_size=1024, intermediate_size=64)
     config |= dict(vocab_size=16384, num_hidden_layers=1)
     rows = np.zeros((config["vocab_size"], 1024), np.float32)
@@ -243,7 +243,8 @@ def test_a_matrix_is_never_whole_in_memory(tmp_path, kind):
         for start, found in embedding.blocks():
             expected = rows[start : start + len(found), ::64]
             np.testing.assert_allclose(found[:, ::64], expected, atol=3e-4)
-        # Of 64 MiB: two blocks of 4 MiB, and what they are made of.
+        # For a matrix of 64 MiB: two blocks of 4 MiB, and the bytes that they are read
+        # from.
         assert tracemalloc.get_traced_memory()[1] < 24 * 2**20
     finally:
         tracemalloc.stop()
@@ -262,7 +263,7 @@ def test_conversion_keeps_the_numbers(tmp_path, to):
 
 @pytest.mark.parametrize("default", [Q.F32, Q.Q8_0])
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_output_with_other_numbers_than_the_embedding_is_the_head(
+def test_output_tensor_that_differs_from_the_embedding_is_the_head(
     tmp_path, is_tied, default
 ):
     config = tiny_config("2b", hidden_size=256, intermediate_size=512)

@@ -1,4 +1,4 @@
-"""Metadata become the tokenizer that the model had, with the same ids and pieces."""
+"""GGUF metadata give the tokenizer that the model had, with the same ids and pieces."""
 
 import json
 from pathlib import Path
@@ -146,7 +146,7 @@ def test_tokens_of_a_gguf_are_counted(path, tmp_path):
     assert counts.special[:3] == [0, 1, 2]
 
 
-def test_a_file_without_a_tokenizer(tmp_path):
+def test_file_without_a_tokenizer_is_an_error(tmp_path):
     write_gguf(tmp_path / "m.gguf", has_tokenizer=False)
     message = r"m.gguf has no tokenizer \(tokenizer.ggml.tokens\): name a folder"
     with pytest.raises(ConfigError, match=message):
@@ -180,12 +180,12 @@ def changed(path: Path, **changes: Any) -> GgufFile:
         ({"eos_token_id": "1"}, "eos_token_id' must be an integer, got '1'"),
     ],
 )
-def test_metadata_of_no_tokenizer(path, changes, message):
+def test_bad_tokenizer_metadata_are_an_error(path, changes, message):
     with pytest.raises(CheckpointError, match=message):
         tokenizer_model(changed(path, **changes))
 
 
-def test_a_template_that_is_no_text(path):
+def test_template_that_is_not_a_string_is_an_error(path):
     file = read_gguf(path)
     metadata = {**file.metadata, "tokenizer.chat_template": 7}
     broken = GgufFile(path=path, version=3, metadata=metadata, tensors={})
@@ -193,7 +193,7 @@ def test_a_template_that_is_no_text(path):
         chat_template(broken)
 
 
-def test_a_tuned_files_end_of_turn_is_not_its_end_of_text(path):
+def test_end_of_turn_as_eos_is_not_the_end_of_text(path):
     token = read_gguf(path).metadata["tokenizer.ggml.tokens"].index("<end_of_turn>")
     processor = sentencepiece.SentencePieceProcessor()
     model = tokenizer_model(changed(path, eos_token_id=token, padding_token_id=None))
@@ -201,7 +201,7 @@ def test_a_tuned_files_end_of_turn_is_not_its_end_of_text(path):
     assert processor.eos_id() == 1 and processor.bos_id() == 2
 
 
-def test_space_before_a_text_is_that_of_the_file(path):
+def test_leading_space_follows_the_file(path):
     for has_prefix, expected in ((True, "\u2581a"), (False, "a")):
         processor = sentencepiece.SentencePieceProcessor()
         model = tokenizer_model(changed(path, add_space_prefix=has_prefix))
@@ -209,7 +209,7 @@ def test_space_before_a_text_is_that_of_the_file(path):
         assert "".join(processor.encode("a", out_type=str)) == expected
 
 
-def test_real_tokenizer(golden):
+def test_real_tokenizer_gives_the_ids_of_llama_cpp_and_huggingface(golden):
     """Ids of llama.cpp and of HuggingFace's tokenizers for Gemma 3's own files."""
     tokenizer = Tokenizer.from_folder(real_gguf())
     assert tokenizer.vocab_size == 262144

@@ -44,7 +44,7 @@ def write(folder, config, names):
         (dict(), None),
     ],
 )
-def test_kinds(config, kind):
+def test_kinds_of_heads_are_recognized(config, kind):
     assert kind_of_head(config) == kind
 
 
@@ -77,7 +77,7 @@ def test_kinds(config, kind):
         ),
     ],
 )
-def test_spellings(tmp_path, config, theirs, ours):
+def test_spellings_of_tensor_names_are_recognized(tmp_path, config, theirs, ours):
     found = open_head(write(tmp_path, config, theirs))
     assert found.tensors.keys() == ours
     assert all(tensor.whole().shape == (2, 3) for tensor in found.tensors.values())
@@ -136,7 +136,7 @@ def test_pickles_are_not_opened(tmp_path):
         open_head(tmp_path)
 
 
-def test_a_written_head_is_whole_or_not_there(tmp_path):
+def test_head_is_written_completely_or_not_at_all(tmp_path):
     config, name = dict(model_type="medusa"), "lm_head.weight"
     write_head(tmp_path / "head", config, {name: ONE.T})
     found = open_head(tmp_path / "head")

@@ -57,12 +57,12 @@ def check(folder: str | Path) -> None:
         np.testing.assert_array_equal(tensor.whole(), expected)
 
 
-def test_single_file(tmp_path):
+def test_single_file_is_read(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     check(tmp_path)
 
 
-def test_shards(sharded):
+def test_shards_are_read(sharded):
     check(sharded)
 
 
@@ -70,19 +70,19 @@ def test_folder_may_be_a_string(sharded):
     check(str(sharded))
 
 
-def test_single_file_goes_before_an_index(tmp_path):
+def test_single_file_takes_precedence_over_an_index(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     write_index(tmp_path, {"first": "gone.safetensors"})
     check(tmp_path)
 
 
-def test_rows_are_read_when_asked_for(sharded):
+def test_rows_are_read_only_when_requested(sharded):
     first = read_tensors(sharded)["first"]
     np.testing.assert_array_equal(first.read(1, 2), TENSORS["first"][1:2])
     assert first.source.endswith(f"{SHARDS['first']}:first")
 
 
-def test_of_two_copies_the_index_chooses(sharded):
+def test_index_decides_which_of_two_copies_is_read(sharded):
     other = TENSORS["first"] + 1
     held = {"first": other, "second": TENSORS["second"]}
     save_file(held, sharded / SHARDS["second"])
@@ -259,7 +259,7 @@ def write_gemma3(
 @pytest.mark.parametrize(
     "prefix", ["", "model.", "language_model.model.", "model.language_model."]
 )
-def test_the_text_model_of_a_multimodal_folder(tmp_path, prefix):
+def test_text_model_of_a_multimodal_folder_is_read(tmp_path, prefix):
     tensors = tiny_tensors(tiny_gemma3())
     checkpoint = open_checkpoint(write_gemma3(tmp_path, prefix, tensors))
     assert checkpoint.layout.title == "Gemma 3"
@@ -302,7 +302,7 @@ def test_one_tensor_under_two_names_is_refused(tmp_path):
         open_checkpoint(folder)
 
 
-def test_a_copy_of_the_embedding_is_no_head_of_its_own(tmp_path):
+def test_head_that_copies_the_embedding_is_dropped(tmp_path):
     tensors = tiny_tensors(tiny_gemma3())
     folder = write_gemma3(tmp_path, "language_model.model.", tensors)
     held = load_file(folder / "model.safetensors")

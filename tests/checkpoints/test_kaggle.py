@@ -65,7 +65,7 @@ def check(folder: Path, tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("gating", GATING)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forms_and_orientations(tmp_path, family, form, gating):
+def test_trees_of_every_layout_and_orientation_are_read(tmp_path, family, form, gating):
     tensors = write_mount(
         tmp_path, family=family, form=form, is_model_first=gating == "model first"
     )
@@ -75,14 +75,14 @@ def test_forms_and_orientations(tmp_path, family, form, gating):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("use_ocdbt", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_types_and_stores(tmp_path, dtype, use_ocdbt, form):
+def test_arrays_of_every_type_and_storage_are_read(tmp_path, dtype, use_ocdbt, form):
     tensors = write_mount(tmp_path, dtype=dtype, form=form, use_ocdbt=use_ocdbt)
     check(tmp_path, tensors)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_layers", [2, 5])
-def test_stacked_layers(tmp_path, num_layers, form):
+def test_stacked_layers_are_read(tmp_path, num_layers, form):
     tensors = write_mount(tmp_path, form=form, num_stacks=2, num_layers=num_layers)
     check(tmp_path, tensors)
 
@@ -171,7 +171,7 @@ def test_memory_of_a_read_tensor_is_freed(tmp_path):
             tensor.read(0, 1)
 
 
-def test_root_and_tree_are_the_same_checkpoint(tmp_path, monkeypatch):
+def test_root_folder_and_tree_folder_are_the_same_checkpoint(tmp_path, monkeypatch):
     tensors = write_mount(tmp_path)
     for folder in (tmp_path, tmp_path / "variant"):
         assert is_kaggle(folder)
@@ -183,7 +183,7 @@ def test_root_and_tree_are_the_same_checkpoint(tmp_path, monkeypatch):
     assert "tokenizer.model" in open_kaggle(Path("."), LAYOUTS).side_files
 
 
-def test_file_in_the_tree_goes_first(tmp_path):
+def test_tokenizer_file_in_the_tree_takes_precedence(tmp_path):
     write_mount(tmp_path)
     (tmp_path / "variant" / "tokenizer.model").write_bytes(b"other")
     assert open_kaggle(tmp_path, LAYOUTS).tokenizer_folder == tmp_path / "variant"
@@ -207,7 +207,7 @@ def test_tree_may_not_be_elsewhere(tmp_path):
         open_kaggle(root, LAYOUTS)
 
 
-def test_other_folders_are_none(tmp_path):
+def test_other_folders_are_not_kaggle_checkpoints(tmp_path):
     assert not is_kaggle(tmp_path)
     assert not is_kaggle(tmp_path / "nowhere")
     (tmp_path / "variant").mkdir()
@@ -363,7 +363,7 @@ def test_a_folder_that_may_not_be_entered_is_passed_over(tmp_path, monkeypatch):
     check(tmp_path, tensors)
 
 
-def test_a_symlink_that_leads_back_to_itself(tmp_path):
+def test_symlink_loop_is_reported(tmp_path):
     write_mount(tmp_path)
     (tmp_path / "variant" / "loop").symlink_to("loop")
     if sys.version_info < (3, 13):

@@ -52,7 +52,7 @@ Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
 def into_words(
     values: torch.Tensor, bits: int, order: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Columns in 32-bit words, the first of each in its lowest bits."""
+    """Pack columns into 32-bit words, the first column of a word in its lowest bits."""
     count = 32 // bits
     order = order or range(count)
     words = torch.zeros(values.shape[0], values.shape[1] // count, dtype=torch.int64)
@@ -72,7 +72,7 @@ def scales_of(*shape: int) -> torch.Tensor:
 
 
 def spread(groups: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """[out, group] numbers for every feature, in float32."""
+    """Repeat [out, group] numbers for every feature of the group, in float32."""
     return groups.float().repeat_interleave(shape[1] // groups.shape[1], dim=1)
 
 
@@ -228,7 +228,7 @@ def write(
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_published_matrices_are_what_torch_makes_of_them(name, tmp_path):
+def test_published_matrices_equal_those_dequantized_in_torch(name, tmp_path):
     given, make, scheme = FORMS[name]
     expected = write(tmp_path / "model", given, make)
     checkpoint = open_checkpoint(tmp_path / "model")
@@ -303,8 +303,8 @@ def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
         zeros.tensors["model.layers.0.self_attn.q_proj.weight"].whole()
 
 
-def test_features_in_an_order_of_their_own_are_refused(tmp_path):
-    """Where config.json does not say so."""
+def test_permuted_features_are_refused(tmp_path):
+    """They are refused even if config.json does not mention the permutation."""
     given, make, _ = FORMS["w4a16"]
 
     def ordered(order: torch.Tensor) -> Any:
@@ -324,7 +324,7 @@ def test_features_in_an_order_of_their_own_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_words_are_packed_as_they_are_unpacked(bits):
+def test_packed_words_are_unpacked_to_the_same_values(bits):
     values = np.random.default_rng(0).integers(0, 1 << bits, (3, 21))
     words = packed_words(values, bits)
     assert words.dtype == np.int32
@@ -366,7 +366,7 @@ def test_converted_model_is_read_back(kind, to, tmp_path, monkeypatch):
     np.testing.assert_array_equal(again.tensors[name].whole(), expected)
 
 
-def test_a_conversion_that_cannot_work_is_refused(tmp_path):
+def test_impossible_conversion_is_refused(tmp_path):
     write(tmp_path / "model", *FORMS["awq"][:2])
     quantized = open_checkpoint(tmp_path / "model")
     to: Any = dict(quantization="int8", progress=False)

@@ -1,4 +1,4 @@
-"""Every device gets its rows and columns, cast, and the host never holds much more."""
+"""Every device gets its rows and columns, cast, with little host memory."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def put(parts: list[Tensor], spec: str = "rows", **options: Any) -> jax.Array:
 
 
 def fuse(parts: list[Tensor], block: int) -> np.ndarray:
-    """Alternate rows the slow way."""
+    """Interleave rows one by one."""
     rows = []
     for start in range(0, parts[0].shape[0], block):
         for part in parts:
@@ -60,7 +60,7 @@ def fuse(parts: list[Tensor], block: int) -> np.ndarray:
     return np.stack(rows)
 
 
-# One row at a time, blocks that end within a shard, everything at once.
+# Block sizes: one row, blocks that end within a shard, and everything at once.
 @pytest.mark.parametrize("block_bytes", [1, 5 * 64, 2**20])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(("count", "block"), [(1, 1), (2, 1), (2, 4), (2, 48), (3, 8)])
@@ -108,7 +108,7 @@ def test_bytes_are_counted():
 
 
 def test_rows_are_read_once():
-    """However many shards and copies there are."""
+    """This holds for any number of shards and copies."""
     reads = []
 
     def read(start: int, stop: int) -> np.ndarray:

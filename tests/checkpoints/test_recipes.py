@@ -58,9 +58,10 @@ def micro_config(**changes: Any) -> dict[str, Any]:
 
 
 def lively_params(config: dict[str, Any], seed: int = 0) -> dict[str, jax.Array]:
-    """Random weights with which every layer matters and logits differ by units.
+    """Return random weights with which every layer matters and logits differ by units.
 
-    With fresh ones a token's logits are those of its own embedding, or hardly differ.
+    With freshly initialized weights, logits depend on the last token alone, or hardly
+    differ.
     """
     random = np.random.default_rng(seed)
     params = network.init_params(config, seed)
@@ -212,7 +213,7 @@ def test_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> Non
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_a_pair_is_what_another_is_trained_from(tmp_path: Path) -> None:
+def test_trained_pair_can_start_another_training(tmp_path: Path) -> None:
     config, random = micro_config(), pytest.fail
     (tmp_path / "tokenizer.model").write_bytes(b"")
     given = decode.narrow(lively_params(config))
@@ -243,7 +244,7 @@ def test_last_tokens_of_repeated_phrases() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_unlearns_repetitions(
+def test_unlikelihood_step_reduces_repetitions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(loops, "NUM_WRITTEN", 4)
@@ -287,7 +288,7 @@ def test_a_step_unlearns_repetitions(
     assert (rows.written[0] != before).any()
 
 
-def test_share_of_repeated_4_grams() -> None:
+def test_share_of_repeated_4_grams_is_counted() -> None:
     assert evaluate.repeated_4_grams([[1, 2, 3], []]) == 0
     texts = [[5, 6, 7, 8, 5, 6, 7, 8], [5, 6, 7, 8]]
     assert evaluate.repeated_4_grams(texts) == pytest.approx(1 / 6)
@@ -487,7 +488,7 @@ def test_exported_folder_gives_the_same_logits_in_transformers(tmp_path: Path) -
     np.testing.assert_allclose(ours, theirs.reshape(ours.shape), atol=2e-3)
 
 
-def test_card_has_no_gap() -> None:
+def test_model_card_has_no_gap() -> None:
     loss = dict(tokens=1000, nats_per_token=2.5, bits_per_byte=1.25)
     made = {"steps": 7, "cooldown": 2, "rate": 0.02}
     names = ("target", "draft")
@@ -518,7 +519,7 @@ def test_card_has_no_gap() -> None:
     assert f"{line} --rate 0.02 --start OUT1\n" in text
 
 
-def test_bundled_card_has_the_measured_figures() -> None:
+def test_bundled_model_card_has_the_measured_figures() -> None:
     folder = bundled_target().parent
     results = json.loads((folder / "evaluation.json").read_text())
     text = (folder / "MODEL_CARD.md").read_text()

@@ -39,7 +39,7 @@ def test_report_of_the_bundled_target():
 @pytest.mark.parametrize("shape", [{}, dict(intermediate_size=192, vocab_size=508)])
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replication_is_what_the_engine_does(tmp_path, family, num_devices, shape):
+def test_reported_replication_equals_the_engines(tmp_path, family, num_devices, shape):
     write_tiny(tmp_path, family=family, num_hidden_layers=1, **shape)
     checkpoint = open_checkpoint(tmp_path)
     config = config_from_hf(checkpoint.config)
@@ -88,7 +88,7 @@ def test_published_sizes_need_whole_norms_only():
         assert "model.norm.weight" in tensor_shapes(Sizes.from_config(config))
 
 
-def test_heads_that_are_not_divisible_are_replicated():
+def test_kv_heads_that_devices_cannot_split_evenly_are_replicated():
     changes = dict(num_attention_heads=12, num_key_value_heads=3)
     sizes = Sizes.from_config(tiny_config("2b") | changes)
     assert replicated(sizes, 4)["k_proj"] == "3 KV heads"

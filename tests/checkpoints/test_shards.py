@@ -38,7 +38,7 @@ def write(
 
 
 @pytest.mark.parametrize("block_bytes", [1, 2**25])
-def test_one_file(tmp_path, monkeypatch, block_bytes):
+def test_small_model_is_one_file(tmp_path, monkeypatch, block_bytes):
     monkeypatch.setattr(shards, "BLOCK_BYTES", block_bytes)
     num_bytes = write(tmp_path, TENSORS)
     assert num_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
@@ -74,7 +74,7 @@ def test_widest_types_come_first(tmp_path):
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 @pytest.mark.parametrize("max_shard_bytes", [50_000, 150_000, 200_000])
-def test_shards_are_no_larger_than_asked_for(tmp_path, max_shard_bytes, dtype):
+def test_shards_are_no_larger_than_the_limit(tmp_path, max_shard_bytes, dtype):
     kind = None if dtype is None else np.dtype(dtype)
     num_bytes = write(tmp_path, TENSORS, dtype=kind, max_shard_bytes=max_shard_bytes)
     index = json.loads((tmp_path / INDEX).read_text())

@@ -18,7 +18,7 @@ EXTRAS = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_of_the_services(name: str):
+def test_names_are_assigned_to_services(name: str):
     assert is_remote(name)
 
 
@@ -40,7 +40,7 @@ def test_names_of_the_services(name: str):
         "C:\\google\\gemma",
     ],
 )
-def test_other_names(name: str):
+def test_other_names_belong_to_no_service(name: str):
     assert not is_remote(name)
     if name:
         with pytest.raises(CheckpointError, match="owner/name.*owner/model/framework"):
@@ -48,7 +48,7 @@ def test_other_names(name: str):
 
 
 @pytest.mark.parametrize("name", [HUB_ID, HANDLE, "plain", "./a/b/c"])
-def test_a_folder_goes_first(
+def test_existing_folder_takes_precedence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     monkeypatch.chdir(tmp_path)
@@ -63,7 +63,7 @@ def test_the_home_folder_is_understood(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("name", "library", "extra"), EXTRAS)
-def test_without_the_extra(
+def test_missing_extra_error_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, name: str, library: str, extra: str
 ):
     monkeypatch.setitem(sys.modules, library, None)

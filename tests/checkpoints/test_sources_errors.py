@@ -113,7 +113,7 @@ def test_wrong_arguments_of_the_hub(
         for status, expected in answers.items()
     ],
 )
-def test_refusals(stand_in, service, call, status, expected):
+def test_refused_requests_name_a_remedy(stand_in, service, call, status, expected):
     stand_in.faults[call] = status
     assert expected in fetch_message(SERVICES[service].model)
 
@@ -145,7 +145,7 @@ def test_unexpected_answers_are_shown_as_they_are(stand_in, service, call):
         ("kaggle", ["Kaggle cannot be reached", f"{KaggleStandIn.handle}/2"]),
     ],
 )
-def test_without_network(request, monkeypatch, service, texts, error):
+def test_missing_network_is_reported(request, monkeypatch, service, texts, error):
     request.getfixturevalue(SERVICES[service].alone)
     SERVICES[service].point_to(monkeypatch, "http://x.invalid")
     with only_here(monkeypatch, error) as tried:
@@ -182,7 +182,7 @@ def fail_downloads(
     ],
 )
 @pytest.mark.usefixtures("stand_in")
-def test_the_disk(monkeypatch, service, error, expected):
+def test_disk_errors_are_reported(monkeypatch, service, error, expected):
     fail_downloads(monkeypatch, service, error)
     message = fetch_message(SERVICES[service].model)
     assert expected in message
@@ -254,7 +254,7 @@ class PlainStandIn(HubStandIn):
         (PlainStandIn, "does not answer like a hub: check HF_ENDPOINT"),
     ],
 )
-def test_other_servers_than_the_hub(
+def test_answers_of_other_servers_are_reported(
     origin: Path, refused: list[str], monkeypatch, kind, expected
 ):
     stand_in = kind(files=files_of(origin))

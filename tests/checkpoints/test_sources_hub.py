@@ -34,7 +34,7 @@ def check_same(folder: Path, origin: Path) -> None:
         np.testing.assert_array_equal(tensor.whole(), expected.tensors[name].whole())
 
 
-def test_a_model_arrives_and_opens(hub: HubStandIn, origin: Path, tmp_path: Path):
+def test_downloaded_model_opens(hub: HubStandIn, origin: Path, tmp_path: Path):
     folder = fetch(NAME)
     assert folder.is_relative_to(tmp_path / "cache")
     assert (folder / "config.json").is_symlink()
@@ -48,7 +48,7 @@ def test_a_model_arrives_and_opens(hub: HubStandIn, origin: Path, tmp_path: Path
 def test_files_that_the_cache_shares_between_models_open(
     hub: HubStandIn, origin: Path, tmp_path: Path
 ):
-    # What the library does with everything that comes from Xet storage.
+    # As the library does with all files from Xet storage.
     folder = fetch(NAME)
     for blob in (folder.parents[1] / "blobs").iterdir():
         shared = tmp_path / "cache/blobs" / blob.name[:2] / blob.name
@@ -123,7 +123,7 @@ def test_a_gguf_file_of_the_hub_opens(hub: HubStandIn, tmp_path: Path):
         ("M", "no GGUF file of type 'M'"),
     ],
 )
-def test_a_type_without_one_file(hub: HubStandIn, kind: str, words: str):
+def test_gguf_type_must_match_one_file(hub: HubStandIn, kind: str, words: str):
     hub.files = {name: name.encode() for name in GGUFS if "K_M" not in name}
     with pytest.raises(CheckpointError, match=words):
         fetch(f"{NAME}:{kind}")
@@ -167,7 +167,7 @@ def test_published_orbax_folders_are_fetched(hub: HubStandIn, below: str):
     assert set(files_of(fetch(NAME))) == set(hub.files)
 
 
-def test_without_weights(hub: HubStandIn):
+def test_download_without_weights(hub: HubStandIn):
     folder = fetch(NAME, weights=False)
     expected = {"config.json", "generation_config.json"}
     expected |= {"tokenizer.model", "tokenizer_config.json"}
@@ -175,7 +175,9 @@ def test_without_weights(hub: HubStandIn):
     assert len(files_of(fetch(NAME))) == len(hub.files)
 
 
-def test_revision_and_place(hub: HubStandIn, origin: Path, tmp_path: Path):
+def test_revision_and_destination_are_used(
+    hub: HubStandIn, origin: Path, tmp_path: Path
+):
     folder = fetch(NAME, revision="v1", cache_dir=tmp_path / "elsewhere")
     assert folder.is_relative_to(tmp_path / "elsewhere")
     assert not (tmp_path / "cache").exists()
@@ -194,7 +196,7 @@ def test_the_token_goes_to_the_hub_only(hub: HubStandIn, origin: Path):
     assert sent == {"127.0.0.1": {f"Bearer {TOKEN}"}, "localhost": {""}}
 
 
-def test_a_gated_model(hub: HubStandIn):
+def test_gated_model_error_explains_the_login(hub: HubStandIn):
     hub.gated = True
     message = fetch_message(NAME)
     assert "(401)" in message
@@ -203,7 +205,7 @@ def test_a_gated_model(hub: HubStandIn):
     assert "HF_TOKEN" in message
 
 
-def test_offline_with_a_copy_and_without(
+def test_offline_mode_uses_a_cached_copy_or_is_an_error(
     hub: HubStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -223,7 +225,7 @@ def test_offline_with_a_copy_and_without(
     ("fault", "expected"),
     [("cut", "the connection broke"), ("short", "the download broke off")],
 )
-def test_an_interrupted_download(
+def test_interrupted_download_is_resumed(
     hub: HubStandIn,
     origin: Path,
     monkeypatch: pytest.MonkeyPatch,

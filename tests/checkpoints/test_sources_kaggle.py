@@ -42,7 +42,7 @@ def calls_of(kaggle: KaggleStandIn) -> list[str]:
     return [asked.path.rsplit("/", 1)[-1] for asked in kaggle.asked]
 
 
-def test_a_model_arrives_and_opens(kaggle: KaggleStandIn, origin: Path, tmp_path: Path):
+def test_downloaded_model_opens(kaggle: KaggleStandIn, origin: Path, tmp_path: Path):
     folder = fetch(HANDLE)
     assert folder == tmp_path / "cache/models" / HANDLE / "2"
     check_same(folder, origin)
@@ -78,7 +78,7 @@ def test_many_files_arrive_as_an_archive(many: KaggleStandIn, origin: Path):
     assert many.fetched == {"archive.tar.gz"}
 
 
-def test_a_damaged_archive(many: KaggleStandIn):
+def test_damaged_archive_is_an_error(many: KaggleStandIn):
     # Half of it, and a checksum that agrees: it was damaged before it was sent.
     archive = many.files["archive.tar.gz"]
     many.files["archive.tar.gz"] = archive[: len(archive) // 2]
@@ -86,7 +86,7 @@ def test_a_damaged_archive(many: KaggleStandIn):
     assert "what arrived is damaged" in fetch_message(HANDLE)
 
 
-def test_a_place_of_the_callers_choice(
+def test_destination_of_the_caller_is_used(
     kaggle: KaggleStandIn, origin: Path, tmp_path: Path
 ):
     folder = fetch(f"{HANDLE}/1", cache_dir=tmp_path / "elsewhere")
@@ -119,7 +119,7 @@ def test_a_login_is_used_and_sent_to_kaggle_only(
     assert sent == {"127.0.0.1": {f"Bearer {KAGGLE_TOKEN}"}, "localhost": {""}}
 
 
-def test_a_licence_that_was_not_accepted(
+def test_unaccepted_licence_error_explains_what_to_do(
     kaggle: KaggleStandIn, monkeypatch: pytest.MonkeyPatch
 ):
     kaggle.needs_consent, kaggle.accepted = True, False
@@ -139,7 +139,7 @@ def test_a_licence_that_was_not_accepted(
         ("no/such/folder/here", "one of flax, jax, transformers, other"),
     ],
 )
-def test_wrong_names(kaggle: KaggleStandIn, name: str, expected: str):
+def test_wrong_names_are_errors(kaggle: KaggleStandIn, name: str, expected: str):
     assert expected in fetch_message(name)
     assert kaggle.fetched == set()
 
@@ -149,7 +149,7 @@ def test_wrong_names(kaggle: KaggleStandIn, name: str, expected: str):
     [("cut", "the connection broke"), ("short", "what arrived is damaged")],
 )
 @pytest.mark.parametrize("place", [None, "elsewhere"])
-def test_an_interrupted_download(
+def test_interrupted_download_is_fetched_again(
     kaggle: KaggleStandIn,
     origin: Path,
     tmp_path: Path,
@@ -176,7 +176,9 @@ def test_an_interrupted_download(
     assert "model.safetensors" in kaggle.fetched
 
 
-def test_the_rest_of_a_killed_download(kaggle: KaggleStandIn, tmp_path: Path):
+def test_partial_files_of_a_killed_download_are_replaced(
+    kaggle: KaggleStandIn, tmp_path: Path
+):
     folder = fetch(f"{HANDLE}/2", cache_dir=tmp_path)
     shutil.rmtree(folder / ".complete")
     kept = files_of(folder)

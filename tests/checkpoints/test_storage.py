@@ -89,7 +89,7 @@ def test_database_without_a_description_of_the_tree(tmp_path):
     np.testing.assert_array_equal(read(tmp_path / "tree", "c.w"), ARRAYS["c.w"])
 
 
-def test_other_folders_are_none(tmp_path):
+def test_other_folders_are_not_orbax_folders(tmp_path):
     assert not is_orbax(tmp_path)
     assert not is_orbax(tmp_path / "nowhere")
     (tmp_path / "checkpoint").write_text("")
@@ -164,7 +164,7 @@ def test_damaged_description_of_an_array(tmp_path, content):
 
 
 def test_chunk_larger_than_its_array_is_refused(tmp_path):
-    """A few bytes of description must not ask for gigabytes of memory."""
+    """A few bytes of metadata must not make the reader allocate gigabytes."""
     save(tmp_path / "tree", TREE, use_ocdbt=False)
     path = tmp_path / "tree" / "c.w" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [70, 5000]}))
@@ -221,7 +221,7 @@ def test_chunks_of_zeros_omitted_by_older_versions(tmp_path):
         read(tmp_path, "a")
 
 
-def test_missing_files_are_no_zeros(tmp_path):
+def test_missing_files_are_an_error_instead_of_zeros(tmp_path):
     """Without an index, an omitted chunk cannot be distinguished from a lost one."""
     with_zeros(tmp_path, {"driver": "file", "path": f"{tmp_path}/a/"})
     with pytest.raises(CheckpointError, match="tensor 'a' of"):
@@ -253,7 +253,7 @@ def test_orbax_restores_what_the_writer_wrote(tmp_path, monkeypatch, commit_byte
 
 
 def test_writer_stores_chunks_of_zeros(tmp_path):
-    """A reader cannot take a chunk that was lost for one."""
+    """Otherwise a reader could take a lost chunk for a chunk of zeros."""
     with ArrayWriter(tmp_path / "tree") as writer:
         name = writer.create(("a",), (4, 3), dtype=np.dtype("f4"), chunks=(2, 3))
         writer.write(name, (slice(None),), np.zeros((4, 3), np.float32))

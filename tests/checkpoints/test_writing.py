@@ -158,7 +158,7 @@ def test_a_checkpoint_is_not_written_into_its_source(source):
         (dict(to="hf", dtype="int8"), "dtype must be one of float32, .* got 'int8'"),
     ],
 )
-def test_wrong_arguments(tmp_path, source, options, expected):
+def test_wrong_arguments_are_rejected(tmp_path, source, options, expected):
     with pytest.raises(CheckpointError, match=expected):
         convert(source, tmp_path / "model", **options)
     assert not (tmp_path / "model").exists()
@@ -186,7 +186,7 @@ def test_full_disk_is_reported_before_writing(
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_too_large_value_names_the_tensor_and_leaves_nothing(tmp_path, to):
+def test_overflow_error_names_the_tensor_and_no_output_is_left(tmp_path, to):
     source = tmp_path / "there" / "source"
     name = "model.layers.1.mlp.down_proj.weight"
     tensors = write_tiny(source, family="2b")

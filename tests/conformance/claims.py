@@ -1,7 +1,7 @@
-"""Properties of every proposer; each claim is stated once.
+"""Conformance checks: properties that every proposer of drafts must have.
 
-A claim is a function of a proposer's name. `test_claims.py` lists the proposers that
-every run tests, and the claims that do not apply to a proposer, with reasons.
+Each check is a function of a proposer's name. `test_claims.py` lists the proposers that
+each check runs on, and gives a reason for every proposer that it skips.
 """
 
 import functools
@@ -38,23 +38,23 @@ from tests.support.engines import (
 
 LENGTH = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-# Sampling of seeded requests, in turn.
+# Sampling parameters that seeded requests use in turn.
 CONTROLS: list[dict[str, Any]] = [
     dict(temperature=0.9),
     dict(temperature=1.3, top_k=20),
     dict(temperature=0.7, top_p=0.9),
     dict(temperature=1.0, min_p=0.05),
 ]
-# Shared by prompts, so that whole pages are prefix hits.
+# A prefix that prompts share, longer than a page, so that they have prefix hits.
 STEM = [5, 9, 33, 12, 8, 40, 7, 22, 19, 3, 50, 31, 6, 17, 60, 25]
 BOTH_RULES = ("draft model", "tree")
-# Frequent in the target's texts.
+# Tokens that are frequent in the target's texts: as stop tokens, they end texts.
 FREQUENT = [45, 41]
 
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    """Prompts of one token to three chunks; the last ones are repetitive."""
+    """Return prompts of one token to three chunks; the last ones are repetitive."""
     repeating = [(one * 40)[:40] for one in pair.prompts(3, longest=15)]
     return pair.prompts(10, longest=70) + repeating
 
@@ -62,11 +62,11 @@ def prompts() -> list[list[int]]:
 def mixed_params(
     count: int, *, is_greedy: bool = False, has_own_numbers: bool = True
 ) -> list[SamplingParams]:
-    """Greedy and seeded requests in turn; some want one draft a round, some none.
+    """Return greedy and seeded parameters, some with at most 1 or 0 drafts.
 
     Args:
-        is_greedy: Greedy requests alone.
-        has_own_numbers: Whether requests differ in their number of drafts.
+        is_greedy: Whether all requests are greedy.
+        has_own_numbers: Whether some requests set their number of drafts.
     """
     params = []
     for index in range(count):
@@ -88,7 +88,7 @@ def plain_texts(
     dtype: str = "float32",
     has_own_numbers: bool = True,
 ) -> list[list[int]]:
-    """Texts of plain decoding; HuggingFace's argmax agrees with the greedy ones."""
+    """Return texts of plain decoding; check greedy ones with HuggingFace's argmax."""
     params = mixed_params(
         len(prompts()), is_greedy=is_greedy, has_own_numbers=has_own_numbers
     )
@@ -104,14 +104,15 @@ def plain_texts(
 
 def check_side_branches(name: str, engine: LLMEngine) -> None:
     has_any = engine.stats.num_side_tokens > 0
-    if name != "medusa, tree":  # random, so that few branches are right
+    if name != "medusa, tree":  # random weights: few branches are accepted
         assert has_any == PROPOSERS[name].has_side_branches
 
 
 def texts_equal_plain_decoding(name: str) -> None:
-    """In batches and in chunks, for every wanted number of drafts.
+    """Check texts in batches, in chunks, and for every requested number of drafts.
 
-    The rule for unseeded requests has no effect here; some proposers run both.
+    The acceptance rule for unseeded requests has no effect on these requests, which are
+    greedy or seeded. For some proposers the check runs with both rules.
     """
     proposer = PROPOSERS[name]
     texts = plain_texts(proposer.family, is_greedy=proposer.is_greedy)
@@ -137,7 +138,7 @@ def texts_equal_plain_decoding(name: str) -> None:
 
 
 def engines_of(name: str, **speculative: Any) -> list[LLMEngine]:
-    """A proposer's engine, and one with correct drafts where there can be one."""
+    """Return a proposer's engine and, if possible, one whose drafts are all right."""
     engines = [proposers.engine(name, **speculative)]
     if PROPOSERS[name].can_be_correct:
         draft = pair.draft("same", PROPOSERS[name].family)
@@ -147,7 +148,7 @@ def engines_of(name: str, **speculative: Any) -> list[LLMEngine]:
 
 
 def is_end_in_run(plan: StepPlan, shape: StepShape, result: Any) -> bool:
-    """Whether a sequence ended on a draft, before the target's own token."""
+    """Return whether a sequence ended with an accepted draft token."""
     del shape
     return any(
         result.is_done[index]
@@ -163,7 +164,10 @@ def _ended(output: RequestOutput) -> tuple[Any, ...]:
 
 
 def texts_end_within_rounds(name: str) -> None:
-    """By length, context, stop token and stop string, at every offset of a round."""
+    """Texts end by length, context or stop at the same token as in plain decoding.
+
+    The ends fall on every offset of a round.
+    """
     some = pair.prompts(12, longest=30)
     whole = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     plain = with_settings(pair.plain_engine())
@@ -205,14 +209,15 @@ def texts_end_within_rounds(name: str) -> None:
             assert found == expected, kind
             engine.scheduler.check_idle()
             if index == 1 and kind == "length":
-                # No draft is past the end, even before the host knows how near it is.
+                # No draft is proposed past the end of a text, even in rounds that were
+                # launched before the host knew how many tokens remained.
                 assert engine.stats.acceptance_rate == 1.0
             if index == 1 and kind == "stop tokens":
                 assert any(is_end_in_run(*one) for one in rounds)
 
 
 def preemption_caching_and_aborts_change_nothing(name: str) -> None:
-    """In a pool too small for two requests with a shared prefix."""
+    """The texts are right with too few pages for two requests with a shared prefix."""
     proposer = PROPOSERS[name]
     family = [STEM * 3 + prompt[:12] for prompt in prompts()]
     params = mixed_params(len(family), is_greedy=proposer.is_greedy)
@@ -260,7 +265,7 @@ def drafting_stops_and_resumes(name: str) -> None:
 
 
 def correct_drafts_are_all_accepted(name: str) -> None:
-    """A draft model equal to the target, for greedy and seeded requests."""
+    """All drafts are accepted, greedy or seeded, if the draft model is the target."""
     proposer = PROPOSERS[name]
     _, engine = engines_of(name)
     texts = plain_texts(
@@ -277,14 +282,14 @@ def correct_drafts_are_all_accepted(name: str) -> None:
 
 
 class RandomPolicy(SpeculationPolicy):
-    """Any number of drafts in any round, and probes of the draft model at any time."""
+    """Chooses random numbers of drafts, and probes the draft model at random times."""
 
     def __init__(self, *arguments: Any, seed: int):
         super().__init__(*arguments)
         self.random = np.random.default_rng(seed)
 
     def is_due(self, num_seqs: int, max_k: int) -> bool:
-        # Each choice lasts some rounds, or draft prefill would never end.
+        # Each choice lasts several rounds: otherwise draft prefill would never end.
         return max_k > 0 and self.random.random() < 0.15
 
     def choose(self, estimates: RoundEstimates) -> None:
@@ -299,14 +304,14 @@ class RandomPolicy(SpeculationPolicy):
 
 
 def with_random_policy(engine: LLMEngine, seed: int) -> LLMEngine:
-    """Let an engine with the adaptive controller choose at random."""
+    """Return an adaptive engine with a `RandomPolicy` in place of its policy."""
     engine.policy = RandomPolicy(engine.config.speculative, seed=seed)
     engine.scheduler = engine._make_scheduler()
     return engine
 
 
 def any_choice_of_k_changes_nothing(name: str) -> None:
-    """Also for side branches, which not every launch has."""
+    """Random choices of K, and of side branches in a launch, change no text."""
     is_greedy, side = PROPOSERS[name].is_greedy, PROPOSERS[name].has_side_branches
     some = pair.prompts(20, seed=3)
     params = mixed_params(len(some), is_greedy=is_greedy, has_own_numbers=False)
@@ -347,7 +352,7 @@ class EveryFeatureRunner(OneProgramRunner):
 
 
 def controls_hold(name: str) -> None:
-    """Penalties, forbidden words, logprobs, stop strings and grammars in one batch."""
+    """Penalties, bad words, logprobs, stops and grammars work in one batch."""
     params = []
     for index in range(len(prompts())):
         own: dict[str, Any] = dict(temperature=0)
@@ -366,7 +371,7 @@ def controls_hold(name: str) -> None:
 
 
 def forms_of_rounds_change_nothing(name: str) -> None:
-    """A chosen K, and several rounds in a launch, in programs of several forms."""
+    """An adaptive K, and several rounds per launch, change no text."""
     params, texts = mixed_params(len(prompts())), plain_texts()
     several = dict(num_scheduler_steps=4)
     for options in (dict(controller=ADAPTIVE), several):
@@ -387,7 +392,11 @@ def bfloat16_equals_plain_decoding(name: str) -> None:
 
 
 def devices_equal_one(name: str, num_devices: int, num_draft_devices: int) -> None:
-    """With KV heads split or copied, and a draft on some of the devices."""
+    """Texts of several devices equal those of one device.
+
+    KV heads are split over the devices or copied to each of them, and the draft model
+    is on all or some of the devices.
+    """
     proposer = PROPOSERS[name]
     target = proposers.split_target(proposer.family)
     micro = [[2, 7, 3, 11, 5], [4] * 9, [13, 2]]
@@ -412,10 +421,10 @@ def devices_equal_one(name: str, num_devices: int, num_draft_devices: int) -> No
 
 
 def positions_follow_target(name: str, rule: str) -> None:
-    """Counts of thousands of texts, by position, against HuggingFace's probabilities.
+    """The tokens of many texts follow HuggingFace's probabilities at each position.
 
-    The last token of the longest texts may be the one that follows accepted drafts;
-    the long suite "counts" has these of a draft model.
+    For some proposers the texts are one token shorter than a whole round; the long
+    suite "counts" counts the whole rounds of a draft model.
     """
     is_brief = name in ("draft model", "trimmed", "int8 draft", "int4 draft")
     length = distribution.LENGTH - is_brief

@@ -1,8 +1,8 @@
-"""Whole engines generate thousands of texts: type checks would take too long."""
+"""Disable type checks of calls: engines generate thousands of texts here."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def _calls_are_not_checked(unchecked_types):
-    """Unit tests make the same calls with type checks."""
+    """Disable type checks of calls; unit tests make the same calls with checks."""

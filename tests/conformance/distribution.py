@@ -1,7 +1,7 @@
-"""Counts of an engine's texts against probabilities from HuggingFace's float32 model.
+"""Compare counts of an engine's texts with HuggingFace's float32 probabilities.
 
-Thousands of requests have one prompt, longer than the window, and go through paging,
-batching and several rounds each.
+Thousands of requests share one prompt, which is longer than the window. Each goes
+through paging, batching and several rounds.
 """
 
 import copy
@@ -19,9 +19,9 @@ from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.engines import MICRO, generate, tokens_of, with_settings
 
 VOCAB = int(MICRO["vocab_size"])
-# Tokens of a text: one from the prompt's launch, and those of a whole round.
+# Tokens of a text: one that is sampled after the prompt, and those of a whole round.
 LENGTH = 5
-# Repetitive, so that a lookup finds the next token at once.
+# The prompt is repetitive, so that a lookup has drafts from the first round on.
 PROMPT = [2, 7, 3, 11, 5, 7, 3, 11, 9, 7, 3]
 CONTROLS: list[dict[str, Any]] = [
     dict(temperature=0.7),
@@ -29,19 +29,19 @@ CONTROLS: list[dict[str, Any]] = [
     dict(temperature=1.0),
 ]
 RULES = ("standard", "block", "seeded")
-# HuggingFace's name for keys and values, which changed in transformers 5.24.
+# HuggingFace's name of the KV cache argument, which changed in transformers 5.24.
 OLD_CACHE, NEW_CACHE = "past_key_values", "cache"
 
 
 @functools.cache
 def next_logits(length: int) -> list[np.ndarray]:
-    """Level l: logits after every continuation of l tokens, `[vocab^l, vocab]`."""
+    """Return for each l the logits after every text of l tokens, `[vocab^l, vocab]`."""
     target = proposers.micro_target()
     known = inspect.signature(target.forward).parameters
     cache_name = NEW_CACHE if NEW_CACHE in known else OLD_CACHE
     levels = []
     with torch.no_grad():
-        # All but the prompt's last token runs once.
+        # All tokens of the prompt but the last run only once.
         first = target(torch.tensor([PROMPT[:-1]]), use_cache=True)
         start = getattr(first, cache_name)
         for level in range(length):
@@ -61,7 +61,7 @@ def next_logits(length: int) -> list[np.ndarray]:
 def distributions_of(
     levels: list[np.ndarray], controls: dict[str, Any]
 ) -> list[np.ndarray]:
-    """Probabilities of the first l + 1 tokens for every l, `[vocab^(l+1)]`."""
+    """Return the probability of every text of 1, 2, ... tokens, `[vocab^length]`."""
     found, joint = [], np.ones(1)
     exact: dict[str, Any] = {
         name: value if name == "top_k" else np.float32(value)
@@ -80,7 +80,7 @@ def sample(
     *,
     length: int = LENGTH,
 ) -> list[np.ndarray]:
-    """`count` texts for each of the controls, all in the same batches."""
+    """Return `count` texts for each of `CONTROLS`, generated in the same batches."""
     if rule == "seeded":
         engine = with_settings(engine)
     else:
@@ -106,7 +106,7 @@ def sample(
 def check_distribution(
     tokens: np.ndarray, joint: list[np.ndarray], what: object
 ) -> None:
-    """Check each position, and each pair of adjacent positions."""
+    """Compare counts with a distribution at each position and pair of positions."""
     for position in range(len(joint)):
         probs = joint[position].reshape(-1, VOCAB).sum(axis=0)
         counts = np.bincount(tokens[:, position], minlength=VOCAB)
@@ -119,7 +119,7 @@ def check_distribution(
 
 
 def acceptance_of(engine: LLMEngine, rule: str, temperature: float = 1.0) -> float:
-    """Acceptance rate over 128 requests of different prompts."""
+    """Return the acceptance rate of 128 requests with different prompts."""
     if rule in ("standard", "block"):
         engine = with_settings(engine, rejection_sample_method=rule)
     else:

@@ -1,7 +1,8 @@
-"""Every proposer of drafts as engines over one small pair, each made once per process.
+"""Engines with every proposer of drafts; each engine is made once per process.
 
-Compiling is the cost of these tests. Claims share the executable of a proposer: they
-change only settings that no executable depends on.
+All use the models of `tests.support.pair`. Most of the tests' time is compilation, so
+all conformance checks of a proposer use the same executables: they change only settings
+that no executable depends on.
 """
 
 import functools
@@ -28,11 +29,11 @@ from tests.support.engines import (
     with_settings,
 )
 
-# Three levels; page and window borders occur at every offset.
+# Three levels, so that page and window borders fall at every offset of a tree.
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]"
-# The same size of tree for the 16 tokens of the micro target.
+# A similar tree for the micro target, which has 16 tokens.
 MICRO_TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]"
-# As large as a tree may be, eight levels deep.
+# The largest tree that is allowed, eight levels deep.
 LARGEST_TREE = str(
     [(0,) * count for count in range(1, 9)]
     + [
@@ -44,13 +45,13 @@ LARGEST_TREE = str(
     + [(1, 1), (1, 2), (2, 1), (3, 1), (0, 1, 1), (0, 1, 2), (0, 2, 1), (0, 3, 1)]
 )
 LOOKUP = (3, 1)
-# Rounds of suffix drafts have three forms: no drafts, few, and this many.
+# Rounds with suffix drafts are compiled for 0, a few, and at most this many drafts.
 NUM_SUFFIX = 16
 SUFFIX = {"max_tree_depth": 2 * NUM_SUFFIX}
 MASK, MICRO_MASK = 0, MICRO["vocab_size"] - 1
-# Half of the micro target's vocabulary.
+# Tokens of a trimmed draft: half of the micro target's vocabulary.
 MICRO_KEPT = (1, 3, 4, 5, 8, 9, 11, 14)
-# Sizes that eight devices divide.
+# Sizes of a micro model that can be split over eight devices.
 MICRO_SPLIT: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=4)
 
 
@@ -59,14 +60,15 @@ class Proposer:
     """One way to propose drafts.
 
     Attributes:
-        draft: Kind of `pair.draft`; None for heads and lookups.
-        head: Kind of the head.
+        draft: Argument of `pair.draft`; None without a draft model.
+        head: Kind of head, such as "eagle"; None without a head.
         options: Further arguments of `make_engine`.
-        micro: Arguments that differ for the micro target.
-        runner: How programs are shared. A lookup with a draft model has several: after
-            programs that do not run it, the draft model needs a draft prefill.
-        family: Of target and draft model.
-        at_most: Upper bound of the acceptance rate, below 1 for random heads.
+        micro: Arguments of `make_engine` that differ for the micro target.
+        runner: Runner that decides which launches share a program. A lookup with a
+            draft model needs several programs, because the draft model needs a draft
+            prefill after launches that did not run it.
+        family: Family of the target and the draft model, as in `pair`.
+        at_most: The acceptance rate must be below this; low for random heads.
     """
 
     draft: str | None = None
@@ -79,7 +81,7 @@ class Proposer:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the shared program is for greedy requests alone."""
+        """Whether the shared program serves only greedy requests."""
         return issubclass(self.runner, OneGreedyProgramRunner)
 
     @property
@@ -88,7 +90,7 @@ class Proposer:
 
     @property
     def can_be_correct(self) -> bool:
-        """Whether a draft model equal to the target has every draft accepted."""
+        """Whether all drafts would be accepted if the draft model were the target."""
         names = {"mask_token_id", "kept", "draft_scheme", "lookup", "suffix"}
         return self.draft is not None and not names & self.options.keys()
 
@@ -120,7 +122,7 @@ def _lookup(**options: Any) -> Proposer:
 
 
 def _head(kind: str, **options: Any) -> Proposer:
-    # A program for greedy requests compiles in a third of the time.
+    # A program for only greedy requests compiles in a third of the time.
     runner = OneProgramRunner if kind == "eagle3" else OneGreedyProgramRunner
     settings = dict(max_num_seqs=8, num_pages=160, max_num_batched_tokens=64)
     micro = dict(tree=MICRO_TREE) if "tree" in options else {}
@@ -133,7 +135,7 @@ _PARD = dict(mask_token_id=MASK, micro=dict(mask_token_id=MICRO_MASK))
 _TRIMMED = dict(kept=pair.KEPT, micro=dict(kept=MICRO_KEPT), runner=OneProgramRunner)
 _GEMMA3: dict[str, Any] = dict(family=pair.GEMMA3, runner=OneGreedyProgramRunner)
 
-# By name, which lists a proposer's parts.
+# Keys are test ids.
 PROPOSERS: dict[str, Proposer] = {
     "draft model": _model(),
     "pard": _model(runner=OneProgramRunner, **_PARD),
@@ -176,10 +178,10 @@ PROPOSERS: dict[str, Proposer] = {
 
 
 def make(name: str, **changes: Any) -> LLMEngine:
-    """Make a new engine of a proposer.
+    """Make a new engine with a proposer.
 
     Args:
-        changes: Arguments of `make_engine` that differ.
+        changes: Arguments of `make_engine` that override the proposer's.
     """
     proposer = PROPOSERS[name]
     options: dict[str, Any] = dict(pair.SETTINGS, runner=proposer.runner)
@@ -195,9 +197,9 @@ def make(name: str, **changes: Any) -> LLMEngine:
 
 @functools.cache
 def first_engine(name: str) -> LLMEngine:
-    """The engine whose executables all claims share.
+    """Return the engine whose executables all checks of a proposer share.
 
-    Programs that record drafts are not kept on disk.
+    Programs that record drafts are not cached on disk.
     """
     if name == "draft model":
         return pair.engine()
@@ -206,7 +208,7 @@ def first_engine(name: str) -> LLMEngine:
 
 
 def record_drafts(engine: LLMEngine) -> LLMEngine:
-    """Compile an engine's program such that its drafts are recorded."""
+    """Recompile an engine's program so that it records its drafts."""
     engine.runner.cache = ProgramCache(None)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with heads.recording_drafts():
@@ -220,7 +222,7 @@ RECORDED = ("eagle", "eagle3", "medusa", "pard", "trimmed")
 
 
 def engine(name: str, *, seed: int = 0, **speculative: Any) -> LLMEngine:
-    """Return a fresh engine over the shared executables of a proposer.
+    """Return a new engine over the shared executables of a proposer.
 
     Args:
         speculative: Changed fields of `SpeculativeConfig`.
@@ -229,14 +231,14 @@ def engine(name: str, *, seed: int = 0, **speculative: Any) -> LLMEngine:
 
 
 def with_config(engine: LLMEngine, **changes: Any) -> LLMEngine:
-    """Return a fresh engine whose host has other settings, over the same device."""
+    """Return a new engine with another host configuration and the same runner."""
     config = replace(engine.config, **changes)
     return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
 
 
 @functools.cache
 def plain_engine(family: str = pair.GEMMA2, dtype: str = "float32") -> LLMEngine:
-    """Return the engine without drafts that texts are compared with."""
+    """Return an engine without drafts, whose texts are the expected ones."""
     if (family, dtype) == (pair.GEMMA2, "float32"):
         return pair.plain_engine()
     runner = OneProgramRunner if family == pair.GEMMA2 else OneGreedyProgramRunner
@@ -244,9 +246,9 @@ def plain_engine(family: str = pair.GEMMA2, dtype: str = "float32") -> LLMEngine
 
 
 def micro_head(kind: str, *, is_split: bool = False) -> tuple[Any, Any]:
-    """Config and parameters of a head for the micro target.
+    """Return the config and parameters of a head for the micro target.
 
-    EAGLE-3's can propose 11 of 16 tokens and has the target's embedding.
+    An EAGLE-3 head can propose 11 of the 16 tokens and uses the target's embedding.
     """
     hidden = MICRO["hidden_size"]
     sizes: dict[str, Any] = dict(
@@ -278,7 +280,7 @@ def micro_target() -> Any:
 
 @functools.cache
 def micro_engine(name: str, *, is_optimized: bool = False) -> LLMEngine:
-    """Return an engine over the micro target that takes thousands of short requests."""
+    """Return an engine with the micro target, sized for thousands of short requests."""
     proposer, target = PROPOSERS[name], micro_target()
     options = {**proposer.options, **proposer.micro}
     for setting in pair.SETTINGS:
@@ -287,13 +289,14 @@ def micro_engine(name: str, *, is_optimized: bool = False) -> LLMEngine:
     if proposer.head is not None:
         options["head"] = micro_head(proposer.head)
     draft = None if proposer.draft is None else make_draft_of(target, num_layers=2)
-    # Nearly every round has prompts, and lookups mostly have rounds without drafts.
+    # Nearly every launch has prompts, and most rounds of a lookup have no drafts:
+    # programs without drafts save time.
     is_shaped = is_optimized or "lookup" in options or "suffix" in options
     return make_engine(
         target,
         draft,
         max_num_seqs=64,
-        max_num_batched_tokens=512,  # a third of the rows ends in a round
+        max_num_batched_tokens=512,  # in a round a third of the rows ends
         num_pages=1024,
         max_model_len=32,
         runner=OneShapeRunner if is_shaped else OneProgramRunner,
@@ -303,10 +306,10 @@ def micro_engine(name: str, *, is_optimized: bool = False) -> LLMEngine:
 
 
 def split_engine(name: str, num_devices: int, num_draft_devices: int) -> LLMEngine:
-    """Return an engine of a micro target on several devices.
+    """Return an engine with a micro target on several devices.
 
     Args:
-        num_draft_devices: That share one copy of the draft model or head.
+        num_draft_devices: Devices that share one copy of the draft model or head.
     """
     proposer = PROPOSERS[name]
     target = split_target(proposer.family)
@@ -339,6 +342,6 @@ def split_target(family: str) -> Any:
 
 
 def _split_gemma3() -> Any:
-    """The one KV head is copied to each device."""
+    """Return a Gemma 3 whose single KV head is copied to each device."""
     sizes = dict(num_attention_heads=8, hidden_size=24, intermediate_size=32)
     return pair.make_model(2, family=pair.GEMMA3, **sizes)

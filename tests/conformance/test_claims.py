@@ -1,7 +1,8 @@
-"""Every claim of `claims.py` about every proposer of `proposers.py`.
+"""Run the conformance checks of `claims.py` on the proposers of `proposers.py`.
 
-`TABLE` says which pairs run in `make test`, which in `make test-all`, and why the
-others are left out. Tests come proposer by proposer: a process compiles each once.
+`TABLE` lists the proposers on which a check runs in `make test` and in `make test-all`,
+and the reason for each proposer that it skips. Tests are ordered by proposer, so that a
+process compiles each proposer once.
 """
 
 from collections.abc import Callable
@@ -30,28 +31,28 @@ PARD = ("pard, 16 drafts", "pard, leaves", "pard, tree")
 QUANTIZED = ("int8 draft", "int4 draft")
 GEMMA3 = "draft model, Gemma 3"
 
-# Reasons to leave a pair out.
-SAME_PATH = "the scheduler does the same for the proposer that this one is a form of"
-NO_MODEL = "no draft model that could equal the target"
-OTHER_MODEL = "its draft model proposes otherwise than a target decodes: own tests"
-BOTH = "lookups are wrong where the draft model is right"
-SUMMED = "branches are summed in another order: test_trees.py compares but near ties"
-MAIN_CHAIN = "these requests have the main chain alone: test_trees.py"
-NO_DRAFT_PREFILL = "no draft prefill"
-IN_LOSSLESS = "the lossless long suite runs it on every path"
-ELSEWHERE = "test_parameters.py and test_grammars.py"
+# Reasons to skip a check for a proposer.
+SAME_PATH = "the scheduler treats it like a proposer that is tested"
+NO_MODEL = "has no draft model that could equal the target"
+OTHER_MODEL = "even with the target's weights its drafts may differ: it has own tests"
+BOTH = "its lookup drafts would be wrong even if its draft model were right"
+SUMMED = "side branches round differently: test_trees.py allows near ties"
+MAIN_CHAIN = "requests with controls use only the main chain: test_trees.py"
+NO_DRAFT_PREFILL = "needs no draft prefill"
+IN_LOSSLESS = "the lossless long suite tests it on every path"
+ELSEWHERE = "tested in test_parameters.py and test_grammars.py"
 SEEDED = "test_seeded.py compares 256 mixes of filters"
 NO_ARRAYS = "has no arrays that devices could split"
-GREEDY_PROGRAM = "its shared program is for greedy requests alone"
+GREEDY_PROGRAM = "its shared program serves only greedy requests"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A claim, and the proposers that it is tested of.
+    """A conformance check, and the proposers on which it runs.
 
     Attributes:
-        quick: Tested in `make test`; `slow` in `make test-all`.
-        omitted: Proposers left out, by reason.
+        quick: Proposers tested in `make test`; `slow`: only in `make test-all`.
+        omitted: Skipped proposers, by reason.
     """
 
     check: Callable[[str], None]
@@ -90,7 +91,7 @@ def _distribution(rule: str) -> Row:
                 *("pard, 16 drafts", "pard, tree", *TRIMMED, "tree, scanned"),
                 *("largest tree", "n-gram + draft model, leaves", "suffix, leaves"),
             ),
-            "HuggingFace's probabilities here are of a Gemma 2": (GEMMA3,),
+            "the expected probabilities are those of a Gemma 2": (GEMMA3,),
         },
     )
 
@@ -190,7 +191,10 @@ TABLE: dict[str, Row] = {
         check=claims.forms_of_rounds_change_nothing,
         slow=(*HEADS, "pard", "trimmed", "leaves", "tree"),
         omitted={
-            "test_several_rounds.py and the lossless suite": ("draft model", *LOOKUPS),
+            "tested in test_several_rounds.py and the lossless suite": (
+                "draft model",
+                *LOOKUPS,
+            ),
             SAME_PATH: (
                 *(*PARD, *TRIMMED, *QUANTIZED, *HEAD_BRANCHES, *BRANCHES[2:], GEMMA3),
             ),
@@ -216,7 +220,7 @@ TABLE: dict[str, Row] = {
 
 
 def pairs() -> list[Any]:
-    """Claims and proposers to test, proposer by proposer."""
+    """Return the checks and proposers to test, ordered by proposer."""
     return [
         pytest.param(
             *(claim, name),

@@ -1,8 +1,8 @@
-"""These tests run whole engines on thousands of texts; parts are tested elsewhere."""
+"""Disable type checks of calls: engines generate thousands of texts here."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def _calls_are_not_checked(unchecked_types):
-    """Unit tests make the same calls with type checks."""
+    """Disable type checks of calls; unit tests make the same calls with checks."""

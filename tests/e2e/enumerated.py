@@ -1,9 +1,10 @@
-"""Texts of four tokens follow the target's distribution on every path of the engine.
+"""Count texts of four tokens, and compare the counts with the target's distribution.
 
-A Gemma 2 with 16 tokens and a window of 8, and a draft that is often wrong. Requests go
-through paging, batching, prefix hits and, with long neighbours in a pool that is too
-small for all, preemption. All 65,536 texts are counted; the expected distribution is
-HuggingFace's, with every text enumerated.
+The target is a Gemma 2 with 16 tokens and a window of 8; its draft model is often
+wrong. Requests go through paging, batching and prefix hits, and also through
+preemption: other, long requests run beside them, with too few pages for all. The
+expected distribution has HuggingFace's probability of each of the 65,536 possible
+texts.
 
 `python -m tests.e2e.enumerated` counts two million texts and writes
 `benchmarks/results/enumerated.json`; a test counts fewer.
@@ -36,20 +37,21 @@ from tests.support.engines import (
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "enumerated.json"
 VOCAB, LENGTH, DRAFTS = 16, 4, 3
-# Longer than the window; two whole pages are prefix hits.
+# The prompt is longer than the window, and two of its pages are prefix hits.
 PROMPT = [2, 7, 3, 11, 5, 14, 9, 4, 12, 6]
 RULES = ("standard", "block", "coupled")
-# One in this number of requests is a long neighbour, which is not counted.
+# One in this number of requests is a long one, which causes preemption and is not
+# counted.
 ONE_IN, NEIGHBOUR_TOKENS = 4, 40
 PART = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """Result of one rule.
+    """Result of counting with one acceptance rule.
 
     Attributes:
-        p_text: p-value of Pearson's test over all texts; `p_last` over last tokens.
+        p_text: p-value of Pearson's test of all texts; `p_last`: of their last tokens.
     """
 
     rule: str
@@ -63,7 +65,7 @@ class Count:
 
 
 def distribution_of_texts(target: Any) -> np.ndarray:
-    """The probability of every text at temperature 1, `[vocab^length]`."""
+    """Return the probability of every text at temperature 1, `[vocab^length]`."""
     distribution = np.ones(1)
     for level in range(LENGTH):
         every = np.indices((VOCAB,) * level).reshape(level, VOCAB**level).T
@@ -86,7 +88,7 @@ def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
         max_num_seqs=batch,
         max_num_batched_tokens=512,
         num_pages=num_pages,
-        # Few programs: compiling should not take longer than counting.
+        # Few programs, so that compiling takes less time than counting.
         has_one_shape=True,
         is_optimized=True,
         max_model_len=64,
@@ -94,7 +96,7 @@ def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
 
 
 def requests_of(rule: str, first: int, count: int) -> list[SamplingParams]:
-    """Requests to count, and neighbours; seeded requests use the coupled rule."""
+    """Return the parameters of requests; seeded requests use the coupled rule."""
     rest: dict[str, Any] = dict(
         ignore_eos=True,
         detokenize=False,
@@ -113,7 +115,7 @@ def requests_of(rule: str, first: int, count: int) -> list[SamplingParams]:
 def count(
     engine: LLMEngine, distribution: np.ndarray, rule: str, num_texts: int
 ) -> Count:
-    """Count texts of one rule, and compare them with the distribution."""
+    """Count texts under one acceptance rule, and compare them with the distribution."""
     changes = {} if rule == "coupled" else {"rejection_sample_method": rule}
     engine = with_settings(engine, seed=5, **changes)
     counts = np.zeros(VOCAB**LENGTH, np.int64)
@@ -149,7 +151,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     target = make_micro(seed=3)
-    # Pages for most rows of a batch: with fewer, counting takes twice as long.
+    # Enough pages for most rows of a batch: with fewer, counting takes twice as long.
     engine = make(target, batch=64, num_pages=152)
     distribution = distribution_of_texts(target)
     counts, result = [], {}

@@ -1,14 +1,15 @@
 """Greedy texts of many prompts are equal token for token on every path of the engine.
 
 All proposers, all draft lengths, several batch sizes; whole or chunked prompts,
-preemption, prefix hits; float32 or bfloat16. The expected texts are plain decoding's,
-near ties included. In float32 HuggingFace must agree with them, except at ties within
+preemption, prefix hits; float32 or bfloat16. The expected texts are those of plain
+decoding, even where two tokens have nearly equal logits. In float32 HuggingFace must
+generate the same texts, except where the logits of two tokens differ by no more than
 rounding error.
 
 `python -m tests.e2e.lossless` runs everything and writes
-`benchmarks/results/lossless.json`; `--resume` runs what the file lacks: more prompts of
-a combination, or other proposers, which `--proposers` names. `--table` prints the
-number of texts of each proposer in the file. A test runs a small part.
+`benchmarks/results/lossless.json`; `--resume` runs only what the file lacks: more
+prompts of a combination, or the proposers that `--proposers` names. `--table` prints
+the number of texts of each proposer in the file. A test runs a small part.
 """
 
 import argparse
@@ -79,13 +80,13 @@ Played = tuple[str, int, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The part of all combinations that a run covers.
+    """The combinations and numbers of prompts of a run, which are a part of all.
 
     Attributes:
         family: Of both models: `pair.GEMMA2` or `pair.GEMMA3`.
-        alone: Number of prompts at batch 1, which takes many rounds.
-        has_one_program: Use one program for prompts, drafts and plain rounds. Rounds
-            are slower, but a short run saves more compile time.
+        alone: Number of prompts at batch size 1, which takes many rounds.
+        has_one_program: Use one program for prompts, drafts and plain rounds. Its
+            rounds are slower, but a short run saves more time by compiling less.
     """
 
     family: str = pair.GEMMA2
@@ -113,7 +114,7 @@ class Cut:
         return OneGreedyProgramRunner if self.has_one_program else OneShapeRunner
 
     def count(self, batch: int) -> int:
-        """Number of prompts at a batch size."""
+        """Return the number of prompts for a batch size."""
         return min(self.alone, self.num_prompts) if batch == 1 else self.num_prompts
 
 
@@ -131,7 +132,7 @@ SHORT = Cut(
 
 @dataclass(frozen=True, kw_only=True)
 class Play:
-    """One combination and its results."""
+    """Results of one combination of proposer, number of drafts, batch size and path."""
 
     proposer: str
     num_drafts: int
@@ -148,7 +149,7 @@ class Play:
         return self.proposer, self.num_drafts, self.batch, self.path
 
     def __add__(self, other: "Play") -> "Play":
-        """Add the results of other prompts of the same combination."""
+        """Merge the results of other prompts of the same combination."""
         assert self.played == other.played
         count = self.num_prompts + other.num_prompts
         rates = self.acceptance_rate * self.num_prompts
@@ -164,7 +165,7 @@ class Play:
 
 
 def prompts_of(count: int) -> list[list[int]]:
-    """Random tails after shared prefixes; every third prompt is repetitive."""
+    """Return prompts with shared prefixes and random tails; a third are repetitive."""
     random = np.random.default_rng(17)
     families = [random.integers(3, 64, 12 + 5 * i).tolist() for i in range(8)]
     prompts = []
@@ -178,7 +179,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Texts:
-    """Texts of plain decoding, checked with HuggingFace's logits."""
+    """Return the texts of plain decoding, checked with HuggingFace's logits."""
     target = pair.target(cut.family)
     engine = make_engine(
         target,
@@ -200,7 +201,7 @@ def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Text
 
 
 def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
-    """An engine with the largest K: requests ask for fewer, paths change settings."""
+    """Return an engine with the largest K; requests and paths then choose less."""
     kind = dict(ALL[proposer])
     has_draft, tree = kind.pop("has_draft"), kind.get("tree")
     return make_engine(
@@ -210,7 +211,7 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
         num_draft_tokens=len(read_paths(tree)) if tree else max(cut.drafts),
         max_num_seqs=batch,
         page_size=PAGE_SIZE,
-        # A few more pages than a full batch needs, which keep cached prefixes.
+        # A few more pages than a full batch needs, so that cached prefixes remain.
         num_pages=cut.pages_per_seq * (batch + 8),
         max_model_len=cut.max_model_len,
         max_num_batched_tokens=128,
@@ -221,13 +222,14 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
 
 
 def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
-    """A fresh engine over the same executables, with settings that force a path."""
+    """Return a new engine over the same executables whose settings force a path."""
     fresh = with_settings(engine)
     changes: dict[str, Any] = dict(enable_prefix_caching=path == "prefix")
     if path == "chunked":
         changes["max_num_batched_tokens"] = 32
     if path == "preempted":
-        # The device's pool keeps its size; the host uses a third of it.
+        # The pool of the device stays as large; the scheduler uses a third of its
+        # pages.
         batch = engine.config.max_num_seqs
         changes["num_pages"] = max(cut.pages_per_seq, cut.pages_per_seq * batch // 3)
     config = replace(fresh.config, **changes)
@@ -238,7 +240,7 @@ def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]
     """Run every combination of a cut.
 
     Args:
-        played: Number of prompts of each that have been run already.
+        played: For each combination, the number of prompts that an earlier run covered.
     """
     played = played or {}
     params = SamplingParams(
@@ -282,7 +284,9 @@ def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]
 
 
 def resumed(cut: Cut, before: Cut) -> Cut:
-    """Return the cut of a resumed record; only its extent may differ.
+    """Return the union of the recorded cut and the new one.
+
+    Only the numbers of prompts and the proposers may differ between them.
 
     Args:
         before: The cut of the existing record.
@@ -304,7 +308,7 @@ def resumed(cut: Cut, before: Cut) -> Cut:
 
 
 def table(plays: Iterable[Play]) -> str:
-    """Table with a line per proposer: combinations, texts, and equal texts."""
+    """Return a table with a row per proposer: combinations, texts, and equal texts."""
     rows: dict[str, list[Play]] = {}
     for one in plays:
         rows.setdefault(one.proposer, []).append(one)
@@ -359,7 +363,7 @@ def main() -> None:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in before["cut"].items()
         }
-        # A setting that the record lacks had today's default.
+        # A record without a setting was made with the setting's default.
         recorded = resumed(cut, Cut(**given))
         assert before["versions"] == versions, f"other versions: {before['versions']}"
     result: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Process of a multi-host test: a leader, or a single process.
+"""Run the leader, or the only process, of a multi-host test.
 
 Reads a JSON file with the engine's arguments and the test's steps, and writes the
 results. Followers are `python -m jaxspec.serve --headless`.
@@ -16,7 +16,7 @@ PROMPTS = [[2, 10, 20, 30], [2, 11, 7, 5, 9, 300, 41], list(range(2, 60)), [2, 7
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Requests: greedy, seeded, with logprobs, and with a grammar."""
+    """Return requests: greedy, seeded, with logprobs, and with a grammar."""
     always: dict[str, Any] = dict(max_tokens=24, ignore_eos=True)
     greedy = SamplingParams(temperature=0, **always)
     seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=7, **always)
@@ -31,7 +31,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 
 def generate(llm: LLM, count: int | None = None) -> list[list[int]]:
-    """Tokens of the requests, generated in one batch."""
+    """Run the requests in one batch; return their tokens."""
     chosen = requests()[:count]
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt, _ in chosen],

@@ -34,7 +34,7 @@ def first_engine() -> LLMEngine:
 
 
 def fresh_engine(**changes: Any) -> LLMEngine:
-    """An engine over shared executables, with an empty answer cache."""
+    """Return an engine over shared executables, with an empty answer cache."""
     engine = with_settings(first_engine(), **changes)
     engine.runner.drop_pages()
     engine.runner.restore_pages()
@@ -64,7 +64,7 @@ def test_repeated_prompt_takes_a_third_of_the_rounds(prompts):
 
 
 def test_sampled_text_is_independent_of_past_answers(prompts):
-    """With and without a seed, with an empty and with a filled cache."""
+    """Test seeded and unseeded requests with an empty and with a filled cache."""
     params = [
         SamplingParams(
             seed=number if number % 2 else None,
@@ -80,7 +80,7 @@ def test_sampled_text_is_independent_of_past_answers(prompts):
     assert second < first
 
 
-def test_other_salts_find_no_answers(prompts):
+def test_request_finds_no_answers_of_another_cache_salt(prompts):
     engine = fresh_engine()
 
     def salted(salt: str) -> list[Any]:
@@ -90,8 +90,8 @@ def test_other_salts_find_no_answers(prompts):
     for others in (salted("b"), prompts):
         texts, again = rounds_of(engine, others, GREEDY)
         assert texts == expected
-        # Salts share the table, so entries of one replace those of another. The order
-        # of launches differs too: a few prompts take some rounds more or less.
+        # All salts share the table, so entries of one salt replace those of another,
+        # and launches run in another order: a few prompts take more or fewer rounds.
         assert again > 0.85 * first
     texts, again = rounds_of(engine, salted("b"), GREEDY)
     assert texts == expected

@@ -1,4 +1,4 @@
-"""Probes of a draft model agree with rounds, and no choice of K changes a text."""
+"""Probes of a draft model predict acceptance, and choices of K change no text."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
         pytest.param("same", "seeded", marks=pytest.mark.slow),
     ],
 )
-def test_probes_agree_with_rounds(draft, kind, prompts):
+def test_probed_acceptance_probabilities_agree_with_rounds(draft, kind, prompts):
     params = params_of(kind, len(prompts))
     expected = tokens_of(generate(pair.plain_engine(), prompts, params))
     engine = with_random_policy(pair.engine(draft, controller=ADAPTIVE), seed=7)
@@ -56,12 +56,12 @@ def test_probes_agree_with_rounds(draft, kind, prompts):
     assert len(acceptance_probabilities) > 30
     assert set(acceptance_probabilities.tolist()) <= {0.0, 1.0}
     if draft == "same":
-        # Missing or misplaced draft keys would show here.
+        # This fails if draft keys are missing or misplaced.
         assert acceptance_probabilities.min() == 1.0
         assert engine.stats.acceptance_rate == 1.0
     else:
-        # Only first drafts, and drafts after accepted ones, are compared. About three
-        # dozen tokens are known both ways.
+        # Only drafts whose previous drafts were accepted are compared. About three
+        # dozen tokens have both a probe and a round.
         rate = engine.acceptance.num_agreed / engine.acceptance.num_compared
         assert acceptance_probabilities.mean() == pytest.approx(rate, abs=0.15)
 
@@ -81,7 +81,7 @@ def test_probes_of_unseeded_requests_have_no_estimate(prompts):
 
 
 def test_texts_equal_plain_decoding_under_the_controller(prompts):
-    """With the real controller, which depends on this machine's timing."""
+    """The real controller chooses K, which depends on this machine's timing."""
     engine, prompts = pair.engine("noisy", controller=ADAPTIVE), prompts[:10]
     for kind in ("greedy", "seeded"):
         params = params_of(kind, len(prompts))

@@ -1,4 +1,4 @@
-"""Several engines in one process, and an engine in a process that forks."""
+"""Several engines run in one process, and an engine survives forks of its process."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def texts(engine: LLMEngine) -> list[list[int]]:
 
 
 def test_engines_in_threads_are_independent():
-    """Engines with different models and sizes."""
+    """Run engines with different models and sizes in threads."""
     small, large = make_micro(seed=0), make_micro(seed=1, hidden_size=32)
     engines = [
         make_engine(small, make_draft_of(small), num_draft_tokens=3),
@@ -63,7 +63,7 @@ print("done")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not fork")
 def test_engine_continues_after_forks():
-    """As data loaders do; the child cannot use the engine, since jax does not fork."""
+    """Data loaders fork. The child cannot use the engine: jax cannot be forked."""
     command = [sys.executable, "-c", FORKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -39,14 +39,14 @@ def llm(model: Any) -> Iterator[LLM]:
 
 
 def log_distributions(model: Any, texts: np.ndarray) -> np.ndarray:
-    """Log-probabilities of the next token, by text and position."""
+    """Return log-probabilities of the next token, by text and position."""
     with torch.no_grad():
         logits = model(torch.tensor(texts).long()).logits
     return torch.log_softmax(logits.double(), -1).numpy()
 
 
 def test_wide_beam_search_finds_the_best_texts(llm: LLM, model: Any):
-    """All texts of up to three tokens."""
+    """The expected result is the best of all texts of up to three tokens."""
     (prompt, _), most = PROMPTS, 3
     tails = np.array(list(itertools.product(range(VOCAB), repeat=most)))
     texts = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
@@ -80,7 +80,7 @@ def test_wide_beam_search_finds_the_best_texts(llm: LLM, model: Any):
 
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_beam_search_equals_huggingface(llm: LLM, model: Any, width: int):
-    """Without end tokens: HuggingFace compares ended texts with another length rule."""
+    """No text ends: HuggingFace computes the length of ended ones differently."""
     most = 6
     params = BeamSearchParams(beam_width=width, max_tokens=most, ignore_eos=True)
     outputs = llm.beam_search(PROMPTS, params, concurrency_limit=1 + width % 2)

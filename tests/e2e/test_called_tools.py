@@ -1,4 +1,4 @@
-"""A grammar makes the bundled pair call a tool, and drafts follow the grammar too."""
+"""A grammar makes the bundled pair call a tool; drafts follow the grammar too."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ TOOLS = [
     for name, schema in SCHEMAS.items()
 ]
 MESSAGES = [{"role": "user", "content": "How warm will it be in Oslo?"}]
-# tool_choice, and parallel_tool_calls.
+# (tool_choice, parallel_tool_calls)
 CHOICES: list[tuple[Any, bool]] = [("required", False), ("required", True)]
 CHOICES += [
     ({"type": "function", "function": {"name": name}}, True) for name in SCHEMAS
@@ -49,7 +49,7 @@ CHOICES += [
 
 
 async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
-    """Request whole answers and streams, all at once."""
+    """Request each answer whole and as a stream, all concurrently."""
 
     async def one(choice: Any, is_parallel: bool, **more: Any) -> Any:
         create: Any = client.chat.completions.create
@@ -125,7 +125,7 @@ def calls_of(answer: Any) -> list[tuple[str, str]]:
 
 
 def calls_in(chunks: list[Any]) -> list[tuple[str, str]]:
-    """Assemble the calls of a stream."""
+    """Assemble tool calls from the deltas of a stream."""
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     for choice in (one for chunk in chunks for one in chunk.choices):

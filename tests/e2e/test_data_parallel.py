@@ -1,4 +1,4 @@
-"""Data-parallel engines, each with its own devices, give one engine's texts."""
+"""Data-parallel engines, each with its own devices, give the texts of one engine."""
 
 import functools
 from typing import Any
@@ -43,7 +43,7 @@ def params() -> list[SamplingParams]:
     return [(GREEDY, SEEDED)[number % 2] for number in range(len(prompts()))]
 
 
-def test_two_engines_give_one_engines_texts():
+def test_two_engines_give_the_texts_of_one_engine():
     engines = make_group(2)
     devices = [list(engine.runner.mesh.devices.flat) for engine in engines]
     assert devices == [[one] for one in jax.devices()[:2]]
@@ -61,7 +61,7 @@ def test_two_engines_give_one_engines_texts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices_each", [1, 2])
-def test_more_engines_over_more_devices(devices_each: int):
+def test_engines_of_several_devices_give_the_texts_of_one_engine(devices_each: int):
     count = 4 if devices_each == 1 else 2
     group: Any = EngineGroup(make_group(count, tensor_parallel_size=devices_each))
     plain = pair.plain_engine()
@@ -78,7 +78,7 @@ def test_more_engines_over_more_devices(devices_each: int):
 
 @pytest.mark.slow
 def test_several_engines_of_the_bundled_pair():
-    """From arguments to texts."""
+    """The arguments of `LLM` create several engines, which generate texts."""
     arguments: dict[str, Any] = dict(
         model="jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",
@@ -99,7 +99,7 @@ def test_several_engines_of_the_bundled_pair():
     assert said[0] == said[1]
 
 
-def test_engines_need_separate_devices():
+def test_too_few_devices_for_all_engines_are_rejected():
     message = (
         "data_parallel_size=3 engines of tensor_parallel_size=4 need 12 devices, and 8 "
         r"cpu device\(s\) are present: lower data_parallel_size to at most 2"

@@ -1,4 +1,4 @@
-"""Scripts that end while an engine works end with their own status."""
+"""A script that ends while an engine is working exits with its own status."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[2]
-# Runs of each script in `make test`, and in the slow test.
+# How often each script runs in `make test`, and in the slow test.
 FEW, MANY = 2, 50
 
 ASYNC = """
@@ -62,8 +62,7 @@ def generate():
 threading.Thread(target=generate, daemon={is_daemon}).start()
 has_begun.wait()
 """
-# When the script ends, its thread is in the tokenizer: C++ code that releases the
-# interpreter's lock.
+# When the script ends, its thread is in the tokenizer's C++ code, without the GIL.
 TOKENIZES = (
     LLM_IN_THREAD.format(num_calls=1, is_daemon=False)
     + """
@@ -79,7 +78,7 @@ threading.Thread(target=tokenize_forever, daemon=True).start()
 is_tokenizing.wait()
 """
 )
-# Run with an empty program cache.
+# Scripts that run with an empty program cache.
 IS_COMPILING = """
 asyncio.run(generate(4, -1))
 assert engine.num_warming
@@ -134,7 +133,7 @@ def test_script_exits_with_its_own_status(name: str, count: int, tmp_path: Path)
 
 
 def test_thread_that_outlives_the_main_thread_gets_its_programs(tmp_path: Path):
-    """Python waits for the thread, so the engine must keep running."""
+    """Python waits for non-daemon threads, so the engine must keep running for them."""
     script = LLM_IN_THREAD.format(num_calls=3, is_daemon=False)
     done = run(script.replace("has_begun.wait()", ""), tmp_path)
     assert (done.returncode, done.stdout) == (0, "32\n"), done.stderr

@@ -1,4 +1,4 @@
-"""NaN and failures, in the draft model and in the target."""
+"""NaN or a failure in the draft model costs speed; NaN in the target ends requests."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ PROMPTS = [[2, 5, 7, 9], [2, 9, 4, 11], [2, 8, 8, 30]]
 
 
 class NoDrafts(ProgramCache):
-    """Does not cache programs with a draft model."""
+    """A program cache that stores no programs with a draft model."""
 
     def path(self, program: ProgramConfig, *others: Any, **named: Any) -> Path | None:
         return None if program.proposers else super().path(program, *others, **named)
@@ -46,14 +46,14 @@ def seeded() -> list[SamplingParams]:
 
 
 def ruin(params: Any) -> Any:
-    """NaN in one weight of every layer norm: one step makes all rows NaN."""
+    """Set one weight of every layer norm to NaN: one step makes all rows NaN."""
     return jax.tree.map(
         lambda leaf: leaf.at[0].set(jnp.nan) if leaf.ndim == 1 else leaf, params
     )
 
 
 def ruin_token(params: Any) -> Any:
-    """NaN in a token's embedding, in every form of the matrix."""
+    """Set a token's embedding to NaN, in every storage layout of the matrix."""
     whole = params["embedding"]
     values = np.array(whole.values)
     values[BAD_TOKEN] = np.nan
@@ -79,7 +79,7 @@ def test_draft_with_nan_costs_only_speed():
 def test_draft_that_fails_to_compile_costs_only_speed(monkeypatch):
     expected = tokens_of(generate(pair.plain_engine(), PROMPTS, greedy()))
     engine = make()
-    # Programs in the tests' cache were compiled without the failure.
+    # A cached program would not fail to compile.
     engine.runner.cache = NoDrafts(PROGRAMS)
 
     def fail(*_: object, **__: object) -> None:
@@ -99,7 +99,8 @@ def test_target_with_nan_ends_only_affected_requests(has_draft):
     target, drafts = engine.runner.params
     engine.runner.params = ruin_token(target), drafts
     prompts = [*PROMPTS, [2, 5, BAD_TOKEN, 9]]
-    # A draft of that token would affect earlier positions: they see it times 0.
+    # No drafts: a drafted NaN token would spoil earlier positions, whose attention
+    # multiplies its values by 0.
     bias = {BAD_TOKEN: -100.0} if has_draft else None
     sampled = [*seeded(), greedy()]
     for one in sampled:
@@ -110,7 +111,7 @@ def test_target_with_nan_ends_only_affected_requests(has_draft):
         assert bad.outputs[0].token_ids == []
         for output in good:
             assert output.outputs[0].finish_reason == "length"
-            # The token's own logit is NaN as well, and is never sampled.
+            # The logit of this token is NaN as well: forbid it.
             assert BAD_TOKEN not in output.outputs[0].token_ids
     assert not engine.policy.is_stopped
     engine.scheduler.check_idle()

@@ -1,7 +1,7 @@
-"""Placement of a Gemma 3 pair on eight devices.
+"""Test how a Gemma 3 pair is sharded over eight devices.
 
-It has one KV head, and normalized query and key heads. `tests/conformance` checks its
-texts, and `test_lossless.py` runs all proposers on it.
+The target has one KV head, and norms of query and key heads. `tests/conformance` checks
+its texts, and `test_lossless.py` runs all proposers on it.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""A text does not depend on the programs that serve it, even if they change midway."""
+"""A text does not depend on which programs run it, even if they change midway."""
 
 import functools
 from typing import Any
@@ -31,7 +31,7 @@ SPECIAL = Features(has_controls=True, num_logprobs=1, num_prompt_logprobs=1)
 
 
 class GivenPrograms(EveryProgram):
-    """Only these programs, and one more with every launch."""
+    """Only `given` programs are compiled, and one of `coming` after each launch."""
 
     def __init__(self, given: list[StepShape], coming: list[StepShape] | None = None):
         self.given, self.coming = set(given), list(coming or [])
@@ -47,7 +47,7 @@ class GivenPrograms(EveryProgram):
 
 
 class GivenRunner(Runner):
-    """A runner that may use some of another runner's programs."""
+    """A runner that uses only some of another runner's programs."""
 
     programs: Any = None
 
@@ -64,7 +64,7 @@ class GivenRunner(Runner):
 
 @functools.cache
 def plain_texts() -> list[list[int]]:
-    """Texts without drafts, each request alone in its own programs."""
+    """Return texts without drafts; each request runs alone."""
     return [
         tokens_of(generate(pair.plain_engine(), [prompt], params))[0]
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
@@ -88,8 +88,8 @@ def test_most_general_program_gives_the_same_texts(features):
     assert engine.stats.num_accepted_tokens > 0
 
 
-def test_programs_added_midway_give_the_same_texts():
-    """One more program with every launch, from the largest to the smallest."""
+def test_programs_compiled_midway_change_no_text():
+    """Each launch adds one more program, from the largest to the smallest."""
     first = pair.engine()
     (universal, *others) = shapes_of(first).all()
     programs = GivenPrograms([universal], coming=others)
@@ -102,7 +102,10 @@ def test_programs_added_midway_give_the_same_texts():
 
 
 def test_batch_invariant_requests_run_in_one_program():
-    """Plain rounds, drafts and prompts; logprobs do not depend on the batch."""
+    """The same program runs plain rounds, drafts and prompts.
+
+    Logprobs then do not depend on the batch.
+    """
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -111,6 +114,6 @@ def test_batch_invariant_requests_run_in_one_program():
         **pair.SETTINGS,
     )
     assert tokens_of(generate(engine, PROMPTS, PARAMS)) == plain_texts()
-    # And one for the draft prefill.
+    # There is one more program, for draft prefill.
     assert engine.runner.num_compiles == 2
     assert engine.stats.num_accepted_tokens

@@ -1,4 +1,4 @@
-"""Structured outputs with and without drafts: equal, complete, same distribution."""
+"""Structured outputs are complete and do not depend on drafts."""
 
 import dataclasses
 import functools
@@ -38,12 +38,12 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
-# Programs with grammars cannot be cached on disk, so a test compiles one.
+# Programs with grammars cannot be cached on disk, so a test compiles only one.
 SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4)
 
 
 def form_of(index: int) -> StructuredOutputsParams | None:
-    """Structured output parameters for three of four requests."""
+    """Return structured output parameters for three of four requests."""
     kind = index % 4
     if kind < 2:
         return StructuredOutputsParams(regex=PATTERNS[kind])
@@ -72,7 +72,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    """Texts of plain decoding under the same masks."""
+    """Return the texts of plain decoding under the same masks."""
     engine = make_engine(pair.target(), runner=GrammarRunner, **SETTINGS)
     outputs = generate(engine, prompts, params_of(len(prompts)))
     said = [output.outputs[0] for output in outputs]
@@ -83,7 +83,7 @@ def texts(prompts) -> list[list[int]]:
 
 
 class GrammarRunner(OneProgramRunner):
-    """One program for requests with and without grammars."""
+    """Runs requests with and without grammars in one program."""
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         shape = dataclasses.replace(shape, features=Features(has_grammar=True))
@@ -134,7 +134,7 @@ def test_other_drafts_and_devices_change_nothing(kind, prompts, texts):
         settings["lookup"] = (2, 1)
     draft = None if kind in ("ngram", "suffix") else pair.draft("noisy")
     engine = make_engine(pair.target(), draft, num_draft_tokens=3, **settings)
-    # A prompt that contains the text, so that a lookup finds it.
+    # The prompt contains the text to be generated, so that a lookup finds it.
     assert tokens_of(generate(engine, prompts, params_of(len(prompts)))) == texts
     again = [(prompt + text)[-60:] for prompt, text in zip(prompts, texts, strict=True)]
     outputs = generate(engine, again, params_of(len(again)))
@@ -143,7 +143,7 @@ def test_other_drafts_and_devices_change_nothing(kind, prompts, texts):
 
 
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
-def test_sampled_texts_fit_their_forms(engine, rule, prompts):
+def test_sampled_texts_match_their_grammars(engine, rule, prompts):
     engine = with_settings(engine, seed=3, rejection_sample_method=rule)
     outputs = generate(engine, prompts, params_of(len(prompts), temperature=1.0))
     for index, output in enumerate(outputs):
@@ -160,7 +160,7 @@ def test_seeded_texts_do_not_depend_on_the_drafts(engine, prompts):
     assert tokens_of(generate(with_settings(engine), prompts, params)) == texts
 
 
-def test_two_launches_are_in_flight_during_masks(engine, prompts):
+def test_next_launch_starts_while_masks_are_computed(engine, prompts):
     engine = with_settings(engine)
     masks, most = engine.runner.token_masks, 0
     asked = masks.num_questions
@@ -169,7 +169,7 @@ def test_two_launches_are_in_flight_during_masks(engine, prompts):
     while engine.has_unfinished_requests():
         engine.step()
         most = max(most, len(engine._launched))
-    assert most == 1  # after a step: one launched ahead of what has been read
+    assert most == 1  # launches in flight after a step
     assert masks.num_questions > asked
 
 
@@ -196,7 +196,7 @@ def test_batch_continues_when_some_requests_are_aborted(engine, prompts, texts):
 
 
 def test_preempted_text_resumes(engine):
-    # The pages do not hold four of these at once.
+    # There are too few pages for four of these requests at once.
     random = np.random.default_rng(8)
     prompts = random.integers(3, 64, (6, 60)).tolist()
     params = SamplingParams(
@@ -214,7 +214,7 @@ def test_preempted_text_resumes(engine):
     assert all(len(tokens) == 45 for tokens in alone)
 
 
-def test_texts_of_one_request_have_separate_matchers(engine, prompts):
+def test_texts_of_a_request_with_n_have_separate_matchers(engine, prompts):
     params = SamplingParams(
         n=3, temperature=1.0, seed=4, max_tokens=40, structured_outputs=form_of(0)
     )
@@ -233,7 +233,7 @@ def test_max_tokens_cuts_a_text_at_every_offset(engine, count, prompts, texts):
 def test_stop_string_and_min_tokens_work_with_a_grammar(engine, prompts):
     form = StructuredOutputsParams(regex="[A-F]{4},[0-9]{9}")
     cut = SamplingParams(temperature=0, stop=",", structured_outputs=form)
-    # More tokens than the grammar allows: a complete text still ends.
+    # `min_tokens` is more than the grammar allows: a complete text still ends.
     longer = SamplingParams(
         temperature=0, min_tokens=20, max_tokens=24, structured_outputs=form
     )
@@ -250,7 +250,7 @@ def test_stop_string_and_min_tokens_work_with_a_grammar(engine, prompts):
     assert (second.finish_reason, third.finish_reason) == ("stop", "length")
 
 
-# A grammar close to the library's limit on expressions, with little fuel.
+# A grammar close to the library's limit on expressions, with little of its fuel.
 COUNTED = r"([%-9]{1,20}:?){1,200}"
 COUNTED_FORM = StructuredOutputsParams(regex=COUNTED)
 FUEL = 4000
@@ -258,7 +258,7 @@ FUEL = 4000
 
 @pytest.fixture
 def low_limits(monkeypatch):
-    """Limits so low that texts of the grammar fail, at different lengths."""
+    """Lower the library's limits, so that texts of a grammar fail at some length."""
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=2**40,
         step_lexer_fuel=FUEL,
@@ -274,7 +274,7 @@ def ends_of(outputs: list[RequestOutput]) -> list[Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_texts_near_a_limit_fail_alike_with_drafts_and_without(
+def test_texts_fail_at_the_same_token_with_and_without_drafts(
     temperature, engine, prompts, low_limits
 ):
     params = [
@@ -314,13 +314,13 @@ def test_texts_near_a_limit_fail_alike_with_drafts_and_without(
 
 VOCAB, PROMPT = 64, [20, 7, 33, 11, 50, 14, 9, 44, 12, 6]
 EOS = 1
-TEMPERATURE = 2.0  # half of the texts are frequent enough to be counted separately
+TEMPERATURE = 2.0  # half of the texts are frequent enough for a cell of their own
 # Tokens 4 to 15 are %&'()*+,-./0
 DISTRIBUTION_PATTERN = r"[%&'(]([)*]%?|\+[,-])?"
 
 
 def words_of_the_form() -> list[list[int]]:
-    """Every text of the grammar as ids, with an end token if it could continue."""
+    """Return each text of the grammar as ids, with an end token if it could go on."""
     words = []
     for length in range(1, 4):
         for word in itertools.product("%&'()*+,-", repeat=length):
@@ -330,7 +330,7 @@ def words_of_the_form() -> list[list[int]]:
 
 
 def enumerated_distribution(target: Any, words: list[list[int]]) -> np.ndarray:
-    """Probability of every text, from HuggingFace's logits and the masks."""
+    """Return the probability of every text, from HuggingFace's logits and the masks."""
     following: dict[tuple[int, ...], set[int]] = {}
     for word in words:
         for cut, token in enumerate(word):
@@ -399,7 +399,7 @@ HELD_FORM = r"[A-Z]{60}"
 
 
 def slow_masks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
-    """Delay the masks of one grammar; return the threads that compute them."""
+    """Delay the masks of a grammar; return a list of the threads that compute them."""
     threads, compute = list[str](), Matcher.mask
 
     def mask(matcher: Matcher) -> np.ndarray:
@@ -418,7 +418,7 @@ def slow_masks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
 def test_slow_masks_are_computed_between_launches(
     engine, prompts, monkeypatch, num_drafts
 ):
-    """The text is unchanged, and other requests do not wait for its masks."""
+    """Slow masks do not change the text, and other requests do not wait for them."""
     form = StructuredOutputsParams(regex=HELD_FORM)
     given = {"temperature": 1.0, "seed": 7, "ignore_eos": True}
     extra = {"num_speculative_tokens": num_drafts}
@@ -440,7 +440,8 @@ def test_slow_masks_are_computed_between_launches(
 
     monkeypatch.setattr(engine.scheduler, "plan", watched)
     assert tokens_of(generate(engine, prompts[:2], [held, plain])) == expected
-    # The first mask is computed during a launch, which measures that it is slow.
+    # The first mask is computed inside a launch, where it is found to be slow; later
+    # masks are computed in the `jaxspec-masks` threads.
     assert sum(not one.startswith("jaxspec-masks") for one in threads) <= 2, threads
     assert sum(one.startswith("jaxspec-masks") for one in threads) >= 8
     assert sum(waiting) >= 4
@@ -452,7 +453,7 @@ def test_slow_masks_are_computed_between_launches(
 def test_late_masks_change_nothing(
     engine, prompts, monkeypatch, num_drafts, temperature
 ):
-    """Some rows of every call, including the first ones, get their masks too late."""
+    """In every call, including the first ones, some masks are late."""
     params = params_of(len(prompts), temperature=temperature)
     for index, one in enumerate(params):
         one.seed = index if temperature else None

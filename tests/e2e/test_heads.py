@@ -1,7 +1,7 @@
-"""Drafts of heads use the right tokens and hidden states on every path.
+"""The drafts of heads are computed from the right tokens and hidden states.
 
-Heads share one program per kind, which records its drafts; `heads.replay` computes the
-expected ones. Properties of all proposers are in `tests/conformance`.
+Each kind of head has one program, which records its drafts; `heads.replay` computes the
+expected drafts. Properties of all proposers are in `tests/conformance`.
 """
 
 import functools
@@ -36,7 +36,7 @@ def greedy(count: int = LENGTH) -> SamplingParams:
 
 
 def check_drafts(engine: LLMEngine, prompt: list[int], text: list[int]) -> int:
-    """Compare every draft of one request with the replay; return their number."""
+    """Compare a request's drafts with `heads.replay`; return how many there are."""
     whole, rounds = prompt + text, []
     for _, count, drafts in heads.recorded_drafts():
         if count <= len(whole):
@@ -51,7 +51,7 @@ def check_drafts(engine: LLMEngine, prompt: list[int], text: list[int]) -> int:
 
 
 def check_all_drafts(engine: LLMEngine) -> None:
-    """After prompts of one token and of several chunks, and rounds of any length."""
+    """Check drafts after prompts of one token to several chunks, and any rounds."""
     for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 3):
         heads.recorded_drafts()
         fresh = with_settings(engine)
@@ -60,7 +60,7 @@ def check_all_drafts(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_equal_the_head_on_the_whole_text(kind):
+def test_drafts_equal_those_computed_from_the_whole_text(kind):
     engine = proposers.engine(kind)
     (proposer,) = proposers_of(engine.config)
     assert isinstance(proposer, Observer)
@@ -69,19 +69,19 @@ def test_drafts_equal_the_head_on_the_whole_text(kind):
 
 @functools.cache
 def chain_target() -> Any:
-    """Parameters of a target whose next token depends only on the last one."""
+    """Return parameters of a target whose next token depends only on the last one."""
     options: Any = jnp.dtype(jnp.float32), make_mesh(1), TARGET_MESH_AXES
     return load_weights(heads.target_of("chain"), *options)
 
 
 def right_engine(kind: str, params: Any) -> LLMEngine:
-    """An engine with a head that predicts that target correctly."""
+    """Return an engine on `chain_target` whose head, with `params`, is always right."""
     return with_params(proposers.first_engine(kind), params, chain_target())
 
 
 @functools.cache
 def cycle() -> list[int]:
-    """Tokens that the target generates one after the other, forever."""
+    """Return the tokens that `chain_target` repeats forever, in order."""
     return heads.longest_cycle(heads.successors(heads.target_of("chain")))
 
 
@@ -104,7 +104,7 @@ def check_all_accepted(engine: LLMEngine, num_drafts: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_correct_head_has_every_draft_accepted(kind):
-    """EAGLE-3's first draft uses the hidden state alone, which later ones lack."""
+    """EAGLE-3's first draft depends only on a hidden state, which later drafts lack."""
     engine = proposers.first_engine(kind)
     params = heads.right_params(kind, engine.config.head_config)
     check_all_accepted(right_engine(kind, params), 1 if kind == "eagle3" else NUM_DRAFT)
@@ -117,12 +117,12 @@ def test_correct_eagle3_head_that_reads_tokens_has_every_draft_accepted():
 
 @pytest.mark.parametrize("kind", ["eagle3", slow("eagle"), slow("medusa")])
 def test_cached_page_requires_the_same_next_token(kind):
-    """A head's row at a page's end depends on that token; Medusa has no such rows."""
+    """The head's keys of a page depend on the token after it; Medusa has no keys."""
     engine = proposers.engine(kind)
     size = engine.config.page_size
     assert len(STEM) % size == 0
     tails = [[4, 4], [21, 30, 4], [4, 44]]
-    # All pages but the last; the last too if the next token is the same.
+    # The cache has all pages but the last, and the last too if the next token is equal.
     pages = [0, 4, 4] if kind == "medusa" else [0, 3, 4]
     for tail, count in zip(tails, pages, strict=True):
         heads.recorded_drafts()
@@ -145,23 +145,24 @@ def test_drafts_are_the_same_after_sleep(kind):
     assert heads.recorded_drafts() == drafts
 
 
-def test_correct_side_branch_of_medusa_is_accepted_whole():
-    """A head whose second choice is always right, three levels deep."""
+def test_every_draft_of_a_correct_medusa_side_branch_is_accepted():
+    """The head's second choice is always right, at all three levels."""
     first = proposers.first_engine("medusa, tree")
     params = heads.right_params("medusa", first.config.head_config, is_second=True)
     right = with_params(first, params, chain_target())
     (text,) = tokens_of(generate(right, [[9, 3, cycle()[0]]], greedy()))
     assert text == [cycle()[(1 + place) % len(cycle())] for place in range(LENGTH)]
     assert right.stats.num_accepted_tokens == 0
-    # The first token is the prompt's; the last round has room for fewer.
+    # The first token is sampled after the prompt; the last round has room for fewer
+    # drafts.
     assert right.stats.num_side_tokens == LENGTH - 1 - right.stats.num_draft_rounds
     assert right.stats.num_draft_rounds == -(-(LENGTH - 1) // 4)
 
 
 @pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_drafts_for_gemma_3_equal_the_head(kind):
-    """The head reads hidden states of other layers."""
+def test_drafts_for_gemma_3_equal_those_computed_from_the_whole_text(kind):
+    """For Gemma 3, the head reads hidden states of other layers."""
     changes = dict(target_layers=(1, 5, 7)) if kind == "eagle3" else {}
     engine = heads.make_head_engine(
         kind,

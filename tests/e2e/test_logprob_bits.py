@@ -1,7 +1,7 @@
-"""Logprobs have the same bits on every path of the engine.
+"""Logprobs are bit for bit the same on every path of the engine.
 
-The bundled pair with users' compile options; `tests/models/test_same_bits.py` tests the
-network alone. Logprobs are compared exactly.
+The bundled pair runs with users' compile options. `tests/models/test_same_bits.py`
+tests the network alone.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(
     logprobs=5,
     prompt_logprobs=2,
 )
-# Changes to an engine without drafts that runs one sequence at a time.
+# Arguments that differ from an engine without drafts that runs one sequence at a time.
 WAYS: list[dict[str, Any]] = [
     dict(max_num_seqs=8),
     dict(num_speculative_tokens=5),
@@ -59,7 +59,7 @@ def logprobs_of(outputs: Any) -> Logprobs:
 
 
 def alone(llm: LLM) -> list[Any]:
-    """Return the outputs of the prompts, generated one after the other."""
+    """Run the prompts one after the other; return their outputs."""
     return [llm.generate([one], PARAMS, use_tqdm=False)[0] for one in prompts()]
 
 
@@ -80,7 +80,7 @@ def test_logprobs_have_the_same_bits_on_every_path(dtype):
     # Prompt tokens with prefix hits have no logprobs.
     less = PARAMS.clone()
     less.prompt_logprobs = None
-    # Each prompt twice in a row: the pool has room for one sequence.
+    # Each prompt runs twice in a row, because the pages hold one sequence.
     again: Any = []
     for prompt in prompts():
         plain.generate([prompt], less, use_tqdm=False)

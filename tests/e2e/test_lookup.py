@@ -1,4 +1,4 @@
-"""N-gram and suffix drafts: pass widths, counts, and repetitive texts.
+"""N-gram and suffix drafts: widths of target passes, counts, and repetitive texts.
 
 Properties of all proposers are in `tests/conformance`.
 """
@@ -27,7 +27,7 @@ LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 NGRAM, SUFFIX, BOTH = "n-gram", "suffix", "n-gram + draft model"
 SAME = "n-gram + correct draft model"
-# Rounds without a match are the same for both kinds of lookup.
+# Both kinds of lookup treat a round without a match alike.
 KINDS = (
     *(NGRAM, BOTH, SAME, SUFFIX),
     pytest.param("suffix + draft model", marks=pytest.mark.slow),
@@ -37,14 +37,14 @@ REPEATING_PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 4, [11] * 9, [20, 21]]
 
 
 def prompts() -> list[list[int]]:
-    """Random and repetitive prompts."""
+    """Return random and repetitive prompts."""
     random = pair.prompts(8)
     return random + [(prompt * 40)[:40] for prompt in pair.prompts(8, longest=15)]
 
 
 @functools.cache
 def repeating(name: str) -> tuple[LLMEngine, LLMEngine]:
-    """Engines of a repetitive target: plain, and with lookups."""
+    """Return engines with a repetitive target: one plain, the others with lookups."""
     target, options = make_hf_model(seed=2, **pair.SIZES), proposers.PROPOSERS[name]
     settings: dict[str, Any] = dict(pair.SETTINGS, **options.options)
     settings |= dict(num_draft_tokens=options.num_draft_tokens, runner=options.runner)
@@ -54,7 +54,7 @@ def repeating(name: str) -> tuple[LLMEngine, LLMEngine]:
 
 @functools.cache
 def played(name: str) -> tuple[LLMEngine, list[RequestOutput], list[Any]]:
-    """An engine after generating texts, with the outputs and rounds."""
+    """Generate texts; return the engine, the outputs and the launches."""
     if name == SAME:
         engine = with_draft(proposers.first_engine(BOTH), pair.draft("same"))
     else:
@@ -70,8 +70,8 @@ def texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rounds_have_every_form(name):
-    """No drafts, few drafts and K; some batches mix rows with and without."""
+def test_rounds_have_no_few_or_all_drafts(name):
+    """Rounds have no, few or K drafts; some batches mix rows with and without."""
     engine, outputs, rounds = played(name)
     assert tokens_of(outputs) == texts()
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
@@ -86,7 +86,8 @@ def test_rounds_have_every_form(name):
         ]
         assert any(neither), "no batch in which only one of two matches"
     else:
-        # Without a match the model drafts; only last rounds have no room.
+        # Without a match, the draft model drafts; only last rounds have no room for
+        # drafts.
         assert found.count(0) < 0.1 * len(found)
 
 
@@ -100,7 +101,7 @@ def test_repetitive_text_takes_fewer_rounds(name):
 
 
 def test_correct_draft_model_helps_without_matches():
-    """The draft model has keys of accepted lookup drafts."""
+    """The draft model gets the keys of lookup drafts that were accepted."""
     engine, *_ = played(SAME)
     alone, *_ = played(NGRAM)
     assert engine.stats.num_rounds < alone.stats.num_rounds
@@ -130,8 +131,8 @@ def test_counts_equal_the_drafts_of_the_rounds(name):
 
 
 @pytest.mark.parametrize("name", [NGRAM, SUFFIX])
-def test_repetitive_texts_can_end_within_rounds(name):
-    """Lengths that end at every offset of a round, and the longest sequences."""
+def test_repetitive_texts_end_at_every_offset_of_a_round(name):
+    """Texts of every length, and sequences of the maximum length."""
     plain, engine = map(with_settings, repeating(name))
     params = [
         SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)

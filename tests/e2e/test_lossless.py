@@ -1,4 +1,4 @@
-"""A short run of `lossless.py`: every path of the engine gives the plain text."""
+"""Run a small part of `lossless.py`: every path of the engine gives the plain text."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.support import pair
 
 README = Path(__file__).parents[2] / "benchmarks" / "README.md"
 
-# Rounds without drafts, with few and many, and all paths of a request.
+# Rounds without drafts, with few and with many; all paths of a request.
 SUFFIX = replace(SHORT, num_prompts=32, proposers=("suffix",), drafts=(16,))
 LEAVES = replace(SHORT, proposers=("draft_model, leaves",))
 TREES = replace(SHORT, proposers=("draft_model, tree",))
@@ -36,15 +36,16 @@ LONG = Cut(
     alone=16,
     is_optimized=False,
 )
-# Without operations in C++, as on machines without a compiler.
+# Without operations in C++, as on machines without a C++ compiler.
 XLA = replace(SHORT, num_prompts=12, num_tokens=24)
-# Trees that span several pages and some windows.
+# Trees of drafts that span several pages and cross the border of windows.
 LARGEST = replace(LONG, proposers=tuple(LARGE), drafts=(8,))
-# bfloat16 has many near ties; compiled with users' options, for the same arithmetic.
+# bfloat16 logits have many near ties, so programs are compiled with users' options:
+# other options would round differently.
 SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
-# Every proposer on a Gemma 3 pair. It has four times as many layers, so fewer prompts
-# are run, and each engine compiles one program.
+# Every proposer on a Gemma 3 pair. It has four times as many layers, so this part has
+# fewer prompts, and each engine compiles one program.
 GEMMA3_SHORT = replace(SHORT, family=pair.GEMMA3, num_prompts=16, num_tokens=16)
 GEMMA3 = replace(
     SHORT, family=pair.GEMMA3, num_prompts=32, num_tokens=48, proposers=tuple(PROPOSERS)

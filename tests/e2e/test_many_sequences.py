@@ -1,6 +1,7 @@
 """Texts of hundreds of concurrent sequences equal those in small batches.
 
-`make test` runs 128 sequences, with a group size that gives several groups.
+`make test` runs 128 sequences, with a group size so small that there are several
+groups.
 """
 
 from typing import Any
@@ -67,7 +68,7 @@ def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
         max_num_batched_tokens=8 * count,
         runner=OneProgramRunner,
     )
-    # The key of a cached program does not include the group size.
+    # No program cache: its keys do not include the group size.
     engine.runner.cache = ProgramCache(None)
     outputs = generate(engine, *requests(count))
     assert tokens_of(outputs) == expected
@@ -76,7 +77,7 @@ def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
 
 
 def test_launch_prefills_up_to_the_token_budget(monkeypatch):
-    """More than the largest program at an engine's start has room for."""
+    """The budget exceeds the largest program that an engine compiles at its start."""
     random, target = np.random.default_rng(0), make_micro()
     prompts = [random.integers(4, 16, 250).tolist() for _ in range(16)]
     params = [

@@ -1,6 +1,6 @@
-"""Parameters of requests through the whole engine, with drafts and without.
+"""Sampling parameters have the same effect with drafts and without.
 
-From `SamplingParams` to the programs and back to `RequestOutput`.
+Requests go through whole engines, from `SamplingParams` to `RequestOutput`.
 """
 
 import functools
@@ -43,7 +43,7 @@ def general_engine() -> LLMEngine:
 def run(
     prompts: list[list[int]], params: list[SamplingParams]
 ) -> list[list[RequestOutput]]:
-    """All outputs of each request, in the order of the prompts."""
+    """Run requests; return all outputs of each, in the order of the prompts."""
     engine = with_settings(general_engine())
     outputs: list[list[RequestOutput]] = [[] for _ in prompts]
     for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
@@ -64,13 +64,13 @@ def ask(prompt: list[int] | None = None, **fields: Any) -> CompletionOutput:
 
 
 def distributions(tokens: list[int]) -> np.ndarray:
-    """Row i: log-probabilities of the token after the first i + 1, by HuggingFace."""
+    """Return HuggingFace's log-probabilities; row i is after the first i + 1 tokens."""
     logits = np.array(hf_logits(pair.target(), np.array(tokens)), np.float64)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
 def check_logprobs(found: Any, tokens: list[int], rows: np.ndarray, count: int) -> None:
-    """Compare returned logprobs with the distributions of their tokens."""
+    """Compare returned logprobs with the distributions at their positions."""
     assert len(found) == len(tokens) == len(rows)
     for entry, token, row in zip(found, tokens, rows, strict=True):
         assert next(iter(entry)) == token
@@ -113,7 +113,7 @@ def texts(prompts: list[list[int]], listed: list[SamplingParams]) -> list[list[i
 
 
 def margin(prompt: list[int], tokens: list[int], params: SamplingParams) -> float:
-    """Smallest lead of a token over the others in HuggingFace's controlled logits."""
+    """Return the smallest lead of a text's tokens in HuggingFace's logits."""
     prepared = general_engine().input_processor.prepare("0", prompt, params)
     (request,) = prepared.requests
     known, start, least = prompt + tokens, len(prompt), np.inf
@@ -132,8 +132,8 @@ def margin(prompt: list[int], tokens: list[int], params: SamplingParams) -> floa
 
 @pytest.mark.parametrize("name", CONTROLS)
 @pytest.mark.parametrize("how", ["greedy", "seeded"])
-def test_drafts_change_nothing_under_a_control(name: str, how: str):
-    """And greedy text is the argmax of controlled logits."""
+def test_drafts_change_no_text_with_controls(name: str, how: str):
+    """Greedy texts are also the argmax of HuggingFace's controlled logits."""
     sampling: dict[str, Any] = {"temperature": 0}
     if how == "seeded":
         sampling = {"seed": 11, "top_p": 0.9}
@@ -150,7 +150,7 @@ def test_drafts_change_nothing_under_a_control(name: str, how: str):
             assert margin(prompt, tokens, drafted) > pair.MIN_MARGIN
 
 
-def test_rows_forget_the_controls_of_their_last_requests():
+def test_rows_do_not_keep_controls_of_earlier_requests():
     free = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     listed = []
     for name in ("together", "bias"):
@@ -161,7 +161,7 @@ def test_rows_forget_the_controls_of_their_last_requests():
 
 
 @pytest.mark.slow
-def test_programs_without_controls_forget_those_of_the_last_requests():
+def test_programs_without_controls_ignore_those_of_earlier_requests():
     free = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     listed = []
     for name in ("together", "bias"):
@@ -185,8 +185,8 @@ def test_forbidden_tokens_do_not_occur():
 
 
 @pytest.mark.parametrize("extra_args", [None, PLAIN], ids=["drafts", "plain"])
-def test_bad_words_with_min_tokens_keep_to_allowed_tokens(extra_args):
-    """After token 20 only the stop token is allowed, but `min_tokens` forbids it."""
+def test_bad_words_with_min_tokens_leave_an_allowed_token(extra_args):
+    """After token 20 only the stop token is allowed, which `min_tokens` forbids."""
     end, word = 1, 20
     completion = ask(
         temperature=0,
@@ -200,7 +200,7 @@ def test_bad_words_with_min_tokens_keep_to_allowed_tokens(extra_args):
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_logprobs_equal_one_pass(count: int):
+def test_logprobs_equal_those_of_one_pass_over_the_text(count: int):
     params = [
         SamplingParams(
             max_tokens=MAX_TOKENS,
@@ -209,7 +209,7 @@ def test_logprobs_equal_one_pass(count: int):
             prompt_logprobs=count,
             temperature=temperature,
             seed=7,
-            frequency_penalty=penalty,  # logprobs are those before penalties
+            frequency_penalty=penalty,  # does not change logprobs
         )
         for temperature, penalty in [(0, 0), (1.2, 0), (1.2, 1.0), (0, 1.0)]
     ]
@@ -229,7 +229,7 @@ def test_logprobs_equal_one_pass(count: int):
 
 
 def test_logprobs_of_chosen_ids_are_returned():
-    """The model's own logprobs, in a batch of requests with different ids."""
+    """They are the model's own logprobs; requests of a batch have different ids."""
     fields: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7}
     chosen: list[Any] = [[63, 0, 31], [5], None, list(range(0, 64, 2))]
     params = [
@@ -266,7 +266,7 @@ def test_logprobs_of_chosen_ids_are_returned():
         assert completion.cumulative_logprob == pytest.approx(sum(own), abs=1e-3)
 
 
-def test_output_kinds_are_consistent():
+def test_outputs_of_every_kind_add_up_to_the_same_text():
     def outputs_of(kind: RequestOutputKind) -> list[RequestOutput]:
         params = SamplingParams(
             temperature=0,
@@ -314,11 +314,11 @@ def test_logprobs_end_with_the_text():
 
 
 def entries_of(completion: CompletionOutput) -> list[tuple[Any, int]]:
-    """Logprobs of each token, with the token."""
+    """Return each token with its logprobs."""
     return list(zip(completion.logprobs or [], completion.token_ids, strict=True))
 
 
-def test_several_texts_of_one_prompt():
+def test_texts_of_a_request_with_n_equal_single_requests():
     fields: dict[str, Any] = dict(temperature=1.0, logprobs=1, presence_penalty=0.5)
     fields |= dict(max_tokens=MAX_TOKENS, ignore_eos=True)
     (outputs,) = run(PROMPTS[2:3], [SamplingParams(n=3, seed=40, **fields)])

@@ -1,8 +1,9 @@
-"""Drafts of a PARD model: all in one pass, each predicted from the text and masks.
+"""A PARD model predicts all drafts in one pass, from the text and mask tokens.
 
-The oracle is HuggingFace's model on whole texts followed by masks. With forced
-acceptance rounds end anywhere, so the next round depends on the keys written at the
-positions of masks and drafts. Properties of all proposers are in `tests/conformance`.
+The expected drafts are those of HuggingFace's model on whole texts followed by masks.
+With forced acceptance, rounds have any length, so that the next round would read wrong
+keys if those of masks and rejected drafts were not replaced. Properties of all
+proposers are in `tests/conformance`.
 """
 
 import functools
@@ -31,7 +32,7 @@ GEMMA3 = "draft model, Gemma 3"
 
 @functools.cache
 def forced_engine() -> LLMEngine:
-    """An engine with forced acceptance: rounds of every length."""
+    """Return an engine with forced acceptance, whose rounds have every length."""
     rates = (0.9, 0.75, 0.6)
     engine = proposers.make("pard", rule="synthetic", acceptance_rates=rates)
     return proposers.record_drafts(engine)
@@ -47,10 +48,10 @@ def wanting(count: int) -> SamplingParams:
 
 
 def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> int:
-    """Compare every draft of one request with HuggingFace; return their number.
+    """Compare a request's drafts with HuggingFace's; return how many there are.
 
     Args:
-        draft: HuggingFace's draft model, if not the pair's.
+        draft: HuggingFace's draft model; by default that of the pair.
     """
     whole, count = prompt + text, 0
     draft = draft or pair.draft("noisy")
@@ -66,7 +67,7 @@ def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> in
 
 
 def test_drafts_equal_huggingface_after_rounds_of_any_length():
-    """After prompts of one token to several chunks, across windows and pages."""
+    """Prompts have one token to several chunks; texts cross windows and pages."""
     lengths = set()
     for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 2):
         engine = with_settings(forced_engine())
@@ -77,8 +78,8 @@ def test_drafts_equal_huggingface_after_rounds_of_any_length():
     assert lengths >= set(range(1, NUM_DRAFT + 2))
 
 
-def test_cached_pages_hold_no_masks():
-    """Nor rejected drafts: recomputed keys equal the cached ones."""
+def test_cached_pages_hold_no_keys_of_masks_or_rejected_drafts():
+    """The cached keys equal those recomputed from the text."""
     engine = with_settings(forced_engine())
     size, tails = engine.config.page_size, [[4, 4], [21, 30, 4], [4, 44]]
     known: list[list[int]] = []
@@ -86,7 +87,7 @@ def test_cached_pages_hold_no_masks():
         prompt = (known[-1] if known else STEM) + tail
         (output,) = generate(engine, [prompt], greedy(max_tokens=13))
         text = list(output.outputs[0].token_ids)
-        # The last known token has no keys yet.
+        # The last token of the text has no keys yet.
         cached = (len(known[-1]) - 1) // size * size if known else 0
         assert output.num_cached_tokens == cached
         assert check_drafts(prompt, text) > 5
@@ -95,10 +96,10 @@ def test_cached_pages_hold_no_masks():
 
 
 def test_request_without_drafts_leaves_no_draft_keys():
-    """A request with prefix hits on such pages prefills the draft model again."""
+    """A request with prefix hits on its pages runs the draft prefill again."""
     engine = proposers.engine("pard")
     params = [wanting(0), wanting(NUM_DRAFT)]
-    # So short that a drafting round would have computed all its keys.
+    # The text is so short that one round with drafts would have computed all its keys.
     first, _ = generate(engine, [STEM[:2], claims.prompts()[3]], params)
     heads.recorded_drafts()
     prompt = STEM[:2] + list(first.outputs[0].token_ids) + [9]

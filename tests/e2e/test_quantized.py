@@ -1,7 +1,8 @@
 """Quantized drafts change no text; drafts change no text of a quantized target.
 
-On the bundled pair, whose drafts are often accepted, also when quantized. Properties of
-all proposers are tested on a smaller pair in `tests/conformance`.
+These tests use the bundled pair, whose drafts are often accepted even if it is
+quantized. Properties of all proposers are tested on a smaller pair in
+`tests/conformance`.
 """
 
 import functools
@@ -21,7 +22,7 @@ PROMPTS = [
     "def main():",
     "Tom has 3 apples and buys 4 more.",
 ]
-# Greedy and seeded requests, which share a program.
+# Greedy and seeded requests share a program.
 PARAMS = [
     SamplingParams(
         max_tokens=64, ignore_eos=True, temperature=number % 2, seed=number or None
@@ -32,7 +33,7 @@ NUM_DRAFTS = 3
 
 
 def texts(**options: Any) -> tuple[list[list[int]], float]:
-    """Token ids of every request, and the acceptance rate."""
+    """Return the token ids of every request, and the acceptance rate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "Runner", QuickRunner)
         llm = LLM(
@@ -67,7 +68,7 @@ def plain() -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_quantized_draft_changes_no_text(kind):
-    """With an unquantized embedding; a test below quantizes it."""
+    """The embedding is not quantized here; a test below quantizes it."""
     said, rate = texts(**drafts(kind), quantize_embedding=False)
     assert said == plain()
     assert 0.2 < rate < 1
@@ -79,7 +80,7 @@ def test_texts_of_quantized_target_do_not_depend_on_drafts(kind):
     said, rate = texts(quantization=kind, **drafts("int8"))
     assert said == alone
     assert 0.2 < rate < 1
-    if kind == "int4":  # int8 is too close to change texts of this length
+    if kind == "int4":  # int8 is so precise that texts of this length do not change
         assert alone != plain()
 
 
@@ -93,9 +94,9 @@ def test_texts_of_quantized_target_do_not_depend_on_drafts(kind):
     ],
 )
 def test_bundled_draft_with_a_quarter_of_its_head_changes_no_text(kind, has_embedding):
-    """With the token map of its folder, quantized or not; acceptance hardly changes.
+    """A trimmed draft, quantized or not, changes no text and hardly the acceptance.
 
-    The untrimmed draft runs as well.
+    The untrimmed draft model is tested as well.
     """
     whole, trimmed = drafts(kind), drafts(kind)
     trimmed["speculative_config"]["draft_vocab_size"] = 2048

@@ -1,7 +1,7 @@
 """Scanned layers do not change an engine's texts.
 
-XLA:CPU fuses operations differently inside a loop, so logits may differ in their last
-bits. Texts are equal token for token: there are no near ties here.
+XLA:CPU fuses operations differently inside a loop, so the last bits of logits may
+differ. Texts are equal token for token, because the prompts here cause no near ties.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ from tests.support.rounds import at_most
 from tests.support.step_programs import SHARDED, materialized, num_bytes, num_parameters
 
 NUM_DRAFT = 3
-NUM_ROUNDS = 4  # of a launch
+NUM_ROUNDS = 4  # prompt tokens per launch
 STEM = [5, 9, 33, 41, 8, 60, 17, 22, 7, 54, 12, 40, 31, 9, 28, 3]
 SHARED = [[*STEM, 6, 50], [*STEM, 11], [*STEM[:13], 44], [*STEM, 6, 50]]
-CHUNKED = pair.prompts(4, longest=40)  # more than a launch prefills
+CHUNKED = pair.prompts(4, longest=40)  # longer than one launch prefills
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def target() -> Any:
 
 @functools.cache
 def draft() -> Any:
-    """A draft with two turns, often right."""
+    """Return a draft model of two layer periods that is often right."""
     return pair.add_noise(pair.make_model(2, num_hidden_layers=4))
 
 
@@ -60,7 +60,10 @@ def make(scan_layers: bool, **changes: Any) -> LLMEngine:
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Greedy and seeded requests, of every K; other texts depend on their rounds."""
+    """Return greedy and seeded requests with every K.
+
+    Texts of unseeded requests would depend on their rounds.
+    """
     prompts, params = [], []
     for number, prompt in enumerate([*SHARED, *CHUNKED, *SHARED]):
         values: dict[str, Any] = dict(max_tokens=30, ignore_eos=True, logprobs=2)
@@ -77,7 +80,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def with_logprobs(outputs: list[Any]) -> list[Any]:
-    """Tokens, and the logprobs of each and of the most probable tokens."""
+    """Return each token with its logprob and those of the most probable tokens."""
     return [
         [
             (token, {rival: one.logprob for rival, one in among.items()})
@@ -101,7 +104,7 @@ def with_logprobs(outputs: list[Any]) -> list[Any]:
     ],
 )
 def test_texts_and_log_probabilities_are_equal(drafts):
-    """With more requests than rows, preemption, and shared prefixes.
+    """Test with more requests than rows, with preemption, and with shared prefixes.
 
     The engine with separate layers runs without drafts: no text depends on them, and
     separate layers take long to compile.
@@ -110,7 +113,7 @@ def test_texts_and_log_probabilities_are_equal(drafts):
         drafts = drafts | {"draft": draft()}
     found, stats = [], []
     for scan_layers, kind in ((False, {}), (True, drafts)):
-        # So few pages that 5 to 8 requests are preempted with any timing.
+        # So few pages that 5 to 8 requests are preempted, whatever the timing.
         engine = make(scan_layers, **kind, num_pages=24, max_model_len=88)
         prompts, params = requests()
         if not kind:
@@ -122,7 +125,7 @@ def test_texts_and_log_probabilities_are_equal(drafts):
     for one, other in zip(*found, strict=True):
         assert [token for token, _ in one] == [token for token, _ in other]
         for (_, among), (_, rivals) in zip(one, other, strict=True):
-            # A wrong page or layer would change them by tenths.
+            # A wrong page or layer would change logprobs by tenths.
             assert among == pytest.approx(rivals, abs=1e-4)
     assert all(one.num_preemptions > 0 for one in stats)
     assert all(one.num_prefix_hits > 0 for one in stats)
@@ -229,7 +232,7 @@ ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, max_prompt_tokens=0)
     "max_rounds", [pytest.param(1, marks=pytest.mark.slow), NUM_ROUNDS]
 )
 def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
-    """With users' compile options. The programs also take few arrays."""
+    """Programs compiled with users' options also take few arrays as arguments."""
     runner: Any = drafting_engine(True).runner
     runner.compiler_options = READERS_COMPILER
     executable = runner.executable(dataclasses.replace(ROUND, max_rounds=max_rounds))
@@ -243,7 +246,8 @@ def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
         kept |= {leaf.shape for leaf in leaves if leaf.ndim > 2}
     program = executable.as_text()
     assert materialized(program, kept) == []
-    # Each model has a stack for every parameter of two layers, and two pools.
+    # Each model has one stacked array for every parameter of its two kinds of layers,
+    # and two pools of pages.
     given = len(jax.tree.leaves((runner.params, runner.state)))
     assert num_parameters(program) == given + 1
     each: Any = drafting_engine(False).runner
@@ -255,7 +259,7 @@ def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
 
 @functools.cache
 def num_operations(scan_layers: bool, num_layers: int) -> int:
-    """Operations of a plain round of a target with this number of layers."""
+    """Return the number of operations of a plain round of a target."""
     model = pair.make_model(2, num_hidden_layers=num_layers)
     runner: Any = make_engine(model, scan_layers=scan_layers, **pair.SETTINGS).runner
     shape = StepShape(
@@ -269,6 +273,6 @@ def num_operations(scan_layers: bool, num_layers: int) -> int:
 
 
 def test_program_size_is_independent_of_depth(monkeypatch):
-    monkeypatch.setenv(native.VARIABLE, native.OFF)  # a layer is many operations
+    monkeypatch.setenv(native.VARIABLE, native.OFF)  # many operations per layer
     assert num_operations(True, 4) == num_operations(True, 6)
     assert num_operations(False, 4) > num_operations(True, 4) + 2 * 200

@@ -26,7 +26,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    """Plain decoding, one request after the other."""
+    """Return texts of plain decoding, one request after the other."""
     return [
         tokens_of(generate(pair.plain_engine(), [prompt], seeded(number)))[0]
         for number, prompt in enumerate(prompts)
@@ -37,13 +37,13 @@ def params_of(prompts: list[list[int]], **changes: Any) -> list[SamplingParams]:
     return [seeded(number, **changes) for number in range(len(prompts))]
 
 
-def test_batches_change_nothing(prompts, texts):
+def test_batch_size_changes_no_seeded_text(prompts, texts):
     plain = pair.plain_engine()
     assert tokens_of(generate(plain, prompts, params_of(prompts))) == texts
 
 
-def test_preemption_changes_nothing_without_drafts(prompts):
-    """Two rows, with pages for little more than one sequence."""
+def test_preemption_changes_no_seeded_text_without_drafts(prompts):
+    """The engine has two rows, and pages for little more than one sequence."""
     longer = [(prompt * 40)[:50] for prompt in prompts]
     params = params_of(prompts)
     alone = [
@@ -56,8 +56,8 @@ def test_preemption_changes_nothing_without_drafts(prompts):
     engine.scheduler.check_idle()
 
 
-def test_order_and_neighbours_change_nothing(prompts, texts):
-    """With other requests in between: greedy, unseeded, with other draft lengths."""
+def test_order_and_other_requests_change_no_seeded_text(prompts, texts):
+    """The other requests are greedy or unseeded, or have other numbers of drafts."""
     others = [
         SamplingParams(temperature=0, max_tokens=7, ignore_eos=True),
         SamplingParams(temperature=1.0, max_tokens=11, ignore_eos=True),
@@ -82,7 +82,7 @@ def test_different_seeds_give_different_texts(prompts, texts):
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-def test_unseeded_requests_differ_and_follow_the_engines_seed(rule, prompts):
+def test_unseeded_texts_differ_and_repeat_with_the_engines_seed(rule, prompts):
     def say(seed: int) -> list[list[int]]:
         engine = pair.engine(seed=seed, rejection_sample_method=rule)
         again = [prompts[5]] * 6
@@ -97,7 +97,7 @@ def test_unseeded_requests_differ_and_follow_the_engines_seed(rule, prompts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_draft_tokens", [1, 5])
-def test_other_numbers_of_drafts_change_nothing(num_draft_tokens, prompts, texts):
+def test_numbers_of_drafts_change_no_seeded_text(num_draft_tokens, prompts, texts):
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -121,7 +121,7 @@ MANY_CONTROLS: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_filters_are_independent_of_drafts_and_batches(dtype):
-    """On prompts with possible near ties, with users' compile options."""
+    """Prompts may have near ties here, so programs are compiled with users' options."""
     count = len(MANY_CONTROLS)
     prompts = pair.prompts(count, seed=3)
     params = [
@@ -141,7 +141,7 @@ def test_filters_are_independent_of_drafts_and_batches(dtype):
         assert list(alone.outputs[0].token_ids) == texts[number]
 
 
-def test_engines_that_share_pages_change_nothing(prompts, texts):
+def test_engines_that_share_pages_change_no_seeded_text(prompts, texts):
     number = max(range(len(prompts)), key=lambda number: len(prompts[number]))
     for _ in range(2):
         found = generate(pair.plain_engine(), [prompts[number]], seeded(number))

@@ -1,6 +1,6 @@
-"""A target over several processes, which act as hosts, gives one process's texts.
+"""A target over several processes, which act as hosts, gives the texts of one process.
 
-Over loopback, on a CPU: each process has two of XLA's host devices.
+Processes connect over loopback on a CPU, and each has two of XLA's host devices.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from tests.support.processes import environment, free_port
 
 ROOT = Path(__file__).parents[2]
 DEVICES_EACH = 2
-# Two processes on two cores, while other tests run.
+# Long, because two processes share two cores with other tests.
 PATIENCE_S = 540
 DRAFTS = 3
 JAX_ENDS = "Terminating process because the JAX distributed service detected fatal err"
@@ -32,14 +32,14 @@ JAX_ENDS = "Terminating process because the JAX distributed service detected fat
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that is its own draft: most drafts are accepted."""
+    """Write a target that is its own draft model, so that most drafts are accepted."""
     folder = tmp_path_factory.mktemp("hosts") / "target"
     write_tiny(folder, family="2b", vocab_size=8192, sliding_window=16)
     return folder
 
 
 def arguments(model: Path, *, num_devices: int, **changes: Any) -> dict[str, Any]:
-    """Engine arguments, by the names of `EngineArgs`."""
+    """Return engine arguments as keyword arguments of `EngineArgs`."""
     return (
         dict(
             model=str(model),
@@ -58,7 +58,7 @@ def arguments(model: Path, *, num_devices: int, **changes: Any) -> dict[str, Any
 
 
 def flags(values: dict[str, Any]) -> list[str]:
-    """The arguments as flags of the server."""
+    """Return engine arguments as flags of the server."""
     found: list[str] = []
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
@@ -68,7 +68,7 @@ def flags(values: dict[str, Any]) -> list[str]:
 
 
 class Hosts:
-    """Processes of one test, with their logs."""
+    """The processes of one test, with their logs."""
 
     def __init__(self, folder: Path):
         self.folder, self.started = folder, dict[str, subprocess.Popen[bytes]]()
@@ -141,7 +141,7 @@ def result_of(hosts: Hosts, name: str, path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("controller", ["fixed", "adaptive"])
-def test_two_processes_give_one_processs_texts(
+def test_two_processes_give_the_texts_of_one_process(
     hosts: Hosts, model: Path, controller: str
 ):
     values = arguments(
@@ -194,7 +194,7 @@ def complete(client: httpx.Client, num_tokens: int) -> httpx.Response:
 
 @contextlib.contextmanager
 def load(client: httpx.Client) -> Iterator[list[object]]:
-    """Four threads that send requests in turn; yield the list of their results."""
+    """Run four threads that send one request after the other; yield their results."""
     ends, over = list[object](), threading.Event()
 
     def ask() -> None:
@@ -241,10 +241,10 @@ def test_all_processes_end_if_one_ends(
     assert took_s < 3 * HEARTBEAT_S, hosts.log(other)
     assert status != 0
     if number == signal.SIGKILL:
-        # The other process reports at once that the connection was closed.
+        # The remaining process reports at once that the connection was closed.
         assert took_s < HEARTBEAT_S, hosts.log(other)
     if status == -signal.SIGABRT and who == "leader":
-        # jax noticed first.
+        # jax noticed the end of the process first.
         assert JAX_ENDS in hosts.log(other)
     elif number == signal.SIGKILL:
         assert status == HOST_LOST, hosts.log(other)
@@ -256,7 +256,7 @@ def test_all_processes_end_if_one_ends(
 
 @pytest.mark.slow
 def test_group_shuts_down_cleanly_on_signal(hosts: Hosts, model: Path):
-    """All get the signal at once, and the follower lets requests finish."""
+    """All processes get the signal at once; the follower lets requests finish."""
     with serve(hosts, model) as client:
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(complete(client, 100)))

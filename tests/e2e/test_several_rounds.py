@@ -1,4 +1,4 @@
-"""Several rounds in one launch give the texts and counts of single-round launches."""
+"""Launches of several rounds give the texts and counts of single-round launches."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from tests.support.engines import generate, make_engine, tokens_of, with_setting
 from tests.support.rounds import STEPS, at_most
 
 FINAL = RequestOutputKind.FINAL_ONLY
-# Frequent in the target's texts.
+# Tokens that are frequent in the target's texts: as stop tokens, they end texts.
 FREQUENT = [45, 41]
 
 
@@ -36,7 +36,7 @@ def looped() -> LLMEngine:
 
 @functools.cache
 def single() -> LLMEngine:
-    """An engine whose programs have no loop over rounds."""
+    """Return an engine whose programs run single rounds."""
     return make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -47,7 +47,7 @@ def single() -> LLMEngine:
 
 
 def counts_of(engine: LLMEngine) -> dict[str, Any]:
-    """Counters that do not depend on time."""
+    """Return the counters that do not depend on time."""
     stats = vars(engine.stats).copy()
     for name in ("host_s", "wait_s", "busy_s", "num_rounds"):
         del stats[name]
@@ -69,7 +69,7 @@ def said(output: RequestOutput) -> tuple[Any, ...]:
 def play(
     engine: LLMEngine, num_rounds: int, params: list[SamplingParams], **speculative: Any
 ) -> tuple[list[Any], dict[str, Any], list[tuple[int, int]]]:
-    """Run two prompts at a time, so that no request waits."""
+    """Run two prompts at a time, so that no waiting request limits a launch."""
     made = with_settings(engine, seed=3, **speculative)
     prompts, texts = pair.prompts(len(params), longest=20), []
     with at_most(made, num_rounds) as ran:
@@ -116,7 +116,7 @@ def expected(kind: str) -> tuple[list[Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_and_counts_equal_single_rounds(kind):
-    """Also for sampled texts, since noise is keyed by the start of a round."""
+    """Unseeded texts are equal too: their noise depends on where a round starts."""
     launches, num_stopped = [], 0
     for num_rounds in (1, 2, 4, STEPS):
         texts, counts, ran = play(looped(), num_rounds, params_of(kind))
@@ -146,7 +146,7 @@ def test_every_rule_samples_as_in_single_rounds(rule):
     ],
     ids=["delta", "cumulative", "stop"],
 )
-def test_requests_that_inspect_tokens_run_single_rounds(changes):
+def test_requests_with_stop_strings_or_grammars_run_single_rounds(changes):
     params = [one.clone() for one in params_of("greedy")[:2]]
     for name, value in changes.items():
         setattr(params[0], name, value)
@@ -177,9 +177,10 @@ def test_request_can_be_aborted_between_rounds():
 
 
 def test_preemption_and_prefix_hits_change_nothing():
-    """Two requests that exceed the pages together, then the same ones again."""
+    """Two requests together exceed the pages; then the same requests run again."""
     random = np.random.default_rng(4)
-    prompts = random.integers(3, 64, (2, 60)).tolist()  # two tiles: prefilled in chunks
+    # Prompts of two tiles, which are prefilled in chunks.
+    prompts = random.integers(3, 64, (2, 60)).tolist()
     params = SamplingParams(
         temperature=0, max_tokens=50, ignore_eos=True, output_kind=FINAL
     )
@@ -196,8 +197,8 @@ def test_preemption_and_prefix_hits_change_nothing():
 
 @pytest.mark.slow
 def test_every_path_equals_plain_decoding(monkeypatch):
-    """Chunked prompts, preemption, prefix hits: as in `test_lossless`."""
-    # Programs with room for prompts have no loop.
+    """Paths are those of `test_lossless`: chunked prompts, preemption, prefix hits."""
+    # Programs with room for prompts have no loop over rounds.
     cut = dataclasses.replace(
         lossless.SHORT,
         num_prompts=16,

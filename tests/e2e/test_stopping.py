@@ -1,4 +1,4 @@
-"""Ends of requests on the device, and aborts.
+"""Requests end on the device, or are aborted.
 
 `tests/conformance` checks that texts of every proposer end where plain ones do;
 `tests/engine/test_llm_engine.py` tests stop strings at every offset.
@@ -18,7 +18,7 @@ from tests.support.oracles import hf_logits
 
 LENGTH = 40
 KINDS = ("noisy", "same")
-# Frequent in the target's texts.
+# Tokens that are frequent in the target's texts: as stop tokens, they end texts.
 FREQUENT = [45, 41]
 STOPS = [pair.EOS, *FREQUENT]
 
@@ -30,7 +30,7 @@ def greedy(**changes: Any) -> SamplingParams:
 
 @functools.cache
 def hf_text(prompt: tuple[int, ...], min_tokens: int) -> list[int]:
-    """HuggingFace's greedy text, with `STOPS` masked before `min_tokens`."""
+    """Return HuggingFace's greedy text, with `STOPS` masked before `min_tokens`."""
     known = list(prompt)
     while len(known) < len(prompt) + LENGTH:
         logits = hf_logits(pair.target(), np.array(known))[-1]
@@ -49,13 +49,13 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    """Whole greedy texts, end tokens included."""
+    """Return greedy texts that do not end at end tokens."""
     return tokens_of(generate(pair.plain_engine(), prompts, greedy(ignore_eos=True)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop_ids_are_masked_until_min_tokens(kind, prompts):
-    """In draft and target, which changes the text."""
+    """Stop ids are masked in draft and target, which changes the text."""
     counts = (0, 6, 17, 0, 6, 17)
     params = [
         greedy(stop_token_ids=FREQUENT, min_tokens=min_tokens) for min_tokens in counts
@@ -73,7 +73,7 @@ def test_stop_ids_are_masked_until_min_tokens(kind, prompts):
             )
 
 
-def test_seeded_texts_mask_stop_ids_alike(prompts):
+def test_stop_ids_are_masked_in_seeded_texts_with_and_without_drafts(prompts):
     params = [
         SamplingParams(
             seed=number, max_tokens=30, stop_token_ids=FREQUENT, min_tokens=number
@@ -98,7 +98,7 @@ def test_end_token_ends_a_text_unless_it_is_ignored(prompts, texts):
             expected = text[: text.index(pair.EOS) + 1]
             assert completion.finish_reason == "stop"
             assert completion.stop_reason is None
-            # The end token is counted but not in the text.
+            # The end token is among the token ids, but not in the text.
             assert len(completion.text) == len(expected) - 1
         else:
             expected = text
@@ -107,8 +107,8 @@ def test_end_token_ends_a_text_unless_it_is_ignored(prompts, texts):
     assert ended >= 3
 
 
-def test_more_requests_than_rows_and_pages():
-    """The pages do not hold two of the longest at once; all requests finish."""
+def test_more_requests_than_rows_and_pages_all_finish():
+    """All requests finish, although two of the longest do not fit into the pages."""
     prompts = pair.prompts(20, seed=3, longest=70)
     params = greedy(ignore_eos=True)
     expected = tokens_of(generate(pair.plain_engine(), prompts, params))

@@ -1,9 +1,9 @@
 """Streams continue while a program is compiled.
 
-On two free cores no gap of a stream exceeds a second, and the stream keeps 40 % of its
-speed. Other processes may use the cores too: the gap is therefore scaled by this
-process's share of the cores, and the speed may also be compared with that next to two
-computing threads, since a compiler may use as much.
+On two free cores, no gap between outputs exceeds a second, and the stream keeps 40 % of
+its speed. If other processes use the cores, the allowed gap grows in proportion, and
+the speed is also compared with the speed beside two busy threads, since a compiler may
+use as much time.
 """
 
 import gc
@@ -29,14 +29,14 @@ STREAM, SPECIAL = "stream", "special"
 NUM_CORES = min(2, os.cpu_count() or 1)
 MEASURED_S = 5.0
 MAX_GAP_S, MIN_SHARE = 1.0, 0.4
-# Share of the speed next to computing threads: a compiler may have more threads, and
-# tracing holds Python's lock.
+# Share of the speed beside busy threads that must remain: a compiler may have more
+# threads, and tracing holds the GIL.
 MIN_SHARE_OF_CONTROL = 0.6
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
-    """The bundled pair, with all programs of plain requests compiled."""
+    """Return the bundled pair, with all programs of plain requests compiled."""
     args = EngineArgs(
         model="jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",
@@ -56,11 +56,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
         made.wait_for_programs()
     # From here on programs are not loaded from the tests' cache.
     made.runner.cache = ProgramCache(tmp_path_factory.mktemp("programs"))
-    freeze_heap()  # as a server does
+    freeze_heap()  # as a server does before it serves
     yield made
     made.shutdown()
     gc.unfreeze()
-    freeze_heap()  # freeze the tests' imports again: see tests/conftest.py
+    freeze_heap()  # exclude imports from collections again: see tests/conftest.py
 
 
 def greedy(**changes: Any) -> SamplingParams:
@@ -74,10 +74,10 @@ def greedy(**changes: Any) -> SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """Measurements of a part of a stream.
+    """Measurements of one part of a stream.
 
     Attributes:
-        share: This process's share of the cores' time.
+        share: Share of the cores' time that this process got.
     """
 
     tokens_per_s: float
@@ -86,7 +86,7 @@ class Flow:
 
 
 def flow(engine: LLMEngine, is_over: Callable[[list[str]], bool]) -> Flow:
-    """Step until `is_over`, which receives the ids of requests with outputs so far."""
+    """Step until `is_over` returns True for the ids of requests with outputs so far."""
     seen, num_tokens, gap_s = list[str](), 0, 0.0
     start = last = time.monotonic()
     cpu_s = time.process_time()
@@ -111,7 +111,7 @@ def for_a_while(engine: LLMEngine) -> Flow:
 
 
 def with_computing_threads(engine: LLMEngine) -> Flow:
-    """Measure next to threads that do not hold Python's lock, one for each core."""
+    """Measure beside busy threads that do not hold the GIL, one for each core."""
     is_over = threading.Event()
 
     def compute() -> None:

@@ -42,8 +42,8 @@ STARTS = [
     "Who are you?",
     "A list of animals:",
 ]
-# Grammars close to the library's limits, with temperature and number of texts: many
-# expressions; dead ends, which are errors; many consecutive items.
+# (grammar, temperature, number of texts) close to the library's limits: many
+# expressions; dead ends, which end texts with an error; many consecutive items.
 NEAR_LIMITS = {
     "expressions": (StructuredOutputsParams(regex=r"(\w{1,20} ?){1,200}"), 1.3, 24),
     "expressions of JSON": (
@@ -162,7 +162,7 @@ def write(temperature: float, **draft: Any) -> list[RequestOutput]:
 def test_every_text_matches_its_grammar_and_drafts_change_nothing(
     temperature, draft, monkeypatch
 ):
-    # One shape only: others are tested elsewhere, and would take long to compile.
+    # One program shape: other tests have others, which would take long to compile.
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
     plain = write(temperature)
     drafted = write(
@@ -172,7 +172,7 @@ def test_every_text_matches_its_grammar_and_drafts_change_nothing(
     )
     for one, other in zip(plain, drafted, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
-    # The draft follows the grammars too: otherwise few drafts would be accepted.
+    # If the draft did not follow the grammars, few drafts would be accepted.
     metrics = [output.outputs[0].spec_decode_metrics for output in drafted[::5]]
     accepted = sum(one.num_accepted_draft_tokens for one in metrics if one)
     proposed = sum(one.num_draft_tokens for one in metrics if one)
@@ -183,7 +183,7 @@ def test_every_text_matches_its_grammar_and_drafts_change_nothing(
 
 
 @pytest.mark.slow
-def test_grammars_close_to_the_librarys_limits(monkeypatch):
+def test_texts_of_grammars_close_to_the_librarys_limits_are_equal(monkeypatch):
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
     names = [name for name, (_, _, count) in NEAR_LIMITS.items() for _ in range(count)]
     params = [

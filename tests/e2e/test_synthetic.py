@@ -1,6 +1,7 @@
 """Forced acceptance: drafts are accepted at the given rates, whatever the models.
 
-The draft is the target's opposite: a real rule would accept almost none of its drafts.
+The draft model prefers what the target avoids, so that a real rule would accept almost
+none of its drafts.
 """
 
 import functools
@@ -46,7 +47,7 @@ def compiled() -> LLMEngine:
 
 
 def params_of(count: int, **changes: Any) -> list[SamplingParams]:
-    """Greedy, sampled and seeded requests in turn."""
+    """Return greedy, sampled and seeded requests in turn."""
     kinds: list[dict[str, Any]] = [
         dict(temperature=0.0),
         dict(temperature=0.9),
@@ -57,7 +58,7 @@ def params_of(count: int, **changes: Any) -> list[SamplingParams]:
 
 
 def drafted_rounds(engine: LLMEngine, params: list[SamplingParams]) -> np.ndarray:
-    """Number of accepted drafts of every round with all drafts."""
+    """Return the number of accepted drafts of each round that had all drafts."""
     kept, fetch = [], engine.runner.fetch
 
     def note(*launched):
@@ -112,7 +113,7 @@ def test_other_tokens_are_the_targets():
     assert choices == [[output.token_ids[place]] for place in own]
 
 
-def test_seeded_texts_repeat_alone_and_in_a_batch():
+def test_seeded_texts_are_the_same_alone_and_in_a_batch():
     def texts(count: int, seed: int) -> list[list[int]]:
         engine = with_settings(compiled())
         params = params_of(count, seed=seed, max_tokens=40)
@@ -151,7 +152,7 @@ def spec_metrics(output: RequestOutput):
     return found
 
 
-def test_grammars_are_rejected():
+def test_grammars_are_rejected_with_synthetic_acceptance():
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with pytest.raises(NotImplementedError, match="'synthetic', which accepts drafts"):
         with_settings(compiled()).add_request("0", PROMPTS[0], params)

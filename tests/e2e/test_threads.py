@@ -47,7 +47,7 @@ def engine_of(llm: LLM) -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """An `LLM` with drafts, and one program, so that texts are batch-independent."""
+    """Return an `LLM` with drafts and one program, so that batches change no text."""
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -61,7 +61,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def group() -> Iterator[LLM]:
-    """An `LLM` with several engines over fake devices."""
+    """Return an `LLM` with several engines on fake devices."""
     with make_llm(EngineGroup(make_engines(delay_s=0.001))) as made:
         yield made
 
@@ -104,7 +104,7 @@ def enqueue(number: int) -> Call:
 
 
 def look(_: int) -> Call:
-    """Calls without requests."""
+    """Call methods that make no requests."""
 
     def call(llm: LLM) -> Any:
         llm.reset_prefix_cache()
@@ -116,7 +116,7 @@ def look(_: int) -> Call:
 
 
 def run_all(llm: LLM, calls: list[list[Call]]) -> list[list[Any]]:
-    """Make each list of calls in a thread of its own."""
+    """Run each list of calls in a thread."""
 
     def run(own: list[Call]) -> list[Any]:
         return [call(llm) for call in own]
@@ -187,7 +187,7 @@ def test_threads_on_several_engines(group: LLM):
 def test_interrupt_ends_only_its_own_call(
     request: pytest.FixtureRequest, is_group: bool
 ):
-    """Ctrl-C reaches the main thread, also in the middle of a step."""
+    """Ctrl-C interrupts the main thread, even in the middle of a step."""
     llm: LLM = request.getfixturevalue("group" if is_group else "llm")
     prompts: list[Any] = [{"prompt_token_ids": [2, last]} for last in (5, 6)]
     endless = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -209,10 +209,10 @@ def test_interrupt_ends_only_its_own_call(
     assert_clean(llm)
 
 
-def test_an_interrupt_in_a_step_of_all_requests(
+def test_interrupt_within_a_step_ends_only_the_call_of_its_thread(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
-    """The engine drops all requests; those of other calls are restarted."""
+    """The engine drops all requests, and restarts those of other calls."""
     engine = engine_of(llm)
     others = [[generate(number)] * 4 for number in range(3)]
     expected = [[call(llm) for call in own] for own in others]
@@ -264,7 +264,7 @@ def test_failed_step_raises_in_every_affected_call(
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(call, range(3)))
     assert has_failed.is_set()
-    # Requests that were not in the batch yet continue.
+    # Requests that are not in the batch yet continue.
     assert all(one == 60 or "the device is gone" in one for one in results), results
     assert sum("the device is gone" in str(one) for one in results) > 1, results
     assert_clean(llm)

@@ -28,7 +28,7 @@ NAMES = (
     *("leaves", "tree", "n-gram, tree", SUFFIX, "n-gram + draft model, leaves"),
     "tree, scanned",
 )
-# A tree covers all that leaves test.
+# A tree tests all that side leaves would test.
 QUICK = [
     name if name == "tree" else pytest.param(name, marks=pytest.mark.slow)
     for name in NAMES
@@ -38,7 +38,7 @@ DRAFTED = [pytest.param("leaves", marks=pytest.mark.slow), "tree"]
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Random and repetitive prompts."""
+    """Return random and repetitive prompts."""
     random = pair.prompts(6)
     return random + [(prompt * 40)[:40] for prompt in pair.prompts(4, longest=15)]
 
@@ -49,14 +49,14 @@ def texts(prompts) -> list[list[int]]:
 
 
 def ranks_of(engine: LLMEngine) -> dict[Place, Hits]:
-    """Hits of drafts by depth and rank."""
+    """Return the counts of accepted drafts by depth and rank."""
     speculative = engine.config.speculative
     assert speculative is not None and speculative.parents is not None
     return count_ranks(speculative.parents, engine.stats.tree_ends)
 
 
 def check_ranks(engine: LLMEngine) -> None:
-    """Counts by depth and rank match the tokens, except in each text's last round."""
+    """Check counts by depth and rank against the tokens, except in last rounds."""
     ranks, stats, ended = ranks_of(engine), engine.stats, 10
     first = [ranks[Place(False, depth, 0)] for depth in (1, 2, 3)]
     assert 0 <= stats.num_draft_rounds - first[0].compared <= ended
@@ -106,9 +106,9 @@ def test_correct_draft_is_accepted_along_the_main_chain(name, prompts):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, "largest tree"])
 def test_texts_of_a_hundred_prompts_equal_plain_decoding(name):
-    """The largest tree exceeds a page, a window and some sequences' remaining room."""
-    # Suffix proposals have few drafts and fewer side branches: 58 side tokens for these
-    # prompts. The siblings of first drafts alone give 46, which is not enough.
+    """The largest tree exceeds a page, a window and the room left in some rows."""
+    # Suffix lookups propose few drafts and fewer side branches: these prompts accept 58
+    # side tokens. Siblings of the first draft alone would give 46.
     least = 50 if name == SUFFIX else 100
     engine = proposers.engine(name)
     if name == "largest tree":
@@ -124,7 +124,7 @@ def test_texts_of_a_hundred_prompts_equal_plain_decoding(name):
 
 @pytest.mark.slow
 def test_bfloat16_texts_differ_only_at_near_ties():
-    """Scores of a side branch are summed, and so rounded, in a different order."""
+    """Attention in a side branch sums in another order, which rounds differently."""
     prompts = pair.prompts(30, seed=5)
     prompts += [(one * 40)[:40] for one in pair.prompts(30, longest=15, seed=6)]
     engine = proposers.make("tree", dtype="bfloat16")
@@ -142,7 +142,7 @@ def test_bfloat16_texts_differ_only_at_near_ties():
         assert one.logprobs is not None
         for own, other, near in zip(one.token_ids, said, one.logprobs, strict=True):
             if own != other:
-                # Logits are below 8: the bound is two units of their last bit.
+                # Logits are below 8: the bound is twice the value of their last bit.
                 assert near[own].logprob - near[other].logprob <= 2**-4
                 num_parted += 1
                 break
@@ -156,7 +156,7 @@ def test_bfloat16_texts_differ_only_at_near_ties():
 
 @pytest.mark.parametrize("name", QUICK)
 def test_pages_that_end_with_a_side_branch_are_cached(name, prompts, texts):
-    """A prompt that continues an earlier text has prefix hits on them."""
+    """A prompt that continues an earlier text has prefix hits on its pages."""
     num_filled = 0
     fresh = proposers.engine(name)
     engine = proposers.with_config(fresh, enable_prefix_caching=True)
@@ -224,7 +224,7 @@ CONTROLLED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", DRAFTED)
 @pytest.mark.parametrize("control", CONTROLLED)
 def test_requests_with_controls_use_only_the_main_chain(name, control, prompts):
-    """Earlier and later requests use the tree."""
+    """Requests without controls before and after them use the tree."""
     engine = proposers.engine(name)
     asked = SamplingParams(
         temperature=0, max_tokens=24, ignore_eos=True, **CONTROLLED[control]

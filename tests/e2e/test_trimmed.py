@@ -1,7 +1,7 @@
 """Draft models with a trimmed vocabulary never propose a removed token.
 
-Every text here has removed tokens, where rounds end. Properties of all proposers are in
-`tests/conformance`.
+Every text here contains removed tokens, at which rounds end. Properties of all
+proposers are in `tests/conformance`.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from tests.support.pair import KEPT
 
 
 def params_of(count: int, **changes: Any) -> list[SamplingParams]:
-    """Seeded and greedy requests in turn."""
+    """Return seeded and greedy requests in turn."""
     both: dict[str, Any] = dict(max_tokens=claims.LENGTH, ignore_eos=True) | changes
     return [
         SamplingParams(temperature=0.9, seed=index, **both)
@@ -41,7 +41,7 @@ def params_of(count: int, **changes: Any) -> list[SamplingParams]:
 
 
 def test_drafts_are_the_best_of_the_kept_tokens():
-    """By HuggingFace's draft model."""
+    """The expected drafts are computed with HuggingFace's draft model."""
     engine = proposers.engine("trimmed")
     prompt = claims.prompts()[0]
     said = {token for text in claims.plain_texts() for token in text}
@@ -67,7 +67,7 @@ def test_drafts_are_the_best_of_the_kept_tokens():
 
 
 def test_target_as_its_own_draft_is_accepted_for_kept_tokens():
-    """Texts without removed tokens."""
+    """Texts that contain only kept tokens have every draft accepted."""
     plain = with_settings(pair.plain_engine())
     whole = tokens_of(generate(plain, claims.prompts(), claims.GREEDY))
     some, texts, said = [], [], set[int]()
@@ -104,7 +104,8 @@ CUT = [token for token in range(4, 64) if token not in KEPT]
 @pytest.mark.parametrize(
     "asked",
     [
-        # The draft has no allowed token, at the first position or at all.
+        # The draft model has none of the allowed tokens, at the first position or at
+        # all.
         dict(
             structured_outputs=StructuredOutputsParams(
                 regex=f"{characters(CUT[:6])}{characters(KEPT[2:])}{{4,40}}"
@@ -125,7 +126,7 @@ CUT = [token for token in range(4, 64) if token not in KEPT]
     ],
     ids=["first", "none", "allowed", "penalties", "bias", "top-k"],
 )
-def test_controls_hold_if_the_draft_lacks_tokens(asked):
+def test_controls_have_effect_if_the_draft_lacks_allowed_tokens(asked):
     engine = proposers.engine("trimmed")
     params = params_of(len(claims.prompts()), **(dict(ignore_eos=False) | asked))
     found = generate(engine, claims.prompts(), params)

@@ -1,4 +1,4 @@
-"""Models with an untied LM head: texts equal HuggingFace's, also with drafts."""
+"""Texts of models with an untied LM head equal HuggingFace's, also with drafts."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ def reference() -> Any:
 
 
 def write(folder: Path, model: Any, said: bool | None, *, to: str = "hf") -> Path:
-    """Write a model whose config.json states tied, untied, or neither (None)."""
+    """Write a model whose config.json says tied, untied or, with None, neither."""
     source = folder.with_name(f"{folder.name}-source") if to != "hf" else folder
     model.save_pretrained(source)
     assert HEAD in load_file(source / "model.safetensors")
@@ -55,7 +55,7 @@ def write(folder: Path, model: Any, said: bool | None, *, to: str = "hf") -> Pat
 
 
 def draft_model() -> Any:
-    """The target with noise only on the head: often accepted."""
+    """Return the target with noise only on the LM head: a draft that is often right."""
     model = make_hf_model(seed=2, num_hidden_layers=2, tie_word_embeddings=False)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -134,8 +134,8 @@ def test_head_that_copies_the_embedding_takes_no_memory(tmp_path):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_heads_take_logits_from_the_targets_head(kind, is_tied):
-    """The head is the embedding only if the target is tied."""
+def test_draft_heads_use_the_lm_head_of_the_target(kind, is_tied):
+    """A draft head uses the target's embedding only if the target is tied."""
     random = np.random.default_rng(0)
     matrices = random.normal(size=(2, VOCAB, HIDDEN)).astype(np.float32)
     target = {"embedding": DenseMatrix(jnp.asarray(matrices[0]))}

@@ -1,4 +1,4 @@
-"""Streams over a device of plain Python: order, slow readers, aborts, failures."""
+"""Streams over a fake device: order of outputs, slow readers, aborts, failures."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ async def outputs_of(
     return [output async for output in stream]
 
 
-def test_every_kind_of_output():
+def test_streams_of_every_output_kind_are_complete():
     async def use(serving: AsyncLLMEngine) -> None:
         whole = letters(said(9))
         grown, deltas, last = await asyncio.gather(
@@ -45,7 +45,7 @@ def test_every_kind_of_output():
 
 def test_request_starts_when_the_first_output_is_awaited():
     async def use(serving: AsyncLLMEngine) -> None:
-        # One id twice: the first generator is never iterated.
+        # The id is used twice, but the first generator is never iterated.
         serving.generate(PROMPT, SamplingParams(max_tokens=4), "same")
         assert len(await outputs_of(serving, "same", max_tokens=4)) > 0
 
@@ -60,7 +60,7 @@ def test_slow_reader_gets_all_text_in_fewer_outputs(kind):
         async for output in serving.generate(PROMPT, params, "slow"):
             outputs.append(output)
             if len(outputs) == 1:
-                # The others continue meanwhile.
+                # The other requests continue meanwhile.
                 assert (await outputs_of(serving, "other"))[-1].finished
                 while await serving.get_num_unfinished_requests():
                     await asyncio.sleep(0.005)
@@ -72,7 +72,7 @@ def test_slow_reader_gets_all_text_in_fewer_outputs(kind):
     serve(use)
 
 
-def test_leaving_early_aborts():
+def test_closing_a_stream_early_aborts_its_request():
     async def use(serving: AsyncLLMEngine) -> None:
         params = SamplingParams(max_tokens=None, ignore_eos=True)
         stream = serving.generate(PROMPT, params, "left")
@@ -84,14 +84,14 @@ def test_leaving_early_aborts():
     serve(use, delay_s=0.005)
 
 
-def test_leaving_an_ended_request_does_not_abort_the_next_of_its_id():
+def test_closing_an_ended_stream_does_not_abort_a_new_request_of_its_id():
     async def use(serving: AsyncLLMEngine) -> None:
         params = SamplingParams(max_tokens=6)
         left = serving.generate(PROMPT, params, "same")
         await anext(left)
         while await serving.get_num_unfinished_requests():
             await asyncio.sleep(0.005)
-        # It has ended before all of it was read; its id is free.
+        # The request has ended, but its outputs were not all read; its id is free.
         following = serving.generate(PROMPT, SamplingParams(max_tokens=30), "same")
         outputs = [await anext(following)]
         await left.aclose()
@@ -280,7 +280,7 @@ def test_sleep_waits_for_or_aborts_requests():
     serve(use, delay_s=0.005)
 
 
-def test_other_methods():
+def test_other_methods_reach_the_engine():
     async def use(serving: AsyncLLMEngine) -> None:
         assert await serving.get_tokenizer() is serving.engine.tokenizer
         assert await serving.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""Programs are compiled in the background: in order, and once."""
+"""Programs are compiled in the background, in order, and only once."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ LIMIT_S = 10.0
 
 
 class Maker:
-    """Make a program once it is allowed to."""
+    """A fake compile function that waits until the test allows each program."""
 
     def __init__(self):
         self.made: list[StepShape] = []
@@ -52,7 +52,7 @@ def test_requested_programs_precede_prepared_ones_latest_first():
     assert compiler.current == SHAPES[0]
     compiler.request(SHAPES[2])
     compiler.request(SHAPES[3])
-    compiler.request(SHAPES[2])  # nothing is made twice
+    compiler.request(SHAPES[2])  # no program is made twice
     assert compiler.num_wanted == 4
     maker.let_all()
     compiler.wait_for_all()
@@ -62,7 +62,7 @@ def test_requested_programs_precede_prepared_ones_latest_first():
     assert threading.main_thread() not in maker.threads
     assert compiler.get(SHAPES[1]) == "program 2"
     wait_until(lambda: not any(thread.is_alive() for thread in maker.threads))
-    compiler.request(SHAPES[0])  # there already: no thread is started
+    compiler.request(SHAPES[0])  # the program exists: no thread is started
     assert compiler.num_made == 4
 
 
@@ -74,7 +74,7 @@ def test_get_waits_for_a_program_in_progress():
     threading.Timer(0.05, maker.let_all).start()
     assert compiler.get(SHAPES[0]) == "program 1"
     assert maker.made == [SHAPES[0]]
-    assert compiler.get(SHAPES[1]) == "program 2"  # made here and now
+    assert compiler.get(SHAPES[1]) == "program 2"  # this thread makes it
     assert threading.current_thread() in maker.threads
 
 
@@ -82,7 +82,7 @@ def test_wait_ends_when_a_program_is_made():
     maker = Maker()
     compiler = Compiler(maker)
     start = time.monotonic()
-    compiler.wait(LIMIT_S)  # for nothing
+    compiler.wait(LIMIT_S)  # in vain
     compiler.request(SHAPES[0])
     compiler.wait(0.01)
     assert SHAPES[0] not in compiler
@@ -112,7 +112,7 @@ def test_failed_program_is_reported_once_and_not_retried():
     assert tried == SHAPES[:2]
     with pytest.raises(MemoryError, match="no room"):
         compiler.wait_for_all()
-    compiler.check(lambda shape: shape != SHAPES[0])  # others serve
+    compiler.check(lambda shape: shape != SHAPES[0])  # other programs serve
     with pytest.raises(MemoryError, match="no room"):
         compiler.check(lambda shape: shape == SHAPES[0])
     compiler.check()
@@ -130,7 +130,7 @@ def test_programs_begun_before_clear_are_dropped():
     wait_until(lambda: not compiler.num_wanted)
     assert maker.made == SHAPES[:1]
     assert SHAPES[0] not in compiler
-    assert compiler.get(SHAPES[0]) == "program 1"  # made anew
+    assert compiler.get(SHAPES[0]) == "program 1"  # the program is made again
     assert maker.made == [SHAPES[0]] * 2
 
 
@@ -175,7 +175,7 @@ def test_failure_of_program_begun_before_clear_is_dropped():
 def test_failure_is_recorded_before_the_queue_is_empty(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Otherwise `wait_for_all` could return without raising it."""
+    """Otherwise `wait_for_all` could return without raising the failure."""
     seen: list[list[StepShape]] = []
     monkeypatch.setattr(
         compiling, "trim_malloc", lambda: seen.append(list(compiler.failures))
@@ -234,7 +234,7 @@ def test_a_failure_after_a_stop_and_a_clear_is_reported():
         compiler.check()
 
 
-def test_compiles_are_announced():
+def test_listeners_are_called_for_each_compiled_program():
     announced = []
     compiler = Compiler(lambda shape: shape)
     compiler.announce = announced.append
@@ -245,7 +245,8 @@ def test_compiles_are_announced():
 def test_exit_waits_for_current_program_and_drops_the_queue():
     maker = Maker()
     compiler = Compiler(maker)
-    # A thread that a daemon starts is a daemon as well: Python does not wait for it.
+    # Python does not wait for this thread at exit: a thread started by a daemon thread
+    # is a daemon too.
     thread = threading.Thread(target=compiler.prepare, args=(SHAPES[:2],), daemon=True)
     thread.start()
     assert maker.began.acquire(timeout=LIMIT_S)
@@ -261,7 +262,8 @@ def test_exit_waits_for_current_program_and_drops_the_queue():
     assert not exiting.is_alive()
     assert maker.made == SHAPES[:1]
     assert not any(one.is_alive() for one in maker.threads)
-    # A daemon thread begins no other program; the main thread may, in a later handler.
+    # After that, a daemon thread starts no other program; the main thread still may, in
+    # a later exit handler.
     threading.Thread(target=compiler.get, args=(SHAPES[3],), daemon=True).start()
     assert not maker.began.acquire(timeout=0.05)
     assert compiler.get(SHAPES[2]) == "program 4"
@@ -279,8 +281,8 @@ def test_exit_waits_for_a_program_made_by_another_thread():
     assert maker.made == SHAPES[:1]
 
 
-def test_removed_listener_is_not_a_failure():
-    """`LLM.generate` removes its own at its end, while a program is being made."""
+def test_removing_a_listener_during_a_compile_is_not_a_failure():
+    """`LLM.generate` removes its listener at its end, perhaps during a compilation."""
 
     class Removed(Compiler):
         listeners = iter([print])

@@ -1,4 +1,4 @@
-"""Programs for described devices are written completely; see `tests.kernels`."""
+"""Programs for devices that this machine lacks are written completely."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""Streamed text equals decoding all ids at once, and stop strings cut it alike.
+"""Streamed text equals decoding all ids at once, with and without stop strings.
 
-The reference decodes the whole list after every token. It shares nothing with the
-stream's window of context or its search from where the new text starts. Of
-log-probabilities, the values returned for a token are those computed for it.
+The reference decodes the whole list after every token, without the stream's window of
+context and without its search from the start of new text. Returned logprobs are those
+that the program computed for the token.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ VOCAB, NUM_RETURNED = 50, 8
 
 @dataclass
 class Outcome:
-    """Final text, the stop string that ended it, and the number of ids used."""
+    """The final text, the stop string that ended it, and the number of ids used."""
 
     text: str
     stop: str | None
@@ -37,7 +37,7 @@ class Outcome:
 def run_stream(
     rounds: list[list[int]], params: SamplingParams, reads: list[bool] | None = None
 ) -> Outcome:
-    """Push round by round; `reads`: after which of them the text is read."""
+    """Stream ids round by round; `reads` tells after which rounds the text is read."""
     stream = TextStream(TOKENIZER, params)
     used = 0
     for index, ids in enumerate(rounds):
@@ -52,7 +52,7 @@ def run_stream(
 
 
 def reference(ids: list[int], params: SamplingParams) -> Outcome:
-    """Decode everything after every token; the first match that is new ends it."""
+    """Decode all ids after every token; the first new stop string ends the text."""
     text = ""
     for count in range(1, len(ids) + 2):
         is_end = count > len(ids)
@@ -182,8 +182,8 @@ def test_no_text_without_detokenization():
     ("stops", "expected"), [(["b", "bc"], "b"), (["bc", "b"], "b"), (["c", "bc"], "bc")]
 )
 def test_first_match_in_the_text_wins(stops, expected):
-    # One piece with all of "abc": with a token per character, the match would depend on
-    # the order of arrival.
+    # One piece is "abc": if every character were a token, the match would depend on the
+    # order of arrival.
     class OnePiece(StubTokenizer):
         def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
             return "abc" * len(list(ids))
@@ -194,7 +194,7 @@ def test_first_match_in_the_text_wins(stops, expected):
 
 
 def test_long_stop_string_is_fast():
-    # Comparing every start would take days.
+    # A comparison at every start would take days.
     params = SamplingParams(stop=["a" * 10**7 + "b", "ab" * 10**6])
     stream, shown = TextStream(TOKENIZER, params), ""
     for token in TOKENIZER.encode("a" * 40 + " and so on " * 40 + "ab", False):
@@ -220,7 +220,7 @@ def logprobs_of(
         rank=(table > own[:, None]).sum(-1).astype(np.int32) + 1,
         top_ids=order.astype(np.int32),
         top=np.take_along_axis(table, order, -1),
-        # Random values follow, for ids that were not chosen.
+        # Random values follow, as for ids that the request did not choose.
         chosen=table[:, [*chosen, 0, 0]],
     )
 
@@ -266,7 +266,7 @@ def test_logprobs_of_several_rounds(count: int):
 def test_chosen_ids_replace_the_most_likely_ones(flat: bool):
     table = random_table(2)
     ranked = [int(token) for token in np.argsort(-table[1], kind="stable")]
-    # The most likely, one without a rank, one twice, and the token itself.
+    # The most likely id, one without a rank, one given twice, and the token itself.
     least, best, itself = ranked[-1], ranked[0], ranked[2]
     chosen = (least, best, least, itself)
     stream = make_stream(logprob_token_ids=list(chosen), flat_logprobs=flat)
@@ -371,5 +371,5 @@ def test_plain_tokens_are_joined_only_on_read():
     found = [stream.follow([token]) for token in ids]
     assert len(stream._joined) <= len(found[0])
     assert stream.text == "".join(found) == TOKENIZER.decode(ids)
-    # Reading in between changes nothing.
+    # Reading in between does not change the final text.
     assert stream.follow(ids[:1]) == stream.text[len("".join(found)) :]

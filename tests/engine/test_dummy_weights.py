@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
 
 
 def write_config(folder: Path, family: str = "2b", **changes: Any) -> str:
-    """A folder with a config.json and nothing else."""
+    """Write a folder that has only a config.json."""
     folder.mkdir()
     changes = {"num_hidden_layers": 1} | changes
     (folder / "config.json").write_text(json.dumps(tiny_config(family, **changes)))
@@ -45,8 +45,8 @@ def forms(params: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_random_weights_have_the_form_of_loaded_ones(tmp_path, dtype):
-    """Spread over four devices, the draft over two of its own."""
+def test_random_weights_have_the_shapes_and_types_of_loaded_ones(tmp_path, dtype):
+    """The target is on four devices, and the draft model on two of them."""
     write_tiny(tmp_path / "9b", family="9b")
     write_tiny(tmp_path / "2b", family="2b")
     options: dict[str, Any] = dict(
@@ -96,7 +96,7 @@ def test_draft_of_equal_size_has_other_weights(tmp_path):
 @pytest.fixture
 def llm(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "Runner", QuickRunner)
-    # The token ids of a bundled model are known; nothing else is.
+    # Only the token ids of the bundled models are set.
     target = write_config(tmp_path / "target", "9b")
     draft = write_config(tmp_path / "draft")
     with LLM(
@@ -168,7 +168,7 @@ def test_existing_tokenizer_is_read():
     assert loader.read_tokenizer(config).encode("Hi")
 
 
-def test_no_tokenizer_with_skip_tokenizer_init():
+def test_skip_tokenizer_init_reads_no_tokenizer():
     config = configure(bundled_target(), load_format="auto", skip_tokenizer_init=True)
     found = loader.read_tokenizer(config)
     with pytest.raises(RequestError, match="skip_tokenizer_init=True"):
@@ -179,7 +179,7 @@ def test_no_tokenizer_with_skip_tokenizer_init():
 
 @pytest.mark.parametrize("load_format", ["dummy", "auto"])
 def test_named_tokenizer_must_exist(tmp_path, load_format):
-    """And one for weights that were trained for it."""
+    """A tokenizer is also required for trained weights."""
     write_config(tmp_path / "empty")
     folder = write_config(tmp_path / "model")
     options = {"tokenizer": str(tmp_path / "empty")} if load_format == "dummy" else {}

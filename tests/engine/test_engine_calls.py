@@ -1,4 +1,4 @@
-"""Other methods of `LLMEngine`, over a device of plain Python."""
+"""Further methods of `LLMEngine`, with a fake device."""
 
 import logging
 import time
@@ -98,7 +98,7 @@ def test_lower_priorities_run_first():
     assert list(run_all(engine)) == ["first", "second", "late"]
 
 
-def test_metrics_of_traffic():
+def test_metrics_count_requests_tokens_and_drafts():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     engine.add_request("0", PROMPT, SamplingParams(max_tokens=9))
     engine.step()
@@ -135,7 +135,7 @@ def test_busy_engine_logs_periodically(
     assert caplog.messages[0].startswith("Avg prompt throughput: ")
 
 
-def test_compiles_are_announced():
+def test_listeners_are_called_for_compiled_programs():
     engine, fake = make_fake_engine()
     runner: Any = object.__new__(Runner)
     runner.compiler = Compiler(runner._make)
@@ -172,8 +172,8 @@ def test_a_profile_is_written(tmp_path: Path):
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-def test_prompts_continue_when_no_stream_gets_a_page():
-    """B has no page left for its drafts; A's prompt holds the others."""
+def test_prompt_continues_when_no_stream_gets_a_page():
+    """Stream B has no page left for its drafts, because A's prompt holds the others."""
     engine, runner = make_fake_engine(
         list(range(2, 16)),
         num_pages=27,
@@ -219,7 +219,7 @@ def test_id_of_a_finished_text_can_be_reused():
     stops = SamplingParams(n=2, max_tokens=30, seed=3)
     engine.add_request("x", PROMPT, stops)
     engine.step()
-    # Text 0 has ended, as by a stop string.
+    # Text 0 has ended, for example by a stop string.
     stream = engine.output_processor.streams["0_x"]
     engine.scheduler.finish(stream.request, "stop", None)
     engine.output_processor.close(stream.request)
@@ -228,7 +228,7 @@ def test_id_of_a_finished_text_can_be_reused():
     assert list(run_all(engine)) == ["0_x"]
 
 
-def test_values_beyond_32_bits_have_no_effect():
+def test_limits_beyond_32_bits_act_like_no_limit():
     engine, _ = make_fake_engine()
     engine.add_request("other", PROMPT, SamplingParams(max_tokens=20))
     engine.step()
@@ -255,7 +255,7 @@ def test_levels_and_parts_of_a_sleep_are_checked_first():
     run_one(engine, SamplingParams(max_tokens=9))
     with pytest.raises(RequestError, match="level"):
         engine.sleep(0)
-    # Nothing was forgotten: the prompt's pages are found again.
+    # The rejected calls changed nothing: the prompt still has prefix hits.
     engine.add_request("again", PROMPT * 4, SamplingParams(max_tokens=9))
     run_all(engine)
     wrong: Any = "weights"

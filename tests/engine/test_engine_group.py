@@ -1,4 +1,4 @@
-"""Several engines behind one's interface, each over a device of plain Python."""
+"""An `EngineGroup` acts as one engine; each of its engines has a fake device."""
 
 import asyncio
 import threading
@@ -69,13 +69,13 @@ def test_engines_step_concurrently():
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         group.add_request(str(number), PROMPT, params)
     assert run_all(group) == dict.fromkeys("012", letters(said(40)))
-    # No launch continued before every engine had one.
+    # No launch ended before every engine had one, so they ran concurrently.
     (count,) = {engine.stats.num_rounds for engine in engines}
     assert count >= 10
     group.shutdown()
 
 
-def test_calls_between_steps():
+def test_calls_between_steps_reach_every_engine():
     engines = make_engines(delay_s=0.01)
     group = EngineGroup(engines)
     for name in "abc":
@@ -125,7 +125,7 @@ def test_failed_step_is_reported_and_other_engines_continue():
 
 
 def _break_next(runner: Any, count: int = 2) -> None:
-    """Have the next launches fail: with drafts, and again without."""
+    """Make the next launches fail, with drafts and when retried without."""
     left = [RuntimeError("boom")] * count
 
     def fail() -> None:
@@ -160,7 +160,7 @@ async def text_of(serving: AsyncLLMEngine, name: str, count: int = 9, **more: An
     return text
 
 
-def test_streams_of_several_engines():
+def test_streams_from_several_engines_are_complete():
     async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
         asked = [
             asyncio.ensure_future(text_of(serving, str(number), 60))
@@ -183,7 +183,7 @@ def test_streams_of_several_engines():
             left = asyncio.ensure_future(text_of(serving, "left", 60))
             while not sum(unfinished(engines)):
                 await asyncio.sleep(0.001)
-            # The others have nothing in use.
+            # The other engines have no pages in use.
             assert not await serving.reset_prefix_cache()
             assert await serving.reset_prefix_cache(reset_running_requests=True)
             await serving.sleep(mode=mode)
@@ -198,14 +198,14 @@ def test_streams_of_several_engines():
 
 
 class Warming(LLMEngine):
-    """Has no program for requests yet."""
+    """Has compiled no program for requests yet."""
 
     @property
     def is_ready(self) -> bool:
         return False
 
 
-def test_ready_engines_are_preferred():
+def test_requests_prefer_engines_with_compiled_programs():
     async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
         assert serving.is_ready
         for engine in engines[:-1]:
@@ -262,7 +262,7 @@ def test_failed_step_is_recoverable_and_dead_engine_is_not():
     serve(use, is_idle=False)
 
 
-def test_a_server_of_several_engines():
+def test_server_runs_several_engines():
     async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
         for engine in engines:
             engine.tokenizer = TurnsTokenizer(16)

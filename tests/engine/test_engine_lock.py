@@ -18,7 +18,7 @@ def enter(lock: EngineLock) -> None:
 
 
 def is_free(lock: EngineLock) -> bool:
-    """Whether another thread gets the lock."""
+    """Return whether another thread can acquire the lock."""
     thread = threading.Thread(target=enter, args=(lock,))
     thread.daemon = True
     thread.start()
@@ -34,7 +34,7 @@ def test_reentrant_and_free_after_the_last_release():
 
 
 def test_waiting_thread_precedes_the_releasing_thread():
-    """`threading.RLock` goes back to the thread that released it."""
+    """With `threading.RLock`, the releasing thread would get the lock again."""
     lock, turns = EngineLock(), []
 
     def wait() -> None:
@@ -56,7 +56,7 @@ def test_waiting_thread_precedes_the_releasing_thread():
 
 
 def test_an_interrupt_just_after_acquiring_releases_the_lock():
-    """As in `Lock.acquire`, which handles signals before it returns."""
+    """`Lock.acquire` handles signals between acquiring the lock and returning."""
 
     class Interrupted(EngineLock):
         is_interrupted = True

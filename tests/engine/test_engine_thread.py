@@ -21,7 +21,7 @@ DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 
 
 class Engine(LLMEngine):
-    """An engine with a given number of steps, any of which may fail."""
+    """A fake engine with a given number of steps, any of which may fail."""
 
     def __init__(self):
         self.work = 0
@@ -51,7 +51,7 @@ class Engine(LLMEngine):
 
 
 class Running:
-    """A thread with such an engine, its outputs and failures."""
+    """An `EngineThread` with a fake engine; records its outputs and failures."""
 
     def __init__(self):
         self.engine = Engine()
@@ -207,7 +207,7 @@ def test_slow_reader_gets_merged_output(kind, text):
         output = await collector.get()
         assert output.outputs[0].text == text
         assert list(output.outputs[0].token_ids) == [ord(one) for one in text]
-        # It belongs to the caller now: later outputs are new objects.
+        # The caller now owns this output: later ones are new objects.
         collector.put(output_of("d", "length"))
         assert output.outputs[0].text == text
         last = await collector.get()
@@ -265,7 +265,7 @@ def test_abort_keeps_unfetched_deltas():
 
 
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
-def test_abort_does_not_change_an_unfetched_end(kind):
+def test_abort_does_not_change_an_unfetched_final_output(kind):
     async def use(collector: RequestOutputCollector) -> None:
         collector.put(output_of("ab", "stop"))
         collector.abort()

@@ -1,4 +1,4 @@
-"""Masks and failures depend only on the text; a failure ends only one text."""
+"""Masks and failures depend only on the text, and a failure ends only its text."""
 
 import functools
 import itertools
@@ -53,7 +53,7 @@ def vocabulary() -> Vocabulary:
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, fuel: int) -> None:
-    """Set the fuel of a mask."""
+    """Limit the computation that the library may use for one mask."""
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=2**40, step_lexer_fuel=fuel, verbose_errors=False
     )
@@ -67,7 +67,7 @@ def ids_of(mask: np.ndarray) -> list[int]:
 
 
 def drawn(mask: np.ndarray, seed: int, position: int) -> int:
-    """Return a token that depends only on the mask, the seed and the position."""
+    """Sample a token that depends only on the mask, the seed and the position."""
     choices = ids_of(mask)
     texts = [one for one in choices if one != EOS] or choices
     return texts[hash((seed, position)) % len(texts)]
@@ -82,14 +82,14 @@ def masks_of(state: GrammarState, text: list[int], drafts: list[int]) -> np.ndar
 
 
 def written(grammar: Grammar, seed: int, length: int, *, has_drafts: bool) -> Any:
-    """Return a text as an engine would generate it, and where and why it failed."""
+    """Generate a text as an engine does; return it, and where and why it failed."""
     state = GrammarState(matcher=Matcher(grammar), num_prompt=NUM_PROMPT)
     random, text = np.random.default_rng(seed), list[int]()
     while len(text) < length:
         drafts = []
         if has_drafts:
-            # The next tokens are not known yet: drafts are a walk over the masks,
-            # which sometimes differs from the text.
+            # Drafts are a random walk over the masks, which sometimes differs from the
+            # text.
             for index in range(NUM_DRAFTS):
                 mask = masks_of(state, text, drafts)[-1]
                 drafts.append(drawn(mask, seed, len(text) + index))
@@ -106,7 +106,7 @@ def written(grammar: Grammar, seed: int, length: int, *, has_drafts: bool) -> An
     return text[:length], None
 
 
-def test_drafts_do_not_change_where_a_limit_is_reached(monkeypatch):
+def test_drafts_do_not_change_the_token_at_which_a_limit_is_reached(monkeypatch):
     limited(monkeypatch, 300_000)
     kinds = set()
     for seed in range(6):
@@ -125,7 +125,7 @@ def test_a_rebuilt_matcher_computes_the_same_masks(monkeypatch):
         masks.append(kept.mask())
         tokens.append(drawn(masks[-1], 3, position))
         assert kept.read(tokens[-1])
-    # Every lexer is used up at once.
+    # Every lexer reaches its limit at once.
     monkeypatch.setattr(grammar_matcher, "MASK_FUEL", 0)
     rebuilt = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
     for mask, token in zip(masks, tokens, strict=True):
@@ -133,9 +133,9 @@ def test_a_rebuilt_matcher_computes_the_same_masks(monkeypatch):
         assert rebuilt.read(token)
 
 
-def test_a_mask_that_uses_up_its_lexer_is_confirmed_by_a_new_one(monkeypatch):
+def test_mask_that_reaches_the_lexer_limit_is_recomputed_by_a_new_lexer(monkeypatch):
     matcher = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
-    matcher._lexer.spent_s = 0.0  # the mask of compiling counts
+    matcher._lexer.spent_s = 0.0  # including the mask computed while compiling
     monkeypatch.setattr(grammar_matcher, "MASK_FUEL", 0)
     make, made = Grammar.new_lexer, []
 
@@ -158,7 +158,7 @@ def test_failed_text_does_not_affect_others_of_its_grammar(monkeypatch):
         for position in range(200):
             failing.read(drawn(failing.mask(), 1, position))
     assert caught.value.kind == "limit"
-    # They share the lexer that has failed.
+    # The texts share the lexer that has failed.
     for matcher in (other, Matcher(grammar)):
         assert len(ids_of(matcher.mask())) > 100
         assert matcher.read(drawn(matcher.mask(), 2, 0))
@@ -181,7 +181,7 @@ def test_failed_draft_does_not_affect_the_text(monkeypatch):
 
 
 def test_a_dead_end_is_a_failure():
-    # After the comma only "score" may follow, which was used already.
+    # After the comma only the key "score" may follow, which the text has already.
     schema = (
         '{"type": "object", "properties": {"score": {"type": "integer"}},'
         ' "required": ["score"], "additionalProperties": false,'
@@ -193,7 +193,7 @@ def test_a_dead_end_is_a_failure():
         for token in bundled().encode('{"score":5 ,', add_special_tokens=False):
             assert token in ids_of(matcher.mask())
             assert matcher.read(token)
-        for position in range(9):  # of white space
+        for position in range(9):  # tokens of white space
             matcher.read(drawn(matcher.mask(), 0, position))
     assert caught.value.kind == "dead_end"
 
@@ -240,7 +240,7 @@ def test_every_call_of_a_matcher_may_panic(use, monkeypatch):
         patch.setattr(llguidance, "LLMatcher", fail)
         with pytest.raises(GrammarFailure, match="no luck"):
             getattr(matcher, use)(*arguments)
-    # The library has recovered, and so has the text.
+    # The library recovers, and the text continues.
     matcher.back_to(0)
     np.testing.assert_array_equal(matcher.mask(), first)
 
@@ -262,7 +262,7 @@ def test_early_stop_of_the_library_is_a_failure(monkeypatch):
         matcher.read(5)
 
 
-def test_many_choices_are_one_expression():
+def test_many_choices_compile_to_one_expression():
     labels = [f"label number {number}" for number in range(20_000)]
     matcher = Matcher(Grammar(grammar_of_choices(labels), vocabulary()))
     for token in bundled().encode("label number 19999", add_special_tokens=False):
@@ -271,7 +271,7 @@ def test_many_choices_are_one_expression():
     assert ids_of(matcher.mask()) == [EOS]
 
 
-def test_many_alternatives_of_a_schema():
+def test_schema_with_many_alternatives_compiles():
     kinds = [
         {
             "type": "object",
@@ -293,7 +293,7 @@ ODD = [r"a.b*c", "(x|y)", "[z]{2}", "^$", "\\d", "a&b~c#d-e", "\n\t ", "é😀",
 
 
 @pytest.mark.parametrize("label", ODD)
-def test_choices_are_literal(label):
+def test_choices_are_matched_literally(label):
     matcher = Matcher(Grammar(grammar_of_choices(ODD), vocabulary()))
     for token in bundled().encode(
         label, add_special_tokens=False, parse_special_tokens=False

@@ -1,4 +1,4 @@
-"""Engine arguments of heads: values read from a folder, and rejected values."""
+"""Engine arguments of heads: values read from a head's folder, and rejected values."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ NAMES: dict[str, Any] = {"target_name": "tiny", "architecture": "Gemma2ForCausal
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A target and a head of each kind."""
+    """Write a target and a head of each kind."""
     root = tmp_path_factory.mktemp("heads")
     found = {"target": write_model(root / "target")}
     for kind, config in CONFIGS.items():
@@ -89,7 +89,7 @@ def configure(
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_head_is_read_from_its_folder(folders, kind):
+def test_kind_and_sizes_of_a_head_are_read_from_its_folder(folders, kind):
     config = configure(folders, kind, num_speculative_tokens=2)
     assert config.head_config == CONFIGS[kind]
     assert config.draft_model_config is None
@@ -150,7 +150,7 @@ def test_rejects_head_for_another_target(folders, tmp_path, changes, named):
 
 
 def test_rejects_folder_without_a_head(folders):
-    """Another kind of head, a whole model, and a head where a whole model is wanted."""
+    """The folder has a model, another kind of head, or a head in place of a model."""
     options: dict[str, Any] = dict(num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="method must be 'medusa', got 'eagle3'"):
         configure(folders, "eagle3", model=folders["medusa"], **options)
@@ -169,7 +169,7 @@ def test_rejects_folder_without_a_head(folders):
 def test_missing_head_explains_the_sources_of_drafts(
     folders, name, tmp_path, monkeypatch
 ):
-    """A folder that is missing; an id of the hub without network."""
+    """Test a missing folder, and a name on the Hugging Face Hub without network."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError) as caught:
@@ -206,7 +206,7 @@ def test_memory_plan_includes_a_head_and_its_pages(folders, kind):
     mesh, head = build_mesh(config), CONFIGS[kind]
     facts = find_facts(config, mesh, GivenSizes())
     _, (_, (form,), _) = describe(config, mesh)
-    # In addition to the parameters, a vector of every row.
+    # In addition to its parameters, the state has one vector per row.
     kept = 4 * HIDDEN * config.max_num_seqs
     assert facts.draft.weight_bytes == bytes_of(form) + kept
     assert facts.draft.page_bytes == head.kv_bytes_per_token(4) * config.page_size
@@ -218,7 +218,7 @@ def test_memory_plan_includes_a_head_and_its_pages(folders, kind):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_server_has_no_more_programs_than_with_a_draft_model(folders, kind):
+def test_server_with_a_head_has_no_more_programs_than_with_a_draft_model(folders, kind):
     """Every target pass also runs the head, so there is no draft prefill program."""
     config = configure(folders, kind, num_speculative_tokens=2)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))

@@ -1,4 +1,4 @@
-"""An interrupt or a failure inside a step leaves an engine that works."""
+"""The engine still works after an interrupt or a failure inside a step."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PROMPTS = [[2, 5, 7], [2, 9, 4, 11]]
 
 @pytest.fixture(scope="module")
 def engine():
-    """An engine with its own arrays, which are lost in the middle of a step."""
+    """Return an engine with its own arrays, because an interrupted step loses them."""
     return make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -72,7 +72,7 @@ def test_a_failing_read_ends_all_requests(engine, monkeypatch):
     with pytest.raises(RuntimeError, match="the device is gone"):
         texts(engine)
     if engine.has_unfinished_requests():
-        # A request that did not run yet ends with its own failure.
+        # A request that had not run yet ends with an error of its own.
         with pytest.raises(RuntimeError, match="the device is gone"):
             for _ in range(3):
                 engine.step()

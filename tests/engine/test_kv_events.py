@@ -1,4 +1,4 @@
-"""Events as gateways receive them: format, numbers, and replay of missed ones."""
+"""KV events as gateways receive them: format, sequence numbers, and replays."""
 
 import contextlib
 import socket
@@ -35,7 +35,7 @@ EVENTS = [
 
 
 class Subscriber:
-    """Listens on loopback; the publisher connects, as its address has no "*"."""
+    """A subscriber that listens: publishers connect to an address without "*"."""
 
     def __init__(self, context: Any):
         self._socket = context.socket(zmq.SUB)
@@ -49,7 +49,7 @@ class Subscriber:
         }
 
     def receive(self) -> tuple[int, Any]:
-        """The number of the next batch, and the batch."""
+        """Return the sequence number of the next batch, and the batch."""
         assert self._socket.poll(LIMIT_MS), "nothing came"
         topic, number, payload = self._socket.recv_multipart()
         assert (topic, len(number)) == (TOPIC.encode(), 8)
@@ -59,7 +59,7 @@ class Subscriber:
         return not self._socket.poll(300)
 
     def wait_for(self, publisher: KvEventPublisher) -> int:
-        """Publish until the subscriber receives a batch; return its number.
+        """Publish until the subscriber receives a batch; return its sequence number.
 
         ZeroMQ drops messages that are sent before the subscription arrives.
         """
@@ -90,7 +90,7 @@ def open_publisher(config: dict[str, Any], rank: int = 0) -> Any:
     return contextlib.closing(publisher)
 
 
-def test_batches_have_vllms_form(subscriber: Subscriber):
+def test_batches_have_vllms_format(subscriber: Subscriber):
     with open_publisher(subscriber.config) as publisher:
         number = subscriber.wait_for(publisher)
         publisher.publish(EVENTS)
@@ -110,14 +110,14 @@ def test_batches_have_vllms_form(subscriber: Subscriber):
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Addresses of sockets in files."""
-    # Names of such sockets must be short.
+    """Return the addresses of socket files."""
+    # Paths of socket files must be short.
     folder = Path("/tmp") if len(str(tmp_path)) > 80 else tmp_path
     return {name: f"ipc://{folder}/{name}" for name in ("events", "replay")}
 
 
 def replayed(asking: Any, start: int) -> Iterator[tuple[int, Any]]:
-    """Number and events of each batch that is sent once more."""
+    """Request a replay; return sequence number and events of each batch."""
     asking.send_multipart((b"", start.to_bytes(8, "big")))
     while True:
         assert asking.poll(LIMIT_MS)
@@ -241,7 +241,7 @@ def test_engine_publishes_its_cached_pages(subscriber: Subscriber):
         assert (kind, page_size) == ("BlockStored", size)
         stored[keys[0]] = parent
         tokens += token_ids
-    # Pages of prompt and answer in order, as the next turn will find them.
+    # Pages of prompt and answer, in the order in which the next turn will find them.
     assert tokens[:18] == prompt["prompt_token_ids"]
     assert len(tokens) // size == (18 + 9 - 1) // size
     kept = set(engine.scheduler.pool._page_of)
@@ -272,7 +272,7 @@ def test_rejects_address_in_use(subscriber: Subscriber):
 
 @pytest.mark.parametrize("name", ["zmq", "msgpack"])
 def test_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, name, None)  # not to be imported
+    monkeypatch.setitem(sys.modules, name, None)  # makes the import fail
     on = KvEventsConfig(enable_kv_cache_events=True)
     with pytest.raises(ConfigError, match=rf"need {name}, .*\.\[kv-events\]"):
         KvEventPublisher(on, 2)
@@ -317,7 +317,7 @@ def test_queued_messages_are_sent_before_close(subscriber: Subscriber):
     assert numbers == list(range(number + 1, number + 32))
 
 
-def test_slow_thread_keeps_its_sockets(
+def test_sockets_stay_open_until_a_slow_thread_ends(
     subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(kv_events, "CLOSE_S", 0.05)

@@ -1,4 +1,4 @@
-"""An engine has the weights of its files, asleep and awake again."""
+"""An engine loads the weights of its files, also again after sleep."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ from tests.support.engines import generate, tokens_of
 from tests.support.loops import make_config
 
 SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
-VOCABULARY: dict[str, Any] = dict(vocab_size=8192)  # of the bundled tokenizer
+VOCABULARY: dict[str, Any] = dict(vocab_size=8192)  # as the bundled tokenizer
 PROMPTS = [[2, 5, 6, 7], [2, 9]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -75,7 +75,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rejects_tokenizer_with_more_pieces_than_the_network(tmp_path):
-    """Ids past the embedding would read its last row."""
+    """Token ids past the embedding would read its last row."""
     write_tiny(tmp_path / "model", family="2b", vocab_size=8191)
     config = configure(tmp_path / "model")
     with pytest.raises(ConfigError, match="8192 pieces, .* has vocab_size=8191"):
@@ -126,7 +126,7 @@ def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):
 
 @pytest.mark.usefixtures("nothing_is_read")
 def test_trimmed_draft_needs_turn_tokens(tmp_path):
-    """Tokens that only the tokenizer defines are also checked before loading."""
+    """The check precedes loading, and covers tokens that only the tokenizer defines."""
     path = tmp_path / "map.json"
     options: dict[str, Any] = dict(
         speculative_model=str(bundled_draft()),
@@ -144,7 +144,7 @@ def test_trimmed_draft_needs_turn_tokens(tmp_path):
 
 
 def test_flax_padding_rows_are_ignored(tmp_path):
-    """The tree has 128 rows more than the tokenizer has pieces."""
+    """The Flax tree's embedding has 128 rows more than the tokenizer has pieces."""
     write_checkpoint(
         open_checkpoint(bundled_draft()),
         tmp_path / "draft",
@@ -159,7 +159,7 @@ def test_flax_padding_rows_are_ignored(tmp_path):
 def write_padded(
     folder: Path, vocab_size: int, rows: Any, *, is_tied: bool = True
 ) -> None:
-    """The bundled draft with additional embedding rows, and optionally a head."""
+    """Write the bundled draft with more embedding rows and, optionally, an LM head."""
     shutil.copytree(bundled_draft(), folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -176,7 +176,7 @@ def write_padded(
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role, is_tied):
+def test_padding_rows_of_target_or_draft_are_dropped(tmp_path, role, is_tied):
     write_padded(tmp_path / "padded", 8192 + 128, np.nan, is_tied=is_tied)
     folders = [bundled_target(), tmp_path / "padded"]
     if role == "target":
@@ -195,20 +195,20 @@ def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role, is_tied):
     assert padded is not None and ("head" in padded) is not is_tied
 
 
-def test_single_model_keeps_all_rows(tmp_path):
-    """As for HuggingFace: unused rows are not marked."""
+def test_single_model_keeps_all_embedding_rows(tmp_path):
+    """As in HuggingFace, nothing marks the unused rows of a single model."""
     write_padded(tmp_path / "padded", 8192 + 64, 0.0)
     assert configure(tmp_path / "padded").model_config.vocab_size == 8192 + 64
 
 
-def test_more_rows_than_padding_are_another_vocabulary(tmp_path):
+def test_more_extra_rows_than_padding_are_rejected_as_another_vocabulary(tmp_path):
     write_padded(tmp_path / "padded", 8192 + 129, 0.0)
     with pytest.raises(ConfigError, match="8192 tokens, the draft 8321"):
         configure(bundled_target(), tmp_path / "padded")
 
 
-def test_a_target_with_added_tokens_is_compared_with_its_draft(tmp_path):
-    """The error is about the pair, though the pair has the rows of the draft alone."""
+def test_added_tokens_of_the_target_are_an_error_of_the_pair(tmp_path):
+    """The error compares tokenizers, as extra embedding rows would be dropped."""
     folder = tmp_path / "added"
     write_padded(folder, 8192 + 2, 0.0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_target())
@@ -286,7 +286,7 @@ def test_gguf_weights_equal_their_source(tmp_path):
     for load_format in ("auto", "gguf"):
         made = configure(path, path, load_format=load_format)
         found = loader.make_runner(made).params
-        # Norms are 1 + w in float32 in between.
+        # GGUF files store norms as 1 + w in float32.
         check = functools.partial(np.testing.assert_allclose, rtol=0, atol=1.2e-7)
         jax.tree.map(check, found, expected)
         assert loader.read_tokenizer(made).vocab_size == 8192
@@ -294,11 +294,11 @@ def test_gguf_weights_equal_their_source(tmp_path):
         loader.make_runner(configure(path, load_format="safetensors"))
 
 
-def test_gguf_files_without_a_tokenizer(tmp_path):
+def test_gguf_file_without_a_tokenizer_needs_one_unless_it_is_a_draft(tmp_path):
     write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
     path = tmp_path / "m.gguf"
     write_gguf(path, tiny_config("2b", **VOCABULARY), has_tokenizer=False)
-    # A draft was trained for the target's.
+    # A draft model needs no tokenizer of its own.
     assert loader.read_tokenizer(configure(tmp_path / "hf", path)).vocab_size == 8192
     with pytest.raises(ConfigError, match="m.gguf has no tokenizer .*name a folder"):
         loader.read_tokenizer(configure(path))
@@ -321,7 +321,7 @@ def test_a_gguf_draft_must_have_the_targets_tokenizer(tmp_path):
 
 @pytest.mark.parametrize(("has_template", "ends"), [(True, {1, 107}), (False, {1})])
 def test_end_of_turn_is_an_end_token(tmp_path, has_template, ends):
-    """Copies of the tuned models name only <eos>; they were tuned for turns."""
+    """Some copies of instruction-tuned models list only <eos> as an end token."""
     write_tiny(tmp_path, family="2b", eos_token_id=1, **VOCABULARY)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
     if not has_template:
@@ -335,7 +335,7 @@ def test_end_of_turn_is_an_end_token(tmp_path, has_template, ends):
 
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
-    """An engine with its own arrays: other engines must not sleep with it."""
+    """Return an engine that shares no arrays with others, which would sleep with it."""
     return pair.own_engine()
 
 
@@ -349,13 +349,13 @@ def arrays(engine: LLMEngine) -> list[Any]:
 
 def test_sleep_frees_the_devices_and_wake_up_restores_all(engine: LLMEngine):
     before = texts(engine)
-    # All programs are compiled by then, also for cached prefixes.
+    # All programs are compiled by now, also those for prefix hits.
     assert texts(engine) == before
     compiled = engine.runner.num_compiles
     placements = [array.sharding for array in arrays(engine)]
     for _ in range(2):
         engine.sleep()
-        engine.sleep()  # has nothing more to do
+        engine.sleep()  # sleeping twice has no further effect
         assert engine.is_sleeping()
         assert all(array.is_deleted() for array in arrays(engine))
         engine.wake_up()
@@ -366,7 +366,7 @@ def test_sleep_frees_the_devices_and_wake_up_restores_all(engine: LLMEngine):
     assert engine.runner.num_compiles == compiled
 
 
-def test_level_2_reads_the_weights_again(
+def test_sleep_level_2_reads_the_weights_again(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ):
     before = texts(engine)
@@ -391,7 +391,7 @@ def test_level_2_reads_the_weights_again(
 def test_stopped_draft_model_is_not_read_again(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, has_drafts
 ):
-    """After a failed launch no program reads it."""
+    """Drafting stopped after a failed launch, so no program reads the draft model."""
     runner, read = MagicMock(spec=Runner), []
     runner.mesh = engine.runner.mesh
     proposers = engine.runner.program.proposers if has_drafts else ()
@@ -440,13 +440,13 @@ def test_only_an_idle_engine_sleeps(engine: LLMEngine):
 
 
 @pytest.mark.parametrize("level", [0, 3])
-def test_rejects_other_levels(engine: LLMEngine, level: int):
+def test_rejects_other_sleep_levels(engine: LLMEngine, level: int):
     with pytest.raises(RequestError, match="level must be an integer from 1 to 2"):
         engine.sleep(level)
     assert not engine.is_sleeping()
 
 
-def test_rejects_other_tags(engine: LLMEngine):
+def test_rejects_other_wake_up_tags(engine: LLMEngine):
     with pytest.raises(RequestError, match="'weights', 'kv_cache', got 'all'"):
         engine.wake_up(tags=["weights", "all"])
 
@@ -468,14 +468,14 @@ def test_follower_has_no_engine():
         loader.make_runner(config)
 
 
-def test_a_leader_without_the_secret_does_not_start():
+def test_leader_without_a_secret_does_not_start():
     config = dataclasses.replace(make_config(), hosts=of_hosts(0))
     with pytest.raises(ConfigError, match="hosts_secret_file 'missing' cannot be read"):
         loader.make_runner(config)
 
 
-def test_spare_arenas_are_permitted_before_devices_are_used(monkeypatch):
-    """The arenas are decided when jax starts its threads."""
+def test_malloc_arenas_are_configured_before_devices_are_used(monkeypatch):
+    """The number of malloc arenas is fixed when jax starts its threads."""
     calls: list[str] = []
 
     def build_mesh(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Metrics and log lines of an engine equal counts by hand."""
+"""The metrics and log lines of an engine equal values counted in the tests."""
 
 import logging
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ iteration_tokens_total request_prompt_tokens request_generation_tokens
 request_max_num_generation_tokens request_params_max_tokens request_params_n
 request_prefill_kv_computed_tokens request_num_preemptions
 """
-# What vLLM does not count.
+# Metrics that vLLM does not have.
 CHOSEN = "jaxspec:draft_tokens_chosen"
 OWN = [
     ("jaxspec:round_time_seconds", Histogram),
@@ -154,7 +154,7 @@ def test_memory_plan_is_reported():
 
 def test_draft_metrics():
     metrics, stats = make_metrics(num_draft_tokens=3)
-    # Rounds of 3, 3 and 2 drafts, of which 2, 0 and 2 were accepted, and a plain one.
+    # Rounds of 3, 3 and 2 drafts with 2, 0 and 2 accepted, and a plain round.
     add_rounds(stats, rounds=3, drafts=8, kept=[2, 2], tokens=8)
     found = by_name(metrics)
     assert value_of(found, "spec_decode_num_drafts") == 3
@@ -218,7 +218,7 @@ def test_requests_that_wait_for_a_program_are_counted_separately(
         engine.add_request(name, [2, 3], SamplingParams(max_tokens=3))
     assert (engine.load().num_waiting, engine.load().num_deferred) == (2, 0)
     engine.step()
-    # The batch is full: the rest waits for a row.
+    # The batch is full: the other requests wait for a row.
     assert (engine.load().num_waiting, engine.load().num_deferred) == (1, 0)
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler.shapes, "with_prompts", lambda *_: [])
@@ -269,7 +269,7 @@ def test_times_and_lengths_of_a_request():
     assert value_of(found, "request_success", finished_reason="stop") == 0
 
 
-def test_a_request_that_was_aborted_before_it_ran():
+def test_request_aborted_before_it_ran_is_counted_without_times():
     metrics, _ = make_metrics()
     request = make(max_tokens=None)
     request.finish_reason = "abort"
@@ -290,12 +290,12 @@ def test_buckets_include_their_bound():
     assert (read.count, read.sum) == (8, sum(values))
 
 
-def test_bounds_of_lengths():
+def test_length_buckets_are_1_2_5_times_powers_of_10():
     assert lengths_up_to(96) == (1, 2, 5, 10, 20, 50)
     assert lengths_up_to(1000) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-def test_round_and_host_times(monkeypatch: pytest.MonkeyPatch):
+def test_round_and_host_times_are_measured_separately(monkeypatch: pytest.MonkeyPatch):
     engine, fake = make_fake_engine(num_draft_tokens=3)
     runner: Any = fake
     clock, launch, fetch = SimpleNamespace(now=50.0), runner.launch, runner.fetch
@@ -304,7 +304,7 @@ def test_round_and_host_times(monkeypatch: pytest.MonkeyPatch):
 
     def slow_launch(*arguments: Any) -> Any:
         if not runner.num_compiles:
-            # In a thread of its own; the engine does not wait for it.
+            # Runs in another thread, so the engine does not wait.
             runner.compiler.num_made, runner.compiler.made_s = 1, 7.5
         clock.now += 0.002
         return launch(*arguments)
@@ -323,11 +323,11 @@ def test_round_and_host_times(monkeypatch: pytest.MonkeyPatch):
     host, rounds = (found[f"jaxspec:{one}_time_seconds"] for one in ("host", "round"))
     assert isinstance(host, Histogram)
     assert isinstance(rounds, Histogram)
-    # The host's part of a round runs before the read of the one before it.
+    # The host works on a round before it reads the result of the previous one.
     assert (rounds.buckets["0.015"], rounds.buckets["0.03"]) == (0, rounds.count)
     assert rounds.count == runner.num_launches > 2
     assert rounds.sum == pytest.approx(0.022 * rounds.count, abs=0.01)
-    # Waiting is not host time.
+    # Time spent waiting for the device is not host time.
     assert host.count == num_steps
     assert host.sum == pytest.approx(0.002 * runner.num_launches)
     assert host.sum == pytest.approx(engine.stats.host_s)
@@ -335,7 +335,9 @@ def test_round_and_host_times(monkeypatch: pytest.MonkeyPatch):
     assert [getattr(one, "value", None) for one in compiled] == [1, 7.5]
 
 
-def test_predicted_time_precedes_the_round(monkeypatch: pytest.MonkeyPatch):
+def test_metric_uses_the_prediction_made_before_the_round_was_timed(
+    monkeypatch: pytest.MonkeyPatch,
+):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     metrics, rounds = engine.metrics, list[tuple[float | None, float]]()
     add_round = metrics.add_round
@@ -367,7 +369,7 @@ def test_predicted_time_precedes_the_round(monkeypatch: pytest.MonkeyPatch):
 
 
 def own_values(read: list[Metric]) -> dict[str, Any]:
-    """Return the metrics that occur once, by name."""
+    """Return the values of metrics without labels, by name."""
     return {one.name: one for one in read if one.name != CHOSEN}
 
 
@@ -387,7 +389,7 @@ def test_metrics_of_the_choice_of_k():
     policy._budgets[1].num_closed = 4
     acceptance.num_compared, acceptance.num_agreed = 30, 20.5
     assert choice_values() == [2, 0.41, 8.5, 1.25, 7, 4, 30, 20.5]
-    # Without drafts the gain is 0, whatever was expected of the previous K.
+    # Without drafts, the gain is 0, whatever it was for the previous K.
     policy.choice = Choice(num_draft_tokens=0, gain=0.41)
     assert choice_values()[:2] == [0, 0]
 
@@ -409,7 +411,7 @@ def test_choice_is_limited_by_the_number_of_requests():
 
 
 def compare(acceptance: AcceptanceRates, count: int, *, share: float) -> None:
-    """Record first drafts, of which a share is accepted."""
+    """Record first drafts, a given share of which is accepted."""
     accepted = np.arange(count) < share * count
     acceptance.record(
         np.zeros(count, np.int64), np.ones(count, np.int64), accepted.astype(np.int64)
@@ -432,7 +434,7 @@ def test_warns_of_low_acceptance_once(caplog: pytest.LogCaptureFixture):
     assert not new_warnings()
     compare(acceptance, 4000, share=0.6)
     assert not new_warnings(), "0.43 of all"
-    # Earlier rates do not improve the newest one.
+    # The newest rate alone counts: good earlier rates do not prevent a warning.
     compare(acceptance, 1999, share=0.25)
     assert not new_warnings()
     acceptance.record_probabilities(0, np.full(1, 0.2))
@@ -447,7 +449,7 @@ def test_warns_of_low_acceptance_once(caplog: pytest.LogCaptureFixture):
     assert new_warnings() == [warning]
 
 
-def test_warning_of_low_acceptance_at_k_0(caplog: pytest.LogCaptureFixture):
+def test_warns_of_low_acceptance_once_k_is_0(caplog: pytest.LogCaptureFixture):
     lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
     for changes in ({}, {"speculative": lookup, "draft_model_config": None}):
         metrics, _ = make_metrics(**changes)
@@ -516,7 +518,7 @@ def test_idle_engine_logs_at_debug_level(caplog: pytest.LogCaptureFixture):
     stats.num_generated_tokens += 3
     metrics.log(Load())
     assert [" 0.0 tokens/s, Running" in one for one in caplog.messages] == [True, False]
-    metrics.log(Load())  # it has ended
+    metrics.log(Load())  # the request has ended
     metrics.log(Load())
     assert len(caplog.messages) == 3
 
@@ -542,14 +544,14 @@ def test_log_shows_changes_since_the_last_log(caplog: pytest.LogCaptureFixture):
 
 
 def test_leaves_are_counted_separately():
-    """Acceptance by position then keeps vLLM's meaning."""
+    """Acceptance by position excludes leaves, so that it has vLLM's meaning."""
     name = "jaxspec:spec_decode_num_accepted_leaves"
     metrics, stats = make_metrics(
         num_draft_tokens=3, speculative_keys={"num_side_leaves": 2}
     )
     ones = np.ones(2, int)
     stats.record_round(3 * ones, np.array([1, 3]), np.array([3, 4]), np.array([1, 0]))
-    # A sequence that had ended on the device does not count.
+    # The sequence that had ended on the device does not count.
     stats.record_round(3 * ones, 0 * ones, 0 * ones, ones)
     found = {one.name: one for one in metrics.read(Load())}
     counter = found[name]
@@ -582,7 +584,7 @@ def test_leaf_acceptance_is_reported_by_depth_and_rank():
             assert isinstance(one, Counter)
             labels = (one.labels[key] for key in ("after", "depth", "rank"))
             counts.setdefault(tuple(labels), {})[one.name.split("_")[3]] = one.value
-    # Rows: (0,) (0, 0) (1,) (0, 1).
+    # Rows of the tree: (0,) (0, 0) (1,) (0, 1).
     assert counts == {
         ("chain", "1", "0"): {"compared": 4, "accepted": 2},
         ("chain", "1", "1"): {"compared": 4, "accepted": 1},

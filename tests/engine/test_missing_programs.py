@@ -1,4 +1,4 @@
-"""Requests run in compiled programs while others are missing, with equal texts."""
+"""While better programs are compiled, requests run in others, with equal texts."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ KINDS = (Features(all_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
 
 
 class ComingPrograms(EveryProgram):
-    """Requested programs are compiled after some plans, the latest request first."""
+    """Compiles requested programs after some plans, the latest request first."""
 
     def __init__(self, pause: int):
         self.there: set[StepShape] = set()
@@ -72,7 +72,7 @@ def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )
 def test_texts_do_not_depend_on_compiled_programs(seed, pause, num_draft_tokens):
-    """With pages for half of the requests, so that some are preempted meanwhile."""
+    """Pages suffice for half of the requests, so that some are preempted meanwhile."""
     config = make_config(
         max_num_seqs=4, num_pages=60, num_draft_tokens=num_draft_tokens
     )
@@ -89,7 +89,7 @@ def test_texts_do_not_depend_on_compiled_programs(seed, pause, num_draft_tokens)
         assert len({launch.shape for launch in loop.launches}) > 1
 
 
-def test_only_a_request_with_new_features_waits():
+def test_only_a_request_whose_features_have_no_program_waits():
     """Earlier requests continue, and later ones are admitted first."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     first, special, last = make_requests(config, 3)
@@ -119,7 +119,7 @@ def test_only_a_request_with_new_features_waits():
 
 
 def test_a_single_request_waits_for_the_program_with_its_drafts():
-    """Otherwise a short text would end before anything was drafted."""
+    """Otherwise a short text would end before the first draft."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     (request,) = make_requests(config, 1, num_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [2] * 20, 60

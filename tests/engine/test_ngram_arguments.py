@@ -1,4 +1,4 @@
-"""Engine arguments of drafts without a model, and of both kinds together."""
+"""Engine arguments of lookups, alone and together with a draft model."""
 
 from typing import Any
 
@@ -35,22 +35,22 @@ def test_ngram_drafts_need_no_model():
     assert speculative.max_model_len == configs[0].max_model_len
     assert configs[0].draft_model_config is None
     assert configs[0].num_draft_tokens == 3
-    # Pages are the target's alone, as without drafts.
+    # There are only pages of the target, as without drafts.
     assert configs[0].num_pages == configure().num_pages
 
 
-def test_the_number_of_drafts_is_five_with_a_warning():
+def test_number_of_drafts_defaults_to_five_with_a_warning():
     with pytest.warns(UserWarning, match="num_speculative_tokens is not given: 5"):
         assert configure(spec_method="ngram").num_draft_tokens == 5
 
 
-def test_max_model_len_is_the_engines_or_as_given():
+def test_draft_max_model_len_defaults_to_the_engines():
     said = configure(spec_method="ngram", spec_tokens=2, speculative_max_model_len=100)
     assert said.speculative is not None
     assert said.speculative.max_model_len == 100
 
 
-def test_both_kinds_of_draft():
+def test_ngram_drafts_can_be_combined_with_a_draft_model():
     config = configure(spec_method="ngram+draft_model", spec_model=DRAFT, spec_tokens=3)
     assert config.speculative is not None
     assert config.speculative.method == "ngram+draft_model"

@@ -1,4 +1,4 @@
-"""Outputs of single requests, of requests for several texts, and tokens' origins."""
+"""Outputs of requests for one or several texts, and the origins of tokens."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -89,7 +89,7 @@ def test_deltas_and_cumulative_outputs_add_up():
         assert_idle(engine)
 
 
-def test_text_i_has_the_seed_plus_i():
+def test_text_i_of_a_request_uses_seed_plus_i():
     engine, runner = make_fake_engine()
     params = several(RequestOutputKind.FINAL_ONLY, seed=40)
     engine.add_request("a", PROMPT, params)
@@ -183,7 +183,7 @@ def wanting(**given: Any) -> SamplingParams:
 
 
 def check(part: CompletionOutput) -> list[str]:
-    """Return a part's origins; check that they match its tokens and text."""
+    """Return the origins of an output; check that they match its tokens and text."""
     pieces = part.token_origins
     assert pieces is not None
     assert [one.token_id for one in pieces] == list(part.token_ids)
@@ -192,13 +192,13 @@ def check(part: CompletionOutput) -> list[str]:
 
 
 def histogram_of(origins: list[str], num_draft_tokens: int) -> list[int]:
-    """Count steps by accepted drafts, from the origins alone."""
+    """Return a histogram of accepted drafts per step, from the origins alone."""
     counts, kept = [0] * (num_draft_tokens + 1), 0
     for origin in origins:
         if origin in ("recovered", "bonus"):
             counts[kept] += 1
         kept = kept + 1 if origin == "draft" else 0
-    counts[kept] += kept > 0  # an accepted draft ended the text
+    counts[kept] += kept > 0  # the last step, which an accepted draft ended
     return counts
 
 
@@ -227,7 +227,7 @@ def test_origins_match_the_counts(num_draft_tokens: int):
 def test_all_drafts_accepted_and_none():
     for accepts, expected in (
         (lambda low, high: high - 1, (["draft"] * 3 + ["bonus"]) * 2),
-        # For the last token alone nothing is drafted.
+        # A round that has room for only one token has no drafts.
         (lambda low, high: low, ["recovered"] * 7 + ["target"]),
     ):
         engine, runner = make_fake_engine(num_draft_tokens=3)
@@ -251,7 +251,7 @@ def test_no_origins_unless_requested():
 
 
 def ask_all_kinds(engine: LLMEngine, **given: Any) -> dict[str, list[list[str]]]:
-    """Return the origins by output kind and text; every part must match its tokens."""
+    """Return the origins by output kind and text; check every output."""
     for kind in KINDS:
         engine.add_request(kind.name, PROMPT, wanting(output_kind=kind, **given))
     by_kind = {}
@@ -269,7 +269,7 @@ def ask_all_kinds(engine: LLMEngine, **given: Any) -> dict[str, list[list[str]]]
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_in_every_kind_of_output(include: bool):
-    # The stop string starts twice before it matches: text is held back.
+    # The stop string seems to start twice before it matches, so text is held back.
     text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
     for seed in range(12):
         engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=5)
@@ -303,8 +303,8 @@ def test_origins_of_a_preempted_request():
 
 @given(ids=IDS, data=st.data())
 @EXAMPLES
-def test_texts_of_real_pieces_join(ids: list[int], data: Any):
-    """Bytes of a character, special tokens, stops; parts of any length."""
+def test_origins_cover_texts_of_the_real_tokenizer(ids: list[int], data: Any):
+    """Texts have byte tokens, special tokens and stops; outputs have any length."""
     whole = TOKENIZER.decode(ids)
     stops = []
     if whole and data.draw(st.booleans()):
@@ -315,7 +315,7 @@ def test_texts_of_real_pieces_join(ids: list[int], data: Any):
     known: list[int] = []
     pieces, first, start = [], 0, 0
     rounds = split(ids, data.draw(st.lists(st.integers(1, 7))))
-    rounds = [part for part in rounds if part] or [[]]  # a step brings a token at least
+    rounds = [part for part in rounds if part] or [[]]  # a step adds at least one token
     for index, part in enumerate(rounds):
         matched = stream.push(part)
         is_end = matched is not None or index == len(rounds) - 1
@@ -339,7 +339,7 @@ def test_texts_of_real_pieces_join(ids: list[int], data: Any):
     assert "".join(one.text for one in pieces) == stream.text
 
 
-def test_character_belongs_to_its_last_byte():
+def test_character_has_the_origin_of_its_last_byte_token():
     stream, origins = (
         TextStream(TOKENIZER, SamplingParams(), has_ends=True),
         OriginStream(),
@@ -352,7 +352,7 @@ def test_character_belongs_to_its_last_byte():
     assert [one.text for one in pieces] == ["a", "", "", "", "🦉"]
 
 
-def test_a_draft_that_is_the_target_is_never_recovered():
+def test_no_token_is_recovered_if_the_draft_is_the_target():
     engine = pair.engine("same")
     for temperature in (0.0, 1.0):
         params = wanting(max_tokens=21, temperature=temperature, ignore_eos=True)
@@ -362,7 +362,7 @@ def test_a_draft_that_is_the_target_is_never_recovered():
 
 
 class FakeRounds:
-    """An output processor, and rounds passed to it by the test."""
+    """Passes rounds that a test makes up to an output processor."""
 
     def __init__(self):
         config, self.stats = make_config(), EngineStats()
@@ -401,7 +401,7 @@ def values_of(outputs: list[RequestOutput]) -> list[Any]:
 
 @EXAMPLES
 @given(ids=IDS, sizes=st.lists(st.integers(0, 3), max_size=8))
-def test_fast_path_equals_slow_path(ids, sizes):
+def test_fast_path_gives_the_same_outputs_as_the_slow_path(ids, sizes):
     ways = []
     for is_fast in (True, False):
         rounds_of = FakeRounds()
@@ -449,7 +449,7 @@ def test_first_token_with_several_prompt_parts(kind, has_origins):
         extra_args={"return_token_origins": has_origins},
     )
     engine, _ = make_fake_engine()
-    prompt = [2] * (TILE + 7)  # the output depends on the last three tokens
+    prompt = [2] * (TILE + 7)  # the output has the last three tokens
     engine.add_request("only", prompt, params)
     (outputs,) = run_all(engine).values()
     first, (completion,) = outputs[0], outputs[0].outputs
@@ -495,10 +495,10 @@ def test_inter_token_latency_is_since_the_previous_round(
     assert first.stats.last_token_ts == second.stats.last_token_ts == 103.0
 
 
-def test_token_after_a_leaf_is_a_bonus():
+def test_token_after_an_accepted_leaf_is_a_bonus_token():
     origins = OriginStream()
     origins.push(3, 3, 1, 1)
     origins.push(2, 3, 1)
-    origins.push(2, 3, 0, 2)  # ended by its second leaf
+    origins.push(2, 3, 0, 2)  # the second accepted leaf ends the text
     found = ["draft", "leaf", "bonus", "draft", "recovered", "leaf", "leaf"]
     assert origins._origins == found

@@ -1,4 +1,4 @@
-"""Resident memory of whole processes, with every program compiled in them."""
+"""Resident memory of processes that compile all programs of an engine."""
 
 import os
 import platform
@@ -20,10 +20,10 @@ pytestmark = [
 ]
 
 MAX_SERVER_MB = 650
-# An engine that replaces another may leave this share of a process's memory behind.
+# A process may grow by this share when one engine replaces another.
 MAX_GROWTH = 1.1
 
-# Prints the resident MB with each engine, once its programs are compiled.
+# A script that prints the resident MB with each engine, once its programs are compiled.
 ENGINES = """
 import resource, sys, time
 from pathlib import Path
@@ -50,7 +50,7 @@ for num_draft_tokens in [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """A user's environment: one device, default compiler flags, an empty cache."""
+    """Return a user's environment: one device, default XLA flags, an empty cache."""
     kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return kept | {"XDG_CACHE_HOME": str(cache)}
 
@@ -81,7 +81,7 @@ def test_server_memory_after_warm_up(tmp_path: Path):
 
 
 @pytest.mark.parametrize("end", ["shutdown", "drop"])
-def test_memory_flat_over_engines(tmp_path: Path, end: str):
+def test_memory_does_not_grow_when_engines_are_replaced(tmp_path: Path, end: str):
     done = subprocess.run(
         [sys.executable, "-c", ENGINES, end],
         capture_output=True,
@@ -93,5 +93,5 @@ def test_memory_flat_over_engines(tmp_path: Path, end: str):
     assert done.returncode == 0, done.stderr
     _, second, *later = map(float, done.stdout.split())
     assert len(later) == 10
-    # The first process-wide tables are filled by then.
+    # With the first engine, tables that the process needs once were filled.
     assert max(later) <= MAX_GROWTH * second, done.stdout.split()

@@ -34,14 +34,14 @@ QUICK = [(name, 1) for name in ("base", "many_rows_few_pages", "switching", "ada
 
 
 def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
-    """Rounds so short that a launch may run the most that are allowed."""
+    """Return a loop whose rounds are so short that launches run the maximum number."""
     loop = Loop(make_config(num_scheduler_steps=STEPS, **changes), seed, depth)
     loop.fastest_s, loop.prompt_token_s = MAX_LAUNCH_S / 50, MAX_LAUNCH_S / 5000
     return loop
 
 
 def mostly_final_only(number: int, random: np.random.Generator, config: Any) -> Request:
-    """Most requests return only their final output."""
+    """Make requests, of which most return only their final output."""
     request = make_request(number, random, config)
     if random.random() < 0.8:
         request.params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -50,7 +50,7 @@ def mostly_final_only(number: int, random: np.random.Generator, config: Any) -> 
 
 
 def check_newest(loop: Loop, count: int) -> None:
-    """Assert the conditions of a launch with several rounds."""
+    """Assert that the newest launch had several rounds only if that was allowed."""
     for launch in loop.launches[count:]:
         if launch.num_rounds > 1:
             assert not launch.plan.tiles
@@ -60,8 +60,7 @@ def check_newest(loop: Loop, count: int) -> None:
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
-        # Engines launch ahead of what they have read, so that depth is 1. The other
-        # configurations differ in what `test_scheduler.py` runs in single rounds.
+        # Depth 1 is what engines use: one launch runs ahead of what they have read.
         pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow)
         for one in itertools.product(CONFIGS, (0, 1))
     ],
@@ -122,7 +121,7 @@ def test_requests_can_be_dropped_at_any_time(name):
 
 
 def run_all(loop: Loop, requests: list[Request]) -> list[int]:
-    """Rounds of each launch that only decodes, all of which begin together."""
+    """Run requests that start together; return the rounds of each decoding launch."""
     for request in requests:
         loop.scheduler.add(request)
     while loop.step():
@@ -146,15 +145,16 @@ def test_launch_has_the_allowed_number_of_rounds(num_draft_tokens):
     loop = make_loop(changes)
     counts = run_all(loop, make_requests(loop.config, 1, only_final_output=True))
     assert counts[0] == 1, "first what a round takes is seen"
-    # Twenty tokens, and no launch may reach beyond the last.
+    # Texts have twenty tokens, and no launch may run past the last.
     assert max(counts) == min(STEPS, 3 if num_draft_tokens else 19)
     assert len(counts) < len(ones)
     if not num_draft_tokens:
-        assert sum(counts) == sum(ones) == 19  # and the prompt's own token
+        # The first of the twenty is sampled after the prompt.
+        assert sum(counts) == sum(ones) == 19
 
 
 def test_streams_get_every_round():
-    """All requests of a launch with a stream have one round."""
+    """If one request of a launch streams its output, the launch has one round."""
     loop = make_loop({})
     shown, other = make_requests(loop.config, 2, only_final_output=True)
     shown.only_final_output, shown.max_total = False, 76
@@ -173,7 +173,7 @@ def test_long_rounds_run_one_per_launch():
 
 
 def test_waiting_requests_limit_a_launch_to_one_round():
-    """One row, two requests: the second waits while the first runs."""
+    """There is one row for two requests, so the second waits while the first runs."""
     loop = make_loop(dict(max_num_seqs=1))
     first, second = make_requests(loop.config, 2, only_final_output=True)
     for request in (first, second):
@@ -200,7 +200,8 @@ def test_rounds_are_limited_by_free_pages(num_free):
     count = len(loop.launches)
     loop.step()
     assert loop.scheduler.stats.num_preemptions == 0
-    # Without a free page it is left out of the launch, and a launch is read.
+    # Without a free page, the step launches nothing; it only reads the result of an
+    # earlier launch.
     found = [launch.num_rounds for launch in loop.launches[count:]]
     assert found == ([min(num_free, STEPS)] if num_free else [])
     pages.release(taken)
@@ -211,7 +212,7 @@ def test_rounds_are_limited_by_free_pages(num_free):
 
 
 def test_end_of_one_sequence_ends_the_launch():
-    """Rounds that did not run are undone: tokens, rounds, draft lag."""
+    """Tokens, rounds and draft lag of rounds that did not run are subtracted again."""
     probe = make_loop(dict(num_draft_tokens=0))
     (said,) = make_requests(probe.config, 1)
     run_all(probe, [said])
@@ -249,7 +250,7 @@ def test_rounds_are_counted_and_timed_one_by_one():
 def test_metrics_count_rounds_and_not_launches(monkeypatch):
     monkeypatch.setattr(
         prefill_budget, "MAX_LAUNCH_S", 60.0
-    )  # however slow this machine is
+    )  # on a machine of any speed
     found, launches = [], []
     for steps in (1, STEPS):
         engine, runner = make_fake_engine(num_draft_tokens=3, num_scheduler_steps=steps)

@@ -29,11 +29,11 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
         ({"speculative_model": "draft", "num_speculative_tokens": 5}, SAME),
         ({"speculative_config": SAME}, SAME),
         ({"spec_model": "draft", "spec_tokens": 5}, SAME),
-        # Mixed generations, and one value given twice.
+        # Arguments of several vLLM versions mixed, and one value given twice.
         ({"speculative_config": {"model": "draft"}, "num_speculative_tokens": 5}, SAME),
         ({"speculative_config": SAME, "spec_model": "draft"}, SAME),
         ({"speculative_config": {"model": "draft", "num-speculative-tokens": 5}}, SAME),
-        # Keys without effect, and switches that are off.
+        # Keys that have no effect, and switches that are off.
         ({"speculative_config": SAME | {"enforce_eager": True}}, SAME),
         ({"speculative_config": SAME | {"parallel_drafting": False}}, SAME),
         ({"speculative_config": SAME | {"quantization": None}}, SAME),
@@ -61,7 +61,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
                 "method": "draft_model",
             },
         ),
-        # Forced acceptance.
+        # Acceptance forced to given rates.
         (
             {
                 "speculative_config": SAME
@@ -92,7 +92,8 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             {"spec_method": "pard", "speculative_config": SAME},
             SAME | {"method": "pard"},
         ),
-        # n-gram drafts: the first generation requires the longest, 1 is shortest ...
+        # n-gram drafts: in vLLM's oldest arguments the maximum is required, and the
+        # minimum defaults to 1 ...
         ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, lookup(4, 1)),
         (
             {
@@ -103,7 +104,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             },
             lookup(4, 3) | {"num_speculative_tokens": 5},
         ),
-        # ... in the others both default to 5, or to the one that is given.
+        # ... in later versions both default to 5, or to the one that is given.
         ({"spec_method": "ngram"}, lookup(5, 5)),
         ({"spec_model": "ngram"}, lookup(5, 5)),
         ({"speculative_config": {"method": "ngram"}}, lookup(5, 5)),
@@ -125,7 +126,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             },
             lookup(6, 2),
         ),
-        # Both kinds of draft.
+        # A lookup with a draft model.
         (
             {"spec_method": "ngram+draft_model", "spec_model": "draft"},
             {"model": "draft"} | lookup(5, 5, "ngram+draft_model"),
@@ -155,7 +156,8 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             suffix(max_tree_depth=32, max_spec_factor=2.0)
             | {"num_speculative_tokens": 12},
         ),
-        # Cached answers: only with this rule are texts independent of them.
+        # The answer cache needs this rule: with others, texts would depend on past
+        # answers.
         (
             {
                 "speculative_config": {
@@ -171,7 +173,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
         ),
     ],
 )
-def test_three_generations_mean_the_same(
+def test_arguments_of_all_vllm_versions_give_the_same_config(
     arguments: dict[str, Any], expected: dict[str, Any] | None
 ):
     assert merge(arguments) == expected
@@ -333,7 +335,7 @@ def test_rejects_unsupported_values(arguments: dict[str, Any], given: str):
 
 
 def test_draft_kv_cache_dtype_must_be_the_targets():
-    """By either of vLLM's names; the draft's settings do not contain it."""
+    """Both of vLLM's names are accepted, and the draft's config does not store it."""
     expected = merge({"speculative_config": SAME})
     for target, draft in (("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8"), ("int8", "int8")):
         config = SAME | {"kv_cache_dtype": draft}

@@ -1,4 +1,4 @@
-"""Masks equal those of a new matcher, and grammars are compiled or rejected."""
+"""Masks equal those of a new matcher; grammars are compiled or rejected."""
 
 import gc
 import itertools
@@ -37,14 +37,14 @@ FORM = StructuredOutputsParams(regex=r"([%-*]{2,4}-)+[0-5]{0,6}")
 COMPILER = GrammarCompiler(StubTokenizer(VOCAB), VOCAB, (EOS,))
 EOS, OTHER_END = 1, 2
 STUB = GrammarCompiler(StubTokenizer(16), 16, (EOS, OTHER_END))
-# Tokens 4 to 15 of the stub are these characters.
+# The stub tokenizer decodes tokens 4 to 15 to these characters.
 LETTERS = "%&'()*+,-./0"
 CIRCULAR: dict[str, Any] = {"type": "object"}
 CIRCULAR["properties"] = {"a": CIRCULAR}
 
 
 def fresh_masks(text: list[int], drafts: list[int]) -> np.ndarray:
-    """Return the expected masks: with one new matcher for every row."""
+    """Return the expected masks, from a new matcher for every row."""
     masks = np.full((len(drafts) + 1, WORDS), EVERYTHING)
     for row in range(len(drafts) + 1):
         matcher = COMPILER.matcher(FORM)
@@ -76,7 +76,7 @@ def ids_of(mask: np.ndarray) -> list[int]:
 
 
 def ask(masks: TokenMasks, *rows: tuple[Any, list[int], list[int]]) -> np.ndarray:
-    """Request masks for (state, text, drafts) of several sequences at once."""
+    """Request masks for several sequences (state, text, drafts) in one call."""
     newest = np.zeros((len(rows), WINDOW), np.int32)
     for index, (_, text, _) in enumerate(rows):
         known = [7] * NUM_PROMPT + text
@@ -103,7 +103,7 @@ def opened() -> tuple[TokenMasks, GrammarState]:
 
 
 def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]:
-    """Return tokens that mostly continue the text, sometimes random ones."""
+    """Return tokens that usually continue the text as its grammar allows."""
     tokens: list[int] = []
     for _ in range(count):
         choices = ids_of(fresh_masks([*text, *tokens], [])[0])
@@ -128,7 +128,7 @@ def test_masks_of_random_rounds(seed):
         drafts = drawn(text, DRAFTS, random)
         answer = ask(masks, (state, text, drafts))
         np.testing.assert_array_equal(answer[0], fresh_masks(text, drafts))
-        # A repeated request, as of a program that runs twice, gives the same masks.
+        # A program that runs twice requests the same masks again.
         np.testing.assert_array_equal(ask(masks, (state, text, drafts)), answer)
         accepted = 0
         while accepted < DRAFTS and drafts[accepted] in ids_of(answer[0, accepted]):
@@ -138,7 +138,7 @@ def test_masks_of_random_rounds(seed):
         text += [*kept, int(random.choice(choices))]
         if EOS in text:
             text = text[: text.index(EOS) + 1]
-        if random.random() < 0.2:  # a prompt's last tile asks without drafts
+        if random.random() < 0.2:  # the last tile of a prompt has no drafts
             answer = ask(masks, (state, text, []))
             np.testing.assert_array_equal(answer[0], fresh_masks(text, []))
 
@@ -149,10 +149,10 @@ def test_only_the_end_token_follows_a_complete_text():
     for end in ([EOS], [EOS, EOS, EOS]):
         answer = ask(masks, (state, text + end, [EOS, EOS, 4]))[0]
         assert [ids_of(row) for row in answer[:3]] == [[EOS]] * 3
-        assert (answer[3] == EVERYTHING).all()  # after a draft that cannot be
+        assert (answer[3] == EVERYTHING).all()  # after a draft that the grammar forbids
 
 
-def test_rolled_back_text_is_read_again():
+def test_text_after_a_rollback_gets_the_right_masks():
     masks, state = opened()
     ask(masks, (state, [4, 5, 12, 20], [20, 20, 20]))
     for text in ([4, 5, 6], [4, 5, 12], [], [7, 7, 12, EOS]):
@@ -160,7 +160,7 @@ def test_rolled_back_text_is_read_again():
         np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 4, 12]))
 
 
-def test_sync_reads_many_tokens_up_to_the_window():
+def test_matcher_follows_new_tokens_up_to_its_window():
     masks, state = opened()
     text = [4, 5, 12] * 6
     answer = ask(masks, (state, text, [4, 5, 12]))
@@ -198,14 +198,14 @@ def test_state_is_dropped_with_its_last_reference():
     assert masks.num_questions == 1
 
 
-def test_draft_requests_one_mask_at_a_time():
+def test_draft_model_requests_one_mask_at_a_time():
     masks, state = opened()
     text, drafts = [4, 5], [12, 4, 5]
     expected = fresh_masks(text, drafts)
     newest = np.zeros((1, WINDOW), np.int32)
     newest[0, -2:] = text
     for before in range(DRAFTS):
-        # Drafts that are not sampled yet are random.
+        # Drafts that are not sampled yet have random values.
         asked = [drafts[:before] + [39] * (DRAFTS - before)]
         answer = masks(
             np.array([state.grammar_id]),
@@ -218,7 +218,7 @@ def test_draft_requests_one_mask_at_a_time():
     np.testing.assert_array_equal(ask(masks, (state, text, drafts))[0], expected)
 
 
-def test_masks_of_the_draft_are_not_computed_again():
+def test_verification_reuses_the_masks_of_the_draft_model():
     masks, state = opened()
     ask(masks, (state, [4], [5, 12, 4]))
     known_before = dict(state.known_masks)
@@ -232,7 +232,7 @@ def test_masks_of_the_draft_are_not_computed_again():
 
 
 def slow_states(monkeypatch: pytest.MonkeyPatch, count: int) -> Any:
-    """States whose masks are computed once an event is set, and that event."""
+    """Return states whose masks wait for an event, and that event."""
     gate, compute = threading.Event(), Matcher.mask
     states = [make_state() for _ in range(count)]
     slow = [state.matcher for state in states]
@@ -257,7 +257,7 @@ def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     np.testing.assert_array_equal(answer[1], fresh_masks([4, 5], [12, 4, 5]))
     assert (slow.late_length, slow.is_slow) == (1, True)
     assert (other.late_length, other.is_slow) == (None, False)
-    # A launch in flight requests masks for tokens that are dropped.
+    # A launch in flight requests masks for tokens that will be discarded.
     assert [ids_of(row) for row in ask(masks, (slow, [4, EOS], [4, 4, 4]))[0]] == (
         [[EOS]] * 4
     )
@@ -268,7 +268,7 @@ def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
         assert slow.is_ready([4], threads)
     assert slow.late_length is None and slow.is_slow
     gate.clear()
-    # The launch has no drafts of this row: no mask after them is computed.
+    # This row has no drafts in the launch, so no mask after drafts is computed.
     answer = ask(masks, (slow, [4], [5, 12, 4]))[0]
     np.testing.assert_array_equal(answer[0], fresh_masks([4], [])[0])
     assert slow.late_length is None
@@ -278,7 +278,7 @@ def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     )
 
 
-def test_many_slow_masks_do_not_add_up(monkeypatch):
+def test_wait_for_many_slow_masks_is_bounded(monkeypatch):
     states, gate = slow_states(monkeypatch, 12)
     masks = TokenMasks(VOCAB)
     for state in states:
@@ -351,7 +351,7 @@ def test_masks_allow_exactly_the_possible_matches(pattern):
 
 
 def texts_of(compiler, tokenizer, params, seed: int, end: int) -> str:
-    """A random walk over the allowed tokens, of several characters each."""
+    """Return texts of random walks over the allowed tokens of several characters."""
     matcher, random, tokens = compiler.matcher(params), np.random.default_rng(seed), []
     while len(tokens) < 400:
         choices = sorted(allowed(matcher, tokenizer.vocab_size))
@@ -413,9 +413,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_allowed_texts_match_the_form(form, bundled):
+def test_texts_of_allowed_tokens_match_the_grammar(form, bundled):
     (end,) = bundled.turn_end_ids
-    compiler = GrammarCompiler(bundled, 8200, (EOS, end))  # pad rows at the end
+    compiler = GrammarCompiler(bundled, 8200, (EOS, end))  # padding rows at the end
     given, fits = FORMS[form]
     params = StructuredOutputsParams(**given)
     texts = [texts_of(compiler, bundled, params, seed, end) for seed in range(8)]
@@ -429,7 +429,7 @@ WHITE = " \n\r\t"
 def written_by_a_lover_of_white_space(
     compiler: GrammarCompiler, tokenizer: Tokenizer, params: StructuredOutputsParams
 ) -> str | None:
-    """Return a text with all allowed white space; None if it never ends."""
+    """Return a text with as much white space as is allowed; None if it never ends."""
     matcher, tokens = compiler.matcher(params), list[int]()
     while len(tokens) < 1000:
         choices = sorted(allowed(matcher, tokenizer.vocab_size) - {EOS})
@@ -465,7 +465,7 @@ PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
         (dict(json=GUIDED, whitespace_pattern=" "), {}, 1),
     ],
 )
-def test_white_space_of_json(params, config, longest, bundled):
+def test_white_space_in_json_follows_the_options(params, config, longest, bundled):
     compiler = GrammarCompiler(
         bundled, bundled.vocab_size, (EOS,), StructuredOutputsConfig(**config)
     )
@@ -480,7 +480,7 @@ def test_white_space_of_json(params, config, longest, bundled):
 
 
 @pytest.mark.parametrize("indent", [None, 1, 2, 4, "\t"])
-def test_json_may_be_written_over_lines(indent, bundled):
+def test_json_may_have_line_breaks(indent, bundled):
     value = {"name": "", "age": 3, "tags": ["a", "\u00e9"]}
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
@@ -490,7 +490,7 @@ def test_json_may_be_written_over_lines(indent, bundled):
         assert num_taken(matcher, tokens) == len(tokens)
 
 
-def test_engine_default_of_additional_properties(bundled):
+def test_additional_properties_follow_the_engine_option(bundled):
     config = StructuredOutputsConfig(disable_additional_properties=True)
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
     schema = {"type": "object", "properties": {"a": {"type": "null"}}}
@@ -500,7 +500,7 @@ def test_engine_default_of_additional_properties(bundled):
 
 
 def test_additional_properties_of_data_are_unchanged(bundled):
-    """Values that look like schemas, and a property with a keyword's name."""
+    """A schema has values that look like schemas, and a property named as a keyword."""
     config = StructuredOutputsConfig(disable_additional_properties=True)
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
     schema = {
@@ -574,7 +574,7 @@ def test_white_space_and_additional_properties_of_json(bundled):
         (dict(json_object=True, whitespace_pattern="("), "unclosed group"),
     ],
 )
-def test_bad_form_is_rejected_with_the_reason(given, message):
+def test_bad_structured_outputs_are_rejected_with_the_reason(given, message):
     with pytest.raises(RequestError, match=message) as caught:
         STUB.matcher(StructuredOutputsParams(**given))
     assert caught.value.parameter == "structured_outputs"
@@ -591,22 +591,22 @@ def test_matchers_of_one_grammar_are_independent():
 def test_grammar_cache_is_limited_in_bytes(monkeypatch):
     compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
     forms = [StructuredOutputsParams(regex=f"%{{{count}}}") for count in range(1, 9)]
-    # The real sizes grow with the time that a lexer has run.
+    # Fixed sizes, because the real ones grow while a lexer is used.
     monkeypatch.setattr(grammar_matcher.Grammar, "num_bytes", 1000)
     monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 3500)
     for form in forms:
         compiler.matcher(form)
     assert len(compiler._cache) == 3
-    compiler.matcher(forms[5])  # the oldest, and from now on the newest
+    compiler.matcher(forms[5])  # the oldest grammar becomes the newest by use
     compiler.matcher(forms[0])
     assert str(forms[5].regex) in " ".join(compiler._cache)
-    # A grammar larger than the limit is cached while it is the newest.
+    # A grammar larger than the whole limit is cached while it is the newest.
     monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 1)
     compiler.matcher(forms[0])
     assert len(compiler._cache) == 1
 
 
-def test_used_up_lexer_is_dropped():
+def test_lexer_at_its_limit_is_dropped_from_the_cache():
     matcher = STUB.matcher(StructuredOutputsParams(regex="[%&]{9}"))
     grammar: Any = matcher._grammar
     before = grammar.num_bytes
@@ -641,7 +641,7 @@ def chain_of_schemas(count: int) -> StructuredOutputsParams:
 @pytest.mark.parametrize(
     "params", [chain_of_rules(5000), chain_of_schemas(1400)], ids=["rules", "schemas"]
 )
-def test_a_long_chain_does_not_end_the_process(params):
+def test_long_chain_of_references_does_not_crash_the_process(params):
     assert allowed(STUB.matcher(params))
 
 
@@ -650,7 +650,7 @@ def test_many_threads_request_masks(monkeypatch):
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        # More than are kept: while one is looked up, another makes room for a third.
+        # More grammars than the cache holds: lookups and evictions run concurrently.
         texts = ["%" * number for number in range(1, 30)] * 20
         forms = [StructuredOutputsParams(choice=[text]) for text in texts]
         compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
@@ -662,7 +662,7 @@ def test_many_threads_request_masks(monkeypatch):
 
 
 def test_compilers_restore_the_stack_size(monkeypatch):
-    """Two engines of a process compile grammars at the same time."""
+    """Two engines of a process may compile grammars at the same time."""
     set_size, before = threading.stack_size, threading.stack_size()
 
     def set_slowly(size: int = 0) -> int:
@@ -682,7 +682,7 @@ def test_compilers_restore_the_stack_size(monkeypatch):
         set_size(before)
 
 
-def test_a_schema_cannot_forge_lines_of_the_log(caplog):
+def test_schema_cannot_inject_lines_into_the_log(caplog):
     schema: dict[str, Any] = {"type": "string", "format": "date\nINFO forged"}
     schema["x-guidance"] = {"lenient": True}
     COMPILER.matcher(StructuredOutputsParams(json=schema))

@@ -1,7 +1,7 @@
-"""Forty thousand steps of arrivals, aborts, preemptions and changing K.
+"""Run random traffic: arrivals, aborts, preemptions and changing K.
 
-The device of plain Python asserts at every launch that each slot that is read was
-written for that very prefix; between launches nothing may be lost.
+The fake device asserts at every launch that each slot that it reads was written for the
+same prefix. Between launches, every page must be held, cached or free.
 """
 
 import itertools
@@ -30,12 +30,12 @@ from tests.support.engines import StubTokenizer
 from tests.support.fake_device import FakeRunner, random_truth
 from tests.support.loops import Loop, make_config, make_request
 
-# Steps within which everything must end once no request arrives any more.
+# Number of steps within which all requests must end after the last arrival.
 PATIENCE = 3000
 
 
 class MovingPolicy(SpeculationPolicy):
-    """A policy that drafts at most `cap` tokens, for any configuration."""
+    """A policy that drafts at most `cap` tokens, with any configuration."""
 
     cap = 8
 
@@ -44,7 +44,7 @@ class MovingPolicy(SpeculationPolicy):
 
 
 class Traffic(RuleBasedStateMachine):
-    """Random arrivals and aborts, with a scheduler and a fake device."""
+    """Sends random requests and aborts to a scheduler with a fake device."""
 
     num_steps = 0
     num_preemptions = 0
@@ -133,26 +133,26 @@ class Traffic(RuleBasedStateMachine):
 
 def run(max_examples: int, steps: int) -> type[Traffic]:
     class Fresh(Traffic):
-        """Counts of its own."""
+        """A copy with separate counts."""
 
     run_state_machine_as_test(
         Fresh,
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=steps,
-            derandomize=True,  # how much of everything happens is counted below
+            derandomize=True,  # counts of what happened are checked below
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
     return Fresh
 
 
-def test_a_little_traffic():
+def test_short_random_traffic():
     assert run(8, 25).num_steps > 0
 
 
 @pytest.mark.long_suite(name="traffic")
-def test_forty_thousand_steps():
+def test_random_traffic_of_forty_thousand_steps():
     ran = run(300, 60)
     assert ran.num_steps >= 40_000
     assert ran.num_preemptions > 200
@@ -161,7 +161,7 @@ def test_forty_thousand_steps():
 
 
 class ForgetfulRunner(FakeRunner):
-    """Records only the shapes of launches."""
+    """A fake runner that records only the shapes of launches, to save memory."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -183,7 +183,7 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize(
     "total", members("traffic", (500, 20_000), is_example=lambda total: total == 500)
 )
-def test_many_requests_leave_nothing_behind(total: int):
+def test_memory_does_not_grow_with_the_number_of_requests(total: int):
     window = 12
     config = make_config(max_num_seqs=8, num_pages=60, num_draft_tokens=3)
     runner = ForgetfulRunner(config, random_truth(16))
@@ -216,9 +216,10 @@ def test_many_requests_leave_nothing_behind(total: int):
     while engine.has_unfinished_requests():
         engine.step()
     engine.scheduler.check_idle()
-    # `warm_up` compiles those, so that none of the requests would have to wait for one.
+    # Every launched shape is one that `warm_up` compiles, so that no request would wait
+    # for a program.
     assert runner.shapes <= set(engine.scheduler.shapes.all(with_on_demand=True))
-    if total >= 20_000:  # of fewer, what Python keeps for the next is a larger part
+    if total >= 20_000:  # else Python's free lists matter
         assert resident_bytes() <= 1.01 * middle
     assert not engine.output_processor.streams
     assert not engine.output_processor.parents

@@ -1,4 +1,4 @@
-"""A warm-up compiles what requests will need, and nothing twice."""
+"""A warm-up compiles every program that requests will need, and none twice."""
 
 import dataclasses
 
@@ -32,11 +32,11 @@ def test_warm_up_compiles_programs_of_special_requests():
     engine.warm_up(10, [special])
     most = engine.config.num_logprobs
     plain = {Features(), Features(all_greedy=True)}
-    # Controls and log-probabilities share their programs.
+    # Requests with controls and with logprobs share programs.
     form = Features(has_controls=True, num_logprobs=most)
     assert {shape.features for shape in asked} == {*plain, form}
     assert len(set(asked)) == len(asked)
-    # Short prompts that arrive together are one long chunk.
+    # Short prompts that arrive together need a program with a large chunk.
     for number in range(7):
         params = special if number == 3 else SamplingParams(max_tokens=3)
         engine.add_request(str(number), [2] * 9, params)

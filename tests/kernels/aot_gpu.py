@@ -1,4 +1,4 @@
-"""Compiles kernels for an H200 that is not present, and reports their resources.
+"""Compile kernels for an H200 that this machine lacks, and report their resources.
 
 `python -m tests.kernels.aot_gpu` compiles every program in `PROGRAMS` and writes
 `benchmarks/results/aot_gpu.json`; with names as arguments, it prints those. The CUDA
@@ -36,7 +36,8 @@ from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "jaxspec" / "engine" / "memory" / "targets" / "h200.txtpb"
 RESULTS = ROOT / "benchmarks" / "results" / "aot_gpu.json"
-# Of one multiprocessor; a program also takes 1 kB of shared memory for the driver.
+# Resources of one multiprocessor; the driver takes 1 kB of shared memory per thread
+# block.
 REGISTERS, SHARED_BYTES, RESERVED_BYTES = 65536, 233472, 1024
 _WIDE_COPY = re.compile(r"cp\.async\.cg\.shared\.global.*?, (?:0x10|16)\b")
 _NARROW_LOAD = re.compile(r"\bld\.global\S*\.b(?:8|16)\s")
@@ -44,7 +45,7 @@ _NARROW_LOAD = re.compile(r"\bld\.global\S*\.b(?:8|16)\s")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """Resources of one launch; `registers` is per thread."""
+    """Resources of one kernel launch; `registers` is per thread."""
 
     name: str
     grid: tuple[int, ...]
@@ -52,13 +53,13 @@ class Kernel:
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    wide_copies: int  # instructions that bring 16 bytes to shared memory, unawaited
+    wide_copies: int  # asynchronous 16-byte copies to shared memory
     narrow_loads: int  # instructions that load less than 4 bytes
 
     @property
     def resident(self) -> int:
-        """Programs that one multiprocessor holds at once."""
-        # Registers are given out in eights.
+        """Number of thread blocks that one multiprocessor runs at once."""
+        # Registers are allocated in groups of eight.
         registers = -(-self.registers // 8) * 8 * self.threads
         shared = self.shared_bytes + RESERVED_BYTES
         return min(REGISTERS // registers, SHARED_BYTES // shared, 32)
@@ -66,13 +67,13 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Kernels in order of launch, and bytes of memory for what they pass on."""
+    """The kernels in order of launch, and the bytes of their intermediate results."""
 
     kernels: tuple[Kernel, ...]
     temp_bytes: int
 
     def row(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Return all values for JSON."""
         kernels = [
             dataclasses.asdict(kernel)
             | {"grid": list(kernel.grid), "resident": kernel.resident}
@@ -87,9 +88,9 @@ class Program:
 
     case: Case
     dtype: str = "bfloat16"
-    kept: str | None = None  # by the pages, if not the same
+    kept: str | None = None  # type of the pages, if it differs
     is_tree: bool = False
-    chips: int = 1  # the KV heads are divided among them
+    chips: int = 1  # devices over which KV heads are split
     tiles: Tiles | None = None
 
 
@@ -115,7 +116,7 @@ PROGRAMS = {name: Program(case=case) for name, case in (CASES | REAL_CASES).item
 
 
 def missing() -> str | None:
-    """Return why nothing can be compiled here, or None."""
+    """Return why this machine cannot compile for the GPU, or None."""
     lacks = None
     if not any(_has_module(f"jax_plugins.xla_cuda{major}") for major in (12, 13)):
         lacks = "no CUDA plugin of jax is installed"
@@ -125,12 +126,12 @@ def missing() -> str | None:
 
 
 def _has_module(name: str) -> bool:
-    """Whether a package has a module; `find_spec` raises if there is no package."""
+    """Return whether a module exists; `find_spec` raises if its package does not."""
     return find_spec(name.partition(".")[0]) is not None and find_spec(name) is not None
 
 
 def _ptxas() -> Path | None:
-    """The assembler of NVIDIA's wheel, or else the one on the path."""
+    """Return the path of ptxas in NVIDIA's wheel, or else on PATH."""
     wheels = find_spec("nvidia")
     for folder in (wheels and wheels.submodule_search_locations) or ():
         for found in Path(folder).glob("*/bin/ptxas"):
@@ -141,7 +142,7 @@ def _ptxas() -> Path | None:
 
 @functools.cache
 def mesh(chips: int = 1) -> Mesh:
-    """H200s that can be compiled for and not run on."""
+    """Return a mesh of described H200s, for compilation only."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{chips}"
     )
@@ -150,7 +151,7 @@ def mesh(chips: int = 1) -> Mesh:
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Write nothing to jax's cache: a program for a described chip cannot be read."""
+    """Disable jax's cache: it cannot read programs for described chips."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, float("inf"))
@@ -170,20 +171,22 @@ def compile_for_h200(
     """Compile a program; return it, its kernels, and its number of launches.
 
     Args:
-        shapes: Of its arguments, with shardings.
-        prefix: Of the kernels that are wanted, each once; without one, the program must
-            be nothing but kernels, and they are in order of launch.
+        shapes: Shapes and shardings of the arguments.
+        prefix: Return only kernels whose names have this prefix, each once. Without a
+            prefix, the program must consist of kernels, which are returned in order of
+            launch.
 
     Raises:
         jax.errors.JaxRuntimeError: the chip cannot hold it.
     """
-    # From jax 0.11 on, assembly has to be asked for; before, asking costs 8 s each.
+    # From jax 0.11 on, assembly must be requested; before, a request takes 8 s per
+    # program.
     wanted = {"xla_dump_emitter_re": "ptx"} if jax.__version_info__ >= (0, 11) else {}
     with (
         tempfile.TemporaryDirectory() as folder,
         uncached(),
         warnings.catch_warnings(),
-        # jax asks this mesh, not a device, for the chip's generation.
+        # jax reads the chip's generation from this mesh, not from a device.
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
@@ -206,7 +209,8 @@ def _read_dump(folder: Path, prefix: str) -> tuple[tuple[Kernel, ...], int]:
         r"\s+shared_memory: (\d+) bytes",
         text,
     )
-    # A copy, a collective, a library's call: not what these programs are made of.
+    # Anything else would be a copy, a collective or a library call, which these
+    # programs must not have.
     assert prefix or len(found) == len(text.splitlines()), f"not only kernels: {text}"
     kernels = [
         Kernel(
@@ -225,7 +229,7 @@ def _read_dump(folder: Path, prefix: str) -> tuple[tuple[Kernel, ...], int]:
 
 
 def _assemble(source: Path) -> dict[str, dict[str, int]]:
-    """What the assembler and the assembly say about every kernel in a file."""
+    """Assemble a file; return the resources of every kernel in it."""
     ptxas = _ptxas()
     assert ptxas is not None
     command = [ptxas, "-v", "-arch=sm_90a", source, "-o", source.with_suffix(".o")]
@@ -284,7 +288,7 @@ def compile_program(program: Program) -> Compiled:
             mesh=mesh(chips),
             in_specs=tuple(spec for _, _, spec in arguments),
             out_specs=heads,
-            check_vma=False,  # a kernel's result does not say over what it varies
+            check_vma=False,  # the result of a kernel has no varying-axes annotation
         )
     shapes: list[Any] = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(chips), spec))
@@ -298,7 +302,7 @@ def compile_program(program: Program) -> Compiled:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the tools that generate the machine code."""
+    """Return the versions of the tools that generate the machine code."""
     [plugin] = [
         found.version
         for found in importlib.metadata.distributions()
@@ -310,8 +314,8 @@ def versions() -> dict[str, str]:
 
 
 def main(names: list[str]) -> None:
-    """Print a line for every program named; write the file if none is."""
-    # Compilers are installed outside of the environment, see the Makefile.
+    """Compile the named programs and print them; without names, write the file."""
+    # The compilers are in a separate folder: see `aot` in the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
     reason = missing()
@@ -323,7 +327,7 @@ def main(names: list[str]) -> None:
         lines.append(f"{json.dumps(name)}: {row}")
         print(lines[-1], flush=True)
     if not names:
-        # A line for every program: a change of one shows as such.
+        # A line for every program, so that diffs show which ones changed.
         head = {
             "device": "NVIDIA H200, compiled for and not run",
             "command": "python -m tests.kernels.aot_gpu",

@@ -1,4 +1,4 @@
-"""Compiles kernels for TPUs that are not there, with libtpu from PyPI.
+"""Compile kernels for TPUs that this machine lacks, with libtpu from PyPI.
 
 `python -m tests.kernels.aot_tpu` compiles every program in `PROGRAMS` for every chip in
 `CHIPS` and writes `benchmarks/results/aot_tpu.json`. Nothing runs: no figure here is a
@@ -38,14 +38,14 @@ from jaxspec_kernels.paged_attention import tpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_tpu.json"
-# One chip of each kind, and the shape that says so.
+# Topology name of one chip of each kind, and its shape.
 CHIPS = {
     "v5e": ("v5e:1x1", (1, 1, 1)),
     "v5p": ("v5p:1x1x1", (1, 1, 1)),
     "v6e": ("v6e:1x1", (1, 1, 1)),
 }
-# libtpu's default limit for a kernel, of the 128, 64 and 128 MiB of a chip; XLA uses
-# the rest. A kernel beyond it does not compile.
+# libtpu's default VMEM limit of a kernel. Chips have 128, 64 and 128 MiB, of which XLA
+# uses the rest. A kernel beyond the limit does not compile.
 SCOPED_VMEM_BYTES = {"v5e": 16 * 2**20, "v5p": 16 * 2**20, "v6e": 32 * 2**20}
 MISSING = (
     None
@@ -57,10 +57,10 @@ _COLLECTIVES = r" (?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?\("
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler says about one kernel in a program of its own."""
+    """The compiler's report on a program with one kernel."""
 
-    vmem_bytes: int  # scoped: buffers, scratch and what Mosaic adds
-    whole_copies: int  # operations that make an array as large as a chip's pool
+    vmem_bytes: int  # scoped VMEM: buffers, scratch and Mosaic's own
+    whole_copies: int  # operations whose result is as large as a chip's pool of pages
     collectives: int
 
 
@@ -88,7 +88,7 @@ def _programs() -> dict[str, Program]:
     for head_dim in (64, 128, 256):
         case = replace(base, q_heads=8, kv_heads=1, head_dim=head_dim)
         programs[f"8-to-1/{head_dim}"] = Program(case=case)
-    # What the compiler does with a long pool of narrow heads depends on its layout.
+    # How a long pool of narrow heads is compiled depends on its layout.
     case = replace(CASES["tiny/verify"], context=8192)
     programs["tiny/verify/long"] = Program(case=case)
     programs["tiny/verify/long/row-major"] = Program(case=case, is_row_major=True)
@@ -99,7 +99,7 @@ PROGRAMS = _programs()
 
 
 def _topology(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
-    # No metadata server to ask, and other processes of a test run compile too.
+    # There is no metadata server here, and other test processes use libtpu too.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     settings = {} if host is None else {"chips_per_host_bounds": host}
@@ -110,26 +110,26 @@ def _topology(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
 
 @cache
 def sharding(chip: str) -> SingleDeviceSharding:
-    """Placement on a chip that exists for the compiler only."""
+    """Return a sharding on a described chip, for compilation only."""
     return SingleDeviceSharding(_topology(*CHIPS[chip])[0])
 
 
 @cache
 def mesh(topology: str, shape: tuple[int, int, int]) -> Mesh:
-    """Chips that exist for the compiler only, with the axes of the step program."""
+    """Return a mesh of described chips with the axes of step programs."""
     devices = np.array(_topology(topology)).reshape(shape)
     return Mesh(devices, ("data", "replica", "model"))
 
 
 @contextlib.contextmanager
 def no_compilation_cache() -> Iterator[None]:
-    """Neither read nor write compiled programs.
+    """Disable jax's cache in this context.
 
-    jax stores an executable for a chip that is not there, and then fails to read it.
+    jax stores executables for described chips, but fails to read them.
     """
     was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it remembers whether it was in use
+    compilation_cache.reset_cache()  # jax remembers whether the cache is in use
     try:
         yield
     finally:
@@ -143,10 +143,11 @@ def compile_kernel(
     *,
     pool: int,
 ) -> Compiled:
-    """Compile a function with one Pallas kernel in it; `pool` is an argument's index.
+    """Compile a function with one Pallas kernel.
 
     Args:
-        shapes: Of its arguments; the pool's may be `ScaledPages`, of which both count.
+        shapes: Shapes of the arguments. The argument with index `pool` may be
+            `ScaledPages`, whose two arrays both count.
 
     Raises:
         jax.errors.JaxRuntimeError: the compiler refuses it.
@@ -174,7 +175,7 @@ def compile_kernel(
 def _arguments(
     case: Case, dtype: DTypeLike, placements: Sequence[Sharding | Format]
 ) -> list[Any]:
-    """Query, pool, page table, lengths and, if a fifth placement is given, the mask."""
+    """Return the shapes of query, pool, page table, lengths and, if requested, mask."""
     table_len = -(-case.context // case.page_size)
     pool = (case.seqs * table_len, case.page_size, 2 * case.kv_heads, case.head_dim)
     made = [
@@ -192,7 +193,7 @@ def _arguments(
 
 @cache
 def _attend(case: Case, block_tokens: int | None = None) -> Callable[..., jax.Array]:
-    """The call, the same function for every chip: jax traces it once."""
+    """Return the call; it is one function for all chips, so that jax traces it once."""
 
     def attend(query, kv_pages, page_table, kv_len, mask=None):
         return tpu.paged_attention(
@@ -212,7 +213,7 @@ def _attend(case: Case, block_tokens: int | None = None) -> Callable[..., jax.Ar
 
 @cache
 def compile_attention(program: Program, chip: str) -> Compiled:
-    """Compile `paged_attention` for one chip; equal programs once."""
+    """Compile `paged_attention` for one chip; equal programs compile once."""
     one = sharding(chip)
     pool = Format(Layout((0, 1, 2, 3)), one) if program.is_row_major else one
     placements = [one, pool, one, one, *[one] * program.has_tree]
@@ -224,7 +225,7 @@ def compile_attention(program: Program, chip: str) -> Compiled:
 
 
 def compile_split(case: Case, topology: str, shape: tuple[int, int, int]) -> Compiled:
-    """Compile a case of the whole model under `shard_map`, as the step program has it.
+    """Compile a case of the whole model under `shard_map`, as step programs do.
 
     Sequences are split over `data`, heads over `model`.
     """
@@ -241,12 +242,12 @@ def compile_split(case: Case, topology: str, shape: tuple[int, int, int]) -> Com
 
 
 def versions() -> dict[str, str]:
-    """Versions that the figures depend on."""
+    """Return the versions on which the figures depend."""
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 
 def main() -> None:
-    """Compile every program for every chip and write what the compiler says."""
+    """Compile every program for every chip, and write the compiler's reports."""
     # Compilers are installed outside of the environment, see the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,4 @@
-"""The backends of paged attention, each called in one way by its tests and mutants."""
+"""Call the backends of paged attention, for tests and mutants."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,16 +16,17 @@ from jaxspec_kernels.paged_attention.cases import Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles
 from tests.kernels.oracle import EXACT, SMALL, UNOPTIMISED, Call, build, error
 
-# In SMALL: four pages in a block, and six blocks in the longest context.
+# With the sizes of SMALL: four pages per block, and six blocks in the longest context.
 BLOCK_TOKENS = 16
-# SMALL has ten rows a head: one tile. 90 tokens are six blocks in three shares.
+# SMALL has ten rows per head, which is one tile; 90 tokens are six blocks in three
+# splits.
 TILES = Tiles(rows=16, keys=16, splits=3)
-# Reads out of bounds raise, memory that was not written is NaN.
+# Interpreter settings: reads out of bounds raise, and uninitialized memory is NaN.
 STRICT = pltpu.InterpretParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
 _SETTINGS = ("scale", "soft_cap", "window")
-# Modules, as a mutant takes the place of the function in its module.
+# Modules instead of functions, because a mutant replaces the function in its module.
 BACKENDS = {"reference": reference, "cpu": cpu, "gpu": gpu, "tpu": tpu}
 OWN: dict[str, dict[str, Any]] = {
     "reference": dict(block_tokens=BLOCK_TOKENS),
@@ -36,7 +37,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def compiled(backend: str) -> Callable[..., jax.Array]:
-    """Return a new jit of a backend, which has not traced any earlier code."""
+    """Return a new jit of a backend, without cached traces."""
     options = UNOPTIMISED if backend in ("gpu", "tpu") else None
     return jax.jit(
         partial(BACKENDS[backend].paged_attention),
@@ -59,9 +60,9 @@ def run(
     """Return a backend's result in float32.
 
     Args:
-        arrays: Positional arguments in place of the call's.
-        function: In place of the shared jit.
-        own: Changes of the backend's own arguments.
+        arrays: Positional arguments that replace those of the call.
+        function: Function to run instead of the shared jit.
+        own: Changed arguments that only this backend has.
     """
     result = (function or COMPILED[backend])(
         *(arrays or call.arrays),
@@ -76,7 +77,7 @@ def run(
 def count_reads(
     monkeypatch: pytest.MonkeyPatch, backend: str, call: Call
 ) -> list[int | None]:
-    """Return what a backend reads: blocks (reference), pages (GPU, their ids; TPU)."""
+    """Return what a backend reads: counts of blocks or pages, or page ids (GPU)."""
     reads: list[int | None] = []
     add = partial(jax.debug.callback, lambda: reads.append(None))
     read, load, make = reference.from_storage, gpu.plgpu.load, tpu.copy_page
@@ -89,7 +90,7 @@ def count_reads(
         reads.extend(np.broadcast_to(page, mask.shape)[mask].tolist())
 
     def counted_load(ref: Any, *, mask: Any = None, **settings: Any) -> Any:
-        if ref.dtype == jnp.bfloat16:  # the pages; the query is float32
+        if ref.dtype == jnp.bfloat16:  # loads of pages; the query is float32
             jax.debug.callback(note, ref.transforms[-1].indices[0], mask)
         return load(ref, mask=mask, **settings)
 
@@ -124,7 +125,7 @@ def tiles_of(case: Case, *, itemsize: int = 2) -> Tiles:
 
 
 def strict_case(window: int | None) -> Call:
-    """Make a call with page ids out of bounds wherever the kernel must not read."""
+    """Make a call with invalid page ids wherever the kernel must not read."""
     case = replace(SMALL, seqs=3, context=41, window=window)
     call = build(case, kv_len=[0, 41, 19])
     table = call.page_table.copy()

@@ -1,4 +1,4 @@
-"""Settings that only some tests of kernels ask for."""
+"""Fixtures for some tests of kernels."""
 
 import os
 
@@ -10,7 +10,7 @@ from jaxspec_kernels import native
 
 @pytest.fixture
 def unoptimised():
-    """For commands whose results matter, and whose time is spent on compiling."""
+    """Compile with few optimizations, for tests of results, not of speed."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -1,7 +1,7 @@
-"""Oracle for the passes over tiles: sampling on whole arrays of probabilities.
+"""An oracle for sampling in tiles: sampling on whole arrays of probabilities.
 
-Its arithmetic differs: thresholds among ranked candidates, then by bisection; one long
-row of probabilities; noise as one array.
+It computes differently: it searches thresholds among ranked candidates, then by
+bisection, and has each row of probabilities and of noise as one array.
 """
 
 import jax
@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxspec.program import randomness
 from jaxspec_kernels.rejection_sampling import SamplingValues, noise
 
-# Largest weights, among which the thresholds of top-p and top-k are searched first.
+# Number of largest weights among which thresholds of top-p and top-k are searched
+# first.
 NUM_CANDIDATES = 128
 
 
@@ -96,8 +97,8 @@ def _filter(
     above_p = jax.lax.cond((is_p_row & ~is_covered).any(), threshold_p, lambda: among)
     above = jnp.maximum(above_k, jnp.where(is_p_row, above_p, 0.0))
     kept = jnp.where(kept >= above[:, None], kept, 0.0)
-    # Not `kept >= min_p`: the top is 1 but for rounding (a fused multiply-add), and
-    # min_p = 1 would then leave nothing.
+    # Not `kept >= min_p`: rounding (a fused multiply-add) may make the largest weight
+    # less than 1, and min_p = 1 would then keep no token.
     top = kept.max(axis=-1, keepdims=True)
     return jnp.where(kept >= min_p[:, None] * top, kept, 0.0)
 
@@ -127,7 +128,7 @@ def _search(weights: Float[Array, "row vocab"], enough, *, counts: bool) -> Arra
 def draw(
     weights: Float[Array, "row vocab"], uniform: Float[Array, " row"]
 ) -> Int[Array, " row"]:
-    """Sample by inverting the cumulative sum at `uniform`; weights need no norm.
+    """Sample by inverting the cumulative sum at `uniform`; weights need not sum to 1.
 
     Two levels (block sums, then one block) instead of one long cumulative sum. A token
     of weight zero is never drawn.
@@ -182,7 +183,7 @@ def exponential(
     role: int,
     size: int,
 ) -> Float[Array, "*batch vocab"]:
-    """The coupled rule's noise, one number per vocabulary entry; strictly positive."""
+    """Return the noise of the coupled rule: a positive number per vocabulary entry."""
     keys = randomness.words(seed, position, jnp.full_like(position, role))
     counter = jnp.arange(size, dtype=jnp.uint32)
     counter = counter.reshape((1,) * position.ndim + (size,))

@@ -1,7 +1,7 @@
-"""Known bugs of attention kernels, put into each implementation one at a time.
+"""Known bugs of attention kernels, inserted into each implementation one at a time.
 
-The table has every bug of `BUGS` for every implementation. `rejection_mutants.py` is
-the same for rejection sampling.
+The table has each bug of `BUGS` for each implementation. `rejection_mutants.py` is the
+same for rejection sampling.
 """
 
 import contextlib
@@ -35,16 +35,16 @@ BUGS = (
     "missing rescale",
 )
 
-# One block, then two, three, two: of two buffers, the one that comes next alternates.
+# Contexts of one, two, three and two blocks, so that the two buffers alternate.
 CALL = build(replace(SMALL, window=35), kv_len=[3, 41, 90, 17])
-# The reference begins where the earliest window does: here no row's is at zero.
+# The reference starts at the earliest window, which here does not start at position 0.
 LATE = build(replace(SMALL, window=35), kv_len=[90, 79, 85, 88])
-# Shares of one block and of two, between which statistics are rescaled.
+# Splits of one block and of two; their softmax statistics are rescaled when merged.
 TILES = Tiles(rows=16, keys=16, splits=2)
 
 
 def check_backend(backend: str) -> None:
-    """In a jit of its own, which has not traced the code without the bug."""
+    """Check a backend with a new jit: a cached trace would not contain the bug."""
     call = LATE if backend == "reference" else CALL
     own: dict[str, Any] = dict(tiles=TILES) if backend == "gpu" else {}
     assert error(call, run(backend, call, function=compiled(backend), **own)) <= EXACT
@@ -85,7 +85,7 @@ def mutant(
 
 
 def rounded(statistic: str) -> str:
-    """To the bits of bfloat16; a pair of casts XLA may leave out."""
+    """Round to bfloat16 by its bits: XLA may remove a pair of casts."""
     return f"jax.lax.reduce_precision({statistic}, 8, 7)"
 
 
@@ -210,7 +210,7 @@ G_WEIGHTS = """scores = jnp.where(visible, scores, _MASKED)
         weights = jnp.exp2(scores - new_maximum[:, None])
         weights = jnp.where(visible, weights, 0.0)
 """
-# What a cap makes of the score of a masked key.
+# The score of a masked key after a soft cap.
 G_CAPPED_LATE = """scores = jnp.where(visible, scores, -soft_cap * _LOG2_E)
         new_maximum = jnp.maximum(maximum, scores.max(axis=1))
         weights = jnp.exp2(scores - new_maximum[:, None])

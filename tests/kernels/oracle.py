@@ -1,4 +1,4 @@
-"""Attention over paged keys and values in float64, the oracle of every backend.
+"""The oracle of every attention backend: attention over pages in float64.
 
 Slots that no query sees hold NaN, and page table entries past the end of a sequence
 are arbitrary.
@@ -16,15 +16,15 @@ from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 
 IN_LANES = "int8 in lanes"  # `ScaledPages` of a TPU
-EXACT = 1e-5  # float32's error over a hundred terms
-# Compiler options for `jax.jit`: here compiling takes far longer than running. They cut
-# the time to compile rejection sampling to a quarter.
+EXACT = 1e-5  # float32 error of a sum of a hundred terms
+# Compiler options for `jax.jit`. Compiling takes far longer than running here, and they
+# reduce the compile time of rejection sampling to a quarter.
 UNOPTIMISED: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
 }
 
-# Contexts end in the middle of a page and of a block, windows start in one.
+# Contexts end, and windows start, in the middle of a page and of a block.
 SMALL = Case(
     seqs=4,
     queries=5,
@@ -41,18 +41,18 @@ SMALL = Case(
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Arguments of one call; `key` and `value` are what the pages hold, by position."""
+    """Arguments of a call; pages hold `key` and `value`, given by position."""
 
     case: Case
-    query: np.ndarray  # [seq, token, q_head, head_dim], as are the rest in float32
+    query: np.ndarray  # [seq, token, q_head, head_dim], float32
     key: np.ndarray  # [seq, position, kv_head, head_dim]
     value: np.ndarray
     kv_len: np.ndarray
-    seen: np.ndarray  # [seq, token, position]: which keys each query sees
+    seen: np.ndarray  # [seq, token, position]: whether a query sees a key
     mask: np.ndarray | None
     page_table: np.ndarray
     kv_pages: np.ndarray
-    dtype: DTypeLike  # of the pages
+    dtype: DTypeLike  # type of the pages
     query_dtype: DTypeLike
 
     @property
@@ -77,13 +77,14 @@ class Call:
 
 
 def scaled_down(case: Case) -> Case:
-    """The same heads and queries over few short sequences."""
+    """Return a case with the same heads and queries, but few short sequences."""
     window = None if case.window is None else 2 * case.queries + 23
     context = 3 * case.queries + 70
     return replace(case, seqs=3, context=context, window=window)
 
 
-# One scaled-down case for every set of heads and queries, by one of its names.
+# The scaled-down cases without duplicates: cases that become equal when they are scaled
+# down are listed once, under the first one's name.
 SCALED_CASES = {
     case: name
     for name, case in reversed(
@@ -91,7 +92,8 @@ SCALED_CASES = {
     )
 }
 SCALED_CASES = {name: case for case, name in SCALED_CASES.items()}
-# All cases in the type used on chips; in float32 whole models only, not their parts.
+# All cases in bfloat16, which chips use; in float32 only whole models, not their
+# shards.
 SCALED_CALLS = [
     (name, dtype)
     for name in SCALED_CASES
@@ -101,7 +103,7 @@ SCALED_CALLS = [
 
 
 def see(case: Case, kv_len: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """Which positions each query sees, one pair of positions at a time."""
+    """Return which positions each query sees, decided for each pair of positions."""
     seen = np.zeros((case.seqs, case.queries, case.context), bool)
     window = case.context + case.queries if case.window is None else case.window
     for seq, token in np.ndindex(seen.shape[:2]):
@@ -123,7 +125,7 @@ def see(case: Case, kv_len: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
 
 
 def rounded(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-    """float32 values that `dtype` can hold."""
+    """Round to values that `dtype` can represent; return them in float32."""
     return array.astype(jnp.dtype(dtype)).astype(np.float32)
 
 
@@ -136,7 +138,7 @@ def build(
     dtype: DTypeLike = jnp.float32,
     query_dtype: DTypeLike | None = None,
 ) -> Call:
-    """A call with random values, in pages of random order."""
+    """Build a call with random values, in pages of random order."""
     rng = np.random.default_rng(seed)
     query_dtype = dtype if query_dtype is None else query_dtype
     lengths = rng.integers(0, case.context + 1, case.seqs).astype(np.int32)
@@ -146,7 +148,7 @@ def build(
     size = (case.seqs, case.context, case.kv_heads, case.head_dim)
     key, value = rounded(rng.normal(size=(2, *size)), dtype)
     size = (case.seqs, case.queries, case.q_heads, case.head_dim)
-    # Scores of size 2: the softmax is neither flat nor a point.
+    # Scores have a magnitude of 2, so that the softmax is neither uniform nor one-hot.
     spread = 2 / (case.scale * case.head_dim**0.5)
     query = rounded(rng.normal(size=size) * spread, query_dtype)
     seen = see(case, lengths, mask)
@@ -160,7 +162,7 @@ def build(
         for at in np.flatnonzero(seen[seq].any(axis=0)):
             slot = order[seq, at // case.page_size], at % case.page_size
             pages[slot][:, 0], pages[slot][:, 1] = key[seq, at], value[seq, at]
-        # Past the end, entries are arbitrary: the engine's pad page, or any other.
+        # Page table entries past the end are arbitrary: the pad page, or any other.
         used = -(-lengths[seq] // case.page_size)
         order[seq, used:] = rng.choice([num_pages, 0, 1], table_len - used)
     return Call(
@@ -181,10 +183,10 @@ def build(
 def build_quantized(
     case: Case, kind: str, seed: int = 0, **settings: Any
 ) -> tuple[Call, tuple[Any, ...]]:
-    """A call with keys and values of eight bits, and its positional arguments.
+    """Build a call with 8-bit keys and values; return it and its positional arguments.
 
     Args:
-        kind: "float8_e4m3fn", "uint8" (its bits), "int8" with scales or IN_LANES.
+        kind: "float8_e4m3fn", "uint8" (its bits), "int8" (with scales), or `IN_LANES`.
     """
     call = build(case, seed, **settings)
     pool: Any
@@ -205,7 +207,7 @@ def build_quantized(
 
 
 def in_lanes(pages: ScaledPages) -> ScaledPages:
-    """The same, with scales as a TPU has them; lanes that are left hold NaN."""
+    """Return the pages with scales in a TPU's layout; unused lanes hold NaN."""
     scales = np.asarray(pages.scales)  # [page, page_size, row]
     num_pages, page_size, rows = scales.shape
     lanes = np.full((num_pages, 1, -(-page_size * rows // 128) * 128), np.nan, "f4")
@@ -215,7 +217,7 @@ def in_lanes(pages: ScaledPages) -> ScaledPages:
 
 
 def attend(call: Call) -> np.ndarray:
-    """Scale, cap, mask, softmax, mix, over the visible keys alone, in float64."""
+    """Compute attention in float64 over only the visible keys."""
     case = call.case
     group = case.q_heads // case.kv_heads
     result = np.zeros(call.query.shape)
@@ -234,13 +236,13 @@ def attend(call: Call) -> np.ndarray:
 
 
 def error(call: Call, result: Array | np.ndarray) -> float:
-    """Largest distance from the truth; infinite if anything is not a number."""
+    """Return the largest error of a result; infinite if any value is NaN."""
     distance = np.abs(np.asarray(result, np.float64) - attend(call))
     return float(distance.max()) if np.isfinite(distance).all() else np.inf
 
 
 def error_beyond_rounding(call: Call, result: Array | np.ndarray) -> float:
-    """`error` minus the error of rounding the truth to the type of the query."""
+    """Return `error` minus the error of rounding the result to the query's type."""
     truth = attend(call)
     distance = np.abs(np.asarray(result, np.float64) - truth)
     distance -= np.abs(truth) * (float(jnp.finfo(call.query_dtype).eps) / 2)
@@ -248,7 +250,7 @@ def error_beyond_rounding(call: Call, result: Array | np.ndarray) -> float:
 
 
 def pages_in_reach(call: Call) -> int:
-    """Pages in which some query sees a slot, over all sequences."""
+    """Return the pages in which any query sees a slot, of all sequences."""
     size = call.case.page_size
     return sum(
         len({at // size for at in np.flatnonzero(seen.any(axis=0))})
@@ -257,7 +259,7 @@ def pages_in_reach(call: Call) -> int:
 
 
 def random_forest(seqs: int, nodes: int, seed: int) -> np.ndarray:
-    """Ancestor masks of random trees, parents before children, some without one."""
+    """Return ancestor masks of random forests, with parents before children."""
     rng = np.random.default_rng(seed)
     mask = np.zeros((seqs, nodes, nodes), bool)
     for seq, node in np.ndindex(seqs, nodes):

@@ -1,4 +1,4 @@
-"""Rejection sampling compiled for chips that are not there.
+"""Compile rejection sampling for chips that this machine lacks.
 
 `python -m tests.kernels.rejection_aot` writes `benchmarks/results/aot_rejection.json`.
 Nothing runs: no figure here is a time.
@@ -33,12 +33,12 @@ FLOATS, INTS = jnp.float32, jnp.int32
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler says about the whole operation on one chip."""
+    """The compiler's report on the whole operation on one chip."""
 
     logits_bytes: int
     temp_bytes: int
-    made: tuple[str, ...]  # arrays as wide as the vocabulary, and what made them
-    launches: int = 0  # GPU: of kernels and copies, in all branches and loop bodies
+    made: tuple[str, ...]  # operations with results of the vocabulary's width
+    launches: int = 0  # GPU: kernels and copies in all branches
     kernels: tuple[aot_gpu.Kernel, ...] = ()
 
 
@@ -47,8 +47,8 @@ def shapes(
 ) -> list[Any]:
     """Return the arguments of `operation`; logits have one row per token.
 
-    The draft's probabilities lie step by step, as the drafting loop stacks them. With
-    another layout in memory, XLA:TPU would copy them to this one first.
+    The draft's probabilities are stacked by step in memory, as the drafting loop leaves
+    them. XLA:TPU would first copy any other layout to this one.
     """
     seqs, drafts = case.seqs, case.drafts
     deep = place(PartitionSpec(None, None, "model"))
@@ -126,8 +126,8 @@ def operation(
 def arrays(text: str, columns: int) -> tuple[str, ...]:
     """Return the arrays of `columns` columns that a program writes.
 
-    Parameters and names for what exists are left out, and so is what lies inside of a
-    fusion: it is never in memory.
+    Parameters, renamings and arrays inside of fusions, which are never in memory, are
+    left out.
     """
     found = set()
     for part in text.split("\n\n"):
@@ -152,7 +152,7 @@ def _compiled(program: Any, case: Case, columns: int, **more: Any) -> Compiled:
 
 @cache
 def for_tpu(case: Case, chip: str, kind: str = "everything") -> Compiled:
-    """One chip's slice of the vocabulary, without collectives."""
+    """Compile for one TPU chip's slice of the vocabulary, without collectives."""
     columns, placement = case.columns // case.shards, aot_tpu.sharding(chip)
     given = shapes(case, lambda _: placement, columns, FLOATS)
     with aot_tpu.no_compilation_cache():
@@ -163,7 +163,7 @@ def for_tpu(case: Case, chip: str, kind: str = "everything") -> Compiled:
 
 @cache
 def split_for_tpu(case: Case) -> tuple[Compiled, list[int]]:
-    """Under `shard_map` on eight v5e, and the elements of every collective's result."""
+    """Compile under `shard_map` for eight v5e; also return the sizes of collectives."""
     shards = case.shards
     chips = aot_tpu.mesh("v5e:2x4", (1, 8 // shards, shards))
     given = shapes(case, partial(NamedSharding, chips), case.columns, FLOATS)
@@ -182,7 +182,7 @@ def split_for_tpu(case: Case) -> tuple[Compiled, list[int]]:
 
 
 def collectives(hlo: str) -> list[int]:
-    """Elements of every array that a collective makes."""
+    """Return the number of elements of each collective's result."""
     names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+"
     found = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", hlo)
     sizes = []
@@ -197,7 +197,7 @@ def collectives(hlo: str) -> list[int]:
 
 @cache
 def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compiled:
-    """The first pass by itself, with the VMEM that it takes."""
+    """Compile only the kernel of the first pass; report its VMEM."""
     columns = case.columns // case.shards
     placement = aot_tpu.sharding(chip)
     rows = case.seqs * (case.drafts + 1)
@@ -220,7 +220,7 @@ def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compile
 
 @cache
 def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
-    """On one H200; the Triton kernels with what each needs."""
+    """Compile for one H200; also return the resources of each Triton kernel."""
     chips: Mesh = aot_gpu.mesh()
     given = shapes(
         case, lambda _: NamedSharding(chips, PartitionSpec()), case.columns, dtype
@@ -233,8 +233,9 @@ def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
 
 
 def main() -> None:
-    """Compile and write what the compilers say: whole operations for v5e only."""
-    # Compilers are installed outside of the environment, see the Makefile.
+    """Compile and write the compilers' reports, of whole operations only for v5e."""
+    # The TPU and GPU compilers are in a folder of their own, so that jax does not find
+    # them at every start: see `aot` in the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
     lines = {

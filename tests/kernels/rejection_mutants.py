@@ -1,6 +1,6 @@
-"""Known bugs of rejection sampling, put into the code one at a time.
+"""Known bugs of rejection sampling, inserted into the code one at a time.
 
-See `tests/support/mutation.py`. "Shared noise" is among them.
+See `tests/support/mutation.py`.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def padded(one: Round) -> tuple:
 
 
 def by_reference(**settings: Any) -> Callable:
-    """Use the current passes: the defaults of `Kernels` were bound at import."""
+    """Return `Kernels` with the current passes: its defaults are bound at import."""
     own = (
         passes.statistics,
         passes.mass_above,
@@ -67,10 +67,10 @@ IMPLEMENTATIONS: dict[str, Callable[[], Callable]] = {
 
 @cache
 def rounds() -> tuple[tuple[tuple, dict, Any], ...]:
-    """Return arguments and verdicts of whole rows; computed once, without a mutant.
+    """Return arguments, and verdicts of whole rows, computed once without a mutant.
 
-    A mixed batch with equal logits, where several tokens are the argmax; the same batch
-    with its own logits; and the block rule.
+    The rounds are a mixed batch with equal logits, in which several tokens are the
+    argmax; the same batch with random logits; and a batch of the block rule.
     """
     mixed = make_round(48, vocab=VOCAB, seed=3)
     logits = np.where(mixed.kind[:, None, None] == GREEDY, 4.0, mixed.logits)
@@ -83,7 +83,7 @@ def rounds() -> tuple[tuple[tuple, dict, Any], ...]:
 
 
 def check_rounds(implementation: str) -> None:
-    """Verdicts are those of whole rows: in a mixed batch, and of the block rule."""
+    """Check that verdicts equal those of whole rows, in all batches of `rounds`."""
     run = partial(IMPLEMENTATIONS[implementation](), vocab_size=VOCAB, axis_name=None)
     run = jax.jit(run, compiler_options=UNOPTIMISED)
     for arrays, numbers, verdict in rounds():
@@ -91,7 +91,7 @@ def check_rounds(implementation: str) -> None:
 
 
 def check_slices() -> None:
-    """Two devices that hold a half each find the verdicts of whole rows."""
+    """Check that two devices, with half of the columns each, find the same verdicts."""
     run = sliced(by_reference(tile=64), vocab_size=VOCAB)
     arrays, numbers, verdict = rounds()[1]
     with uncached():
@@ -100,12 +100,12 @@ def check_slices() -> None:
 
 
 def check_limits() -> None:
-    """Cases that random rounds do not have: equal products, empty residuals, zeros."""
+    """Check cases that random rounds lack: equal products, empty residuals, zeros."""
 
     def verdict(logits, drafts, u, v=0.0, draft=None) -> tuple[int, int]:
         one = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (1, 2, len(logits)))
         probs = None if draft is None else jnp.asarray(draft, jnp.float32)[None, None]
-        # In a jit of its own, which has not traced the code without the bug.
+        # A new jit: a cached trace would not contain the bug.
         run = by_reference(vocab_size=2**30, axis_name=None)
         found = jax.jit(run, compiler_options=UNOPTIMISED)(
             jnp.asarray([drafts], jnp.int32),

@@ -1,4 +1,4 @@
-"""Rounds of rejection sampling, and their verdicts by the rules on whole rows."""
+"""Random rounds of rejection sampling, and their verdicts computed on whole rows."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED, "greedy": GRE
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Compile without the persistent cache: nothing is written, so nothing is read."""
+    """Compile without jax's persistent cache."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, 1e9)
@@ -56,7 +56,7 @@ def sliced(
     """Split the vocabulary of an implementation over all axes of a mesh.
 
     Args:
-        check_vma: Check that the verdict is the same on every device.
+        check_vma: Whether jax checks that the verdict is the same on every device.
 
     Returns:
         A jitted function of the arrays and, last, the numbers of a round.
@@ -79,7 +79,7 @@ def sliced(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Arguments of one call."""
+    """Arguments of one call of rejection sampling."""
 
     kind: np.ndarray  # of KINDS
     tokens: np.ndarray
@@ -94,7 +94,7 @@ class Round:
 
     @property
     def sampling_values(self) -> SamplingValues:
-        """Sampling values per sequence."""
+        """The sampling parameters of each sequence."""
         return SamplingValues(
             jnp.asarray(self.temperature, jnp.float32),
             jnp.asarray(self.top_k, jnp.int32),
@@ -115,7 +115,7 @@ class Round:
 
     @property
     def numbers(self) -> dict[str, jax.Array]:
-        """Rules and random numbers, by the engine's keys."""
+        """The rules and random numbers, drawn with the engine's keys."""
         rule = jnp.asarray(np.maximum(self.kind, 0), jnp.int32)
         random = _random_numbers(jnp.asarray(self.seed), self.tokens.shape[1])
         return dict(rule=rule, **random)
@@ -145,7 +145,7 @@ def make_round(
     spread: float = 2.0,
     is_filtered: bool = True,
 ) -> Round:
-    """A random mixed batch, with drafts near the target: every count occurs."""
+    """Return a random mixed batch in which every number of accepted drafts occurs."""
     random = np.random.default_rng(seed)
     logits = random.normal(size=(seqs, drafts + 1, vocab)).astype(np.float32) * spread
     nearby = logits[:, :-1] + random.normal(size=(seqs, drafts, vocab)) * 0.5
@@ -161,7 +161,7 @@ def make_round(
     for seq, i in np.ndindex(seqs, drafts):
         kept: Any = hot[seq], top_k[seq], top_p[seq]
         draft[seq, i] = filtered_distribution(nearby[seq, i], *kept)
-        # From the target half of the time, where the draft can draw it.
+        # Half of the drafts are drawn from the target, if the draft can propose them.
         distribution = draft[seq, i].astype(np.float64)
         if random.random() < 0.5:
             distribution = distribution * np.exp(logits[seq, i])
@@ -197,7 +197,7 @@ _decide = jax.jit(whole_rows.decide, compiler_options=UNOPTIMISED)
 
 
 def by_whole_rows(one: Round) -> tuple[np.ndarray, np.ndarray]:
-    """The verdict of the rules on whole rows, from the same logits and seeds."""
+    """Return the verdict of the rules on whole rows, from the same logits and seeds."""
     seqs, drafts = one.tokens.shape
     active = make_active(
         seqs,
@@ -247,7 +247,7 @@ def by_force(one: Round, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_kind(one: Round, kind: int) -> Round:
-    """The same round with one rule for all sequences."""
+    """Return the same round with one rule for all sequences."""
     temperature = np.maximum(one.temperature, np.float32(0.7)) * (kind != GREEDY)
     return replace(one, kind=np.full_like(one.kind, kind), temperature=temperature)
 

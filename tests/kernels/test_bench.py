@@ -1,6 +1,6 @@
-"""The benchmark's times and comparisons are right, and it hides no goal or failure.
+"""The kernel benchmark reports right times, and every goal and failure.
 
-Rivals do the same work, or say why they cannot.
+Other implementations do the same work, or give the reason why they cannot.
 """
 
 import functools
@@ -65,7 +65,7 @@ def works() -> dict[str, bench_work.Work]:
 
 
 def test_loop_runs_every_call():
-    """Digits of base 10: turns one after the other, the round's number at the end."""
+    """Each call appends its argument as a digit; the round's number is returned."""
 
     def step(carry, number, digit):
         return carry * 10 + digit, number
@@ -79,7 +79,8 @@ def test_loop_runs_every_call():
 
 
 def test_reported_time_is_per_call():
-    # Each timing asks twice: they take 12, 24 and 60 seconds for 3 rounds of 2 turns.
+    # Each timing reads the clock twice: they take 12, 24 and 60 seconds for 3 rounds of
+    # 2 calls.
     times = iter([0.0, 12.0, 20.0, 44.0, 50.0, 110.0])
     spread = measure(
         lambda carry, number: carry + 1,
@@ -170,7 +171,7 @@ def test_logits_differ_from_call_to_call():
 
 @pytest.mark.parametrize("name", WORKS)
 def test_chain_has_the_requested_number_of_calls(name):
-    """Two steps are two calls, the second from what the first left."""
+    """Two steps are two calls; the second continues with the first one's result."""
     work, made = works()[name], []
 
     def run(*arrays: Any, **settings: Any) -> Any:
@@ -230,7 +231,7 @@ def run_quick(tmp_path, *more: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_quick_run(tmp_path, capsys):
+def test_quick_run_reports_every_case(tmp_path, capsys):
     result = run_quick(tmp_path, "--case", "tiny/verify*")
     rows = {(row["operation"], row["case"]): row for row in result["rows"]}
     assert sorted(rows) == [
@@ -299,7 +300,7 @@ def test_rejects_arguments_that_cannot_run(arguments, message):
 
 
 def test_the_plan_of_a_real_device():
-    """All real shapes in the types of the device, goals first."""
+    """The plan has all real shapes in the types of the device, goals first."""
     options = bench.make_parser().parse_args([])
     planned = bench.plan(options, "gpu")
     names = [(case.operation, case.name) for case in planned]
@@ -309,7 +310,7 @@ def test_the_plan_of_a_real_device():
     is_goal = [case.is_goal for case in planned]
     assert is_goal == sorted(is_goal, reverse=True)
     goals = {(case.operation, case.name) for case in planned if case.is_goal}
-    # A write of the same name as a goal's attention is none.
+    # A page write with the name of an attention goal is not a goal.
     assert goals == {
         ("paged_attention", f"{model}/tp1/{call}")
         for model in ("2b", "9b", "27b")
@@ -338,8 +339,8 @@ def row(operation: str, case: str, name: str, median: float, share: float) -> An
     ("verify", "share", "sampling", "is_met"),
     [(115.0, 0.70, 20.0, True), (115.2, 0.69, 20.1, False)],
 )
-def test_goals(verify, share, sampling, is_met):
-    """Verifying and decoding, a share of the copy, sampling against one read of 10."""
+def test_goals_are_computed_from_the_times(verify, share, sampling, is_met):
+    """Goals compare attention with a copy, and sampling with one read of the logits."""
     case = f"{bench.GOAL_SAMPLING}/top-p"
     rows = [
         row("paged_attention", "9b/tp1/verify", "gpu", verify, share),
@@ -403,7 +404,7 @@ def test_rivals_of_sampling_run():
         assert rival(work, calls=1, repeats=1).median_s > 0
 
 
-def test_a_table_aligns_its_columns():
+def test_table_columns_are_aligned():
     rows = [
         row("paged_attention", "a", "gpu", 1.0, 0.5) | {"same_as": "b"},
         row("paged_attention", "a-long-name", "gpu", 1.0, 0.5) | {"skipped": "why"},

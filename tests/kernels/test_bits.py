@@ -1,4 +1,4 @@
-"""Pools store rows as unchanged bits of floats, or as 8-bit numbers."""
+"""Pools store keys and values as bits of floats or as 8-bit numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def test_int8_error_is_at_most_half_a_step():
     np.testing.assert_allclose(kept.scales, largest / 127, rtol=1e-6)
     off = np.abs(np.asarray(from_storage(kept)) - rows).max(axis=2)
     assert (off <= 0.501 * largest / 127).all()
-    # The bits of one row alone are the same: they depend on no other token.
+    # One row alone has the same bits, so bits do not depend on other tokens.
     alone = to_storage(jnp.asarray(rows[3:4]), pool)
     np.testing.assert_array_equal(alone.values, kept.values[3:4])
     np.testing.assert_array_equal(alone.scales, kept.scales[3:4])

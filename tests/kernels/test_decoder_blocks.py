@@ -1,4 +1,4 @@
-"""Halves of a layer in C++: exact, and independent of other rows."""
+"""The attention and feed-forward blocks in C++ are exact, and rows are independent."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +40,7 @@ class Layer:
     """Random arguments of one call."""
 
     heads: tuple[int, int] = (4, 2)
-    head_dim: int = 10  # neither whole registers nor whole panels
+    head_dim: int = 10  # sizes that fill neither registers nor panels
     dtype: str = "float32"  # of the panels
     pages: str = "float32"
     window: int | None = 6
@@ -75,7 +75,8 @@ class Layer:
                 stream, pages, settings, implementation=implementation
             )
 
-        if implementation == "reference":  # compiling its operations one by one: 1 s
+        if implementation == "reference":
+            # Compiling its operations one by one would take 1 s.
             run = jax.jit(run, compiler_options=UNOPTIMISED)
         return run(batch.stream, self.held(batch))
 
@@ -86,7 +87,7 @@ class Layer:
         return to_storage(jnp.asarray(pages, jnp.float32), POOLS[self.pages])
 
     def settings(self, batch: "Batch") -> Attention:
-        """Everything but the stream and the pages."""
+        """Return all arguments but the residual stream and the pages."""
         queries, keys = self.heads[0] * self.head_dim, self.heads[1] * self.head_dim
         angles = batch.positions[:, None] / 7 ** np.arange(self.head_dim // 2)[None]
         has_norms = self.has_head_norms
@@ -112,7 +113,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Batch:
-    """Two sequences with equally many queries, one with a prompt, and two pads."""
+    """A batch: sequences with equally many queries, one prompt, and padding rows."""
 
     table: np.ndarray
     positions: np.ndarray
@@ -199,7 +200,7 @@ def check_attention(layer: Layer, batch: Batch, least: float = 0.0, **changes) -
     """Compare with the reference; return the rows."""
     found, pages = layer.attend(batch, "cpu", **changes)
     expected, expected_pages = layer.attend(batch, "reference", **changes)
-    # bfloat16 rounds what differs in the last bit of float32 up or down.
+    # Values that differ in the last bit of float32 may round differently to bfloat16.
     most = 2e-2 if layer.dtype == "bfloat16" else 2e-5
     np.testing.assert_allclose(found, expected, atol=most)
     np.testing.assert_allclose(
@@ -270,7 +271,8 @@ def check_feed_forward(layer: Layer, activation: str, hidden: int, block: int) -
 
 @pytest.mark.parametrize("layer", GEMMA_3_LAYERS)
 def test_attention_of_gemma_3_equals_the_reference(layer):
-    # Beyond the window, before it, and more rows than one thread takes.
+    # Contexts longer and shorter than the window, and more rows than one thread
+    # computes.
     batch = make_batch(None, layer.model, ends=(521, 30, 40), counts=(5, 5, 40))
     found = check_attention(layer, batch, 1e-5)  # sums of 640 products
     alone = replace(
@@ -285,7 +287,7 @@ def test_attention_of_gemma_3_equals_the_reference(layer):
 
 
 def test_window_of_gemma_3_equals_the_reference():
-    """Otherwise the comparison above would hold for a window that is off by one."""
+    """The test above would pass even if the window were off by one."""
     layer = GEMMA_3_270M
     batch = make_batch(None, layer.model, ends=(521, 30, 40), counts=(5, 5, 5))
     found, _ = layer.attend(batch, implementation="cpu")

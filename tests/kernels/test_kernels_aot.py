@@ -1,4 +1,4 @@
-"""Kernels compile for real chips, within their memory, and copy no pool of pages.
+"""Kernels compile for real chips, fit their memory, and copy no pool of pages.
 
 Nothing runs: compilers for TPUs and an H200 report memory, collectives and moves.
 `aot_tpu`, `aot_gpu` and `rejection_aot` compile, and write the records.
@@ -51,7 +51,7 @@ COPIED = ("8-to-1/64", "tiny/verify/long")
 
 
 def check_fits(result: Compiled, chip: str) -> None:
-    # The other half is for longer blocks, found by tuning.
+    # Half of the limit remains for longer blocks, which tuning may choose.
     assert result.vmem_bytes <= SCOPED_VMEM_BYTES[chip] // 2
 
 
@@ -111,7 +111,7 @@ def test_attention_on_a_tpu_reads_eight_bits_in_place(name, chip, kept):
         "attention_tpu",
         [
             ("9b/tp1/verify-window", "v5e:2x4", (1, 1, 8), "9b/tp8/verify-window"),
-            # A draft whose heads are fewer than the chips: two copies of each.
+            # A draft with fewer KV heads than chips: each head has two copies.
             ("2b/tp1/decode-two", "v5e:2x4", (1, 2, 4), "2b/tp4/decode-two"),
         ],
         is_example=lambda one: one[2] == (1, 2, 4),
@@ -120,7 +120,7 @@ def test_attention_on_a_tpu_reads_eight_bits_in_place(name, chip, kept):
 def test_chips_of_a_mesh_run_the_kernel_of_their_part(
     name, topology, shape, of_one_chip
 ):
-    """Under `shard_map`, with the KV heads split: no chip needs another's."""
+    """Under `shard_map` with KV heads split, no chip exchanges data with another."""
     split = aot_tpu.compile_split(REAL_CASES[name], topology, shape)
     program = aot_tpu.PROGRAMS[of_one_chip]
     assert split == aot_tpu.compile_attention(program, "v5e")
@@ -161,7 +161,7 @@ def test_every_program_for_a_gpu_is_recorded():
     ),
 )
 def test_attention_fits_an_h200(name):
-    """Nothing spills, all shares run at once, pages are copied in wide loads."""
+    """No register spills, all splits run at once, and page loads are 16 bytes wide."""
     program = aot_gpu.PROGRAMS[name]
     case, compiled = program.case, aot_gpu.compile_program(program)
     own = [kernel for kernel in compiled.kernels if "paged" in kernel.name]
@@ -176,7 +176,8 @@ def test_attention_fits_an_h200(name):
         assert np.prod(own[0].grid) <= 132 * own[0].resident
     if program.chips == 1 and not program.is_tree:
         assert len(own) == len(compiled.kernels)
-        # The shares and their statistics, in float32: no copy of a page.
+        # Temporaries are the float32 results and statistics of splits, and no copy of a
+        # page.
         rows = splits * case.seqs * case.queries * case.q_heads
         assert compiled.temp_bytes <= rows * (case.head_dim + 1) * 4 + 4096
     if aot_gpu.versions() == ON_GPU["versions"]:  # else: ON_GPU["command"]
@@ -216,8 +217,9 @@ def test_gpus_that_divide_the_heads_exchange_nothing():
 @pytest.mark.aot
 @for_gpu
 @pytest.mark.long_suite(name="attention_gpu")
-def test_tiles_beyond_shared_memory_do_not_compile(monkeypatch):
-    monkeypatch.setenv("LLVM_DISABLE_SYMBOLIZATION", "1")  # of the error: minutes
+def test_tiles_larger_than_shared_memory_do_not_compile(monkeypatch):
+    # Symbolizing the stack of the error would take minutes.
+    monkeypatch.setenv("LLVM_DISABLE_SYMBOLIZATION", "1")
     tiles = Tiles(rows=64, keys=128, splits=1, num_stages=5)
     case = REAL_CASES["9b/tp1/prefill"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory size limit"):
@@ -350,7 +352,7 @@ def describe(compiled: Any, arrays: list[Any], rows: Any) -> Written:
 
 
 def _made(entry: str, shape: tuple[int, ...]) -> list[str]:
-    """Operations whose result is a whole array: as pages, as slots, as rows of 128."""
+    """Return operations whose result is a whole pool, in any of its shapes."""
     pages, page_size, *rest = shape
     shapes = [shape, (pages * page_size, *rest), (pages, *rest)]
     shapes += [(math.prod(shape) // 128, 128), (math.prod(shape),)]
@@ -414,7 +416,7 @@ def test_small_rows_on_tpu_need_the_row_major_layout(name, chip):
 
 @pytest.mark.parametrize("chip", chips(*BOTH_TPUS))
 def test_small_rows_on_tpu_are_copied_otherwise(chip):
-    """The reason to request the layout; if this fails, it is no longer needed."""
+    """This copy is why engines request the layout; if the test fails, they need not."""
     program = compile_write(chip, "tiny/verify")
     assert not program.is_in_place
     assert program.whole_pools[0].count("copy") == 3

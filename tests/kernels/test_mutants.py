@@ -1,4 +1,4 @@
-"""Every known bug of a kernel is found, in every implementation that can have it."""
+"""The tests detect every known bug of a kernel, in every implementation."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_every_implementation_of_attention_has_every_bug():
 
 
 def test_mutants_can_be_made():
-    """The code that they rewrite exists."""
+    """Every mutant finds the code that it rewrites."""
     for one in (*mutants.MUTANTS, *rejection_mutants.MUTANTS):
         with applied(one):
             pass

@@ -80,7 +80,8 @@ def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
     (path,) = folder.iterdir()
     assert path.read_bytes() == whole and not caplog.records
     middle = len(whole) // 2
-    # The loader accepts both; reading past the end of the first crashes the process.
+    # The loader accepts both files; reading past the end of the first crashes the
+    # process.
     for damaged in (whole[:middle], whole[:middle] + bytes(64) + whole[middle + 64 :]):
         path.unlink()
         path.write_bytes(damaged)

@@ -1,7 +1,7 @@
-"""The C++ operations on invalid data and shapes.
+"""The C++ operations with invalid data and shapes.
 
-Nothing out of range may lead outside of arrays. What leads there may go unnoticed here:
-`test_native_builds.py` runs these tests with sanitizers, in a process of their own.
+No value may lead to access outside of arrays. Such an access may go unnoticed here, so
+`test_native_builds.py` runs these tests again with sanitizers, in a separate process.
 """
 
 from collections.abc import Callable

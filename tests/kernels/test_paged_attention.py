@@ -1,7 +1,7 @@
-"""Every backend of paged attention equals float64 and reads no slot out of reach.
+"""Every attention backend equals float64, and reads no slot that no query sees.
 
-Slots that no query sees hold NaN in every pool made here. What a chip cannot do or hold
-is found by the tests that compile for it, `test_kernels_aot.py`.
+Such slots hold NaN in all pools here. `test_kernels_aot.py` compiles the kernels for
+chips, and so tests what a chip supports and has memory for.
 """
 
 import re
@@ -155,7 +155,7 @@ def test_ragged_batches_equal_float64(backend, window, soft_cap, page_size):
     [row("tpu", 7, 36), slow("tpu", None, 36), row("gpu", 8, 84), row("gpu", None, 84)],
 )
 def test_every_length_equals_float64(backend, window, end):
-    """Pages, blocks, shares and windows end at every place."""
+    """Contexts and windows end at every offset of pages, blocks and splits."""
     for first in range(0, end, 4):
         kv_len = [*range(first, first + 4)]
         check(backend, build(replace(SMALL, window=window), first, kv_len=kv_len))
@@ -261,7 +261,7 @@ def test_tree_of_one_node_is_the_newest_token():
     ("backend", "window"),
     [row("reference", None), row("reference", 7), row("gpu", 7), slow("gpu", None)],
 )
-def test_chain_as_a_tree_is_the_chain(backend, window):
+def test_tree_that_is_a_chain_equals_the_chain(backend, window):
     chain = np.broadcast_to(np.tri(5, dtype=bool), (4, 5, 5)).copy()
     for kv_len in ([90, 40, 3, 0], [17, 16, 15, 1]):
         call = build(replace(SMALL, window=window), kv_len=kv_len)
@@ -371,7 +371,7 @@ def test_reference_reads_only_blocks_in_reach(monkeypatch, window, kv_len, num_b
 def test_kernels_read_only_pages_in_reach(
     monkeypatch, backend, window, kv_len, num_pages
 ):
-    """TPU: each of them once. GPU: nothing else."""
+    """The TPU kernel reads each of them once; the GPU kernel reads no others."""
     case = replace(SMALL, window=window)
     kept: dict[str, Any] = {}
     if backend == "gpu":
@@ -486,7 +486,7 @@ def test_int8_in_lanes_equals_float64(case, block_tokens):
     assert error_beyond_rounding(call, found) <= EXACT
 
 
-def test_a_scale_that_is_nan_affects_its_token_alone():
+def test_nan_scale_affects_only_its_token():
     """Other tokens in its page and its row of lanes do not change."""
     call, (query, pages, table, kv_len) = build_quantized(SMALL, IN_LANES, 2)
     slot = 40
@@ -661,14 +661,14 @@ def test_bad_arguments_are_errors(change, message, monkeypatch):
 def test_one_long_sequence_fills_a_gpu():
     case = replace(REAL_CASES["9b/tp1/verify"], seqs=1)
     assert case.kv_heads * tiles_of(case).splits >= 132
-    # Not with shares too small to be worth their sum.
+    # But splits are not so small that merging them takes longer.
     assert tiles_of(replace(case, context=512)).splits == 4
     assert tiles_of(replace(case, window=251)).splits == 2
 
 
 @pytest.mark.parametrize("name", REAL_CASES)
 def test_splits_run_at_once_on_a_gpu(name):
-    """Programs that wait for a place would take as long as all before them."""
+    """Thread blocks that wait for others would double the time."""
     case = REAL_CASES[name]
     tiles = tiles_of(case)
     rows = case.queries * case.q_heads // case.kv_heads

@@ -1,4 +1,4 @@
-"""The rules as the papers have them: what they accept, on every outcome."""
+"""The acceptance rules of the papers, tested on every outcome."""
 
 from functools import partial
 
@@ -75,7 +75,7 @@ def rule_of(rule: int):
 
 
 def test_choices_give_the_text_of_plain_decoding():
-    """Whatever is drafted, the tokens are those of the target's own choices."""
+    """For any drafts, the tokens are the target's own choices."""
     random = np.random.default_rng(0)
     every = np.indices((VOCAB,) * DRAFTS).reshape(DRAFTS, -1).T
     rows = []
@@ -107,7 +107,7 @@ def test_choices_give_the_text_of_plain_decoding():
     emitted[row, accepted] = verdict.next_token
     is_emitted = np.arange(DRAFTS + 1) <= accepted[:, None]
     assert (emitted == plain)[is_emitted].all()
-    # And no draft is turned away that the target would have chosen.
+    # No draft is rejected that the target would have chosen.
     is_over = accepted == count
     next_draft = emitted[row, accepted]
     disagrees = next_draft != np.pad(tokens, ((0, 0), (0, 1)))[row, accepted]
@@ -115,7 +115,7 @@ def test_choices_give_the_text_of_plain_decoding():
 
 
 def test_cases_cover_the_rules():
-    """Otherwise the enumeration would prove less than it says."""
+    """Without all kinds of cases, the enumeration would prove less."""
     cases = make_cases()
     paths = make_paths(cases)
     assert len(cases) >= 50
@@ -153,7 +153,7 @@ def test_block_accepts_no_less_than_standard():
     assert (gain > 1e-3).mean() >= 0.2
 
 
-def test_example_of_the_block_paper():
+def test_block_rule_gives_the_papers_example():
     """Sun et al., section 2: 10/9 accepted tokens become 11/9."""
     case = constant_case([1 / 3, 2 / 3, 0, 0], [2 / 3, 1 / 3, 0, 0], num_draft_tokens=2)
     for rule, expected in ((STANDARD, 10 / 9), (BLOCK, 11 / 9)):

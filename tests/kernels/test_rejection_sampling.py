@@ -1,4 +1,4 @@
-"""A round gets the verdict of whole rows, from logits that are read in tiles."""
+"""Verdicts from logits that are read in tiles equal those of whole rows."""
 
 import re
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_rules_are_numbered_as_in_the_plan():
 
 
 def test_rounds_cover_the_rules():
-    """Otherwise the equalities above would say less than they seem to."""
+    """Without all kinds of rounds, the tests above would prove less."""
     one = make_round()
     accepted, _ = run(one)
     for kind in RULES.values():
@@ -210,7 +210,7 @@ def test_bfloat16_logits_equal_their_float32_values():
 
 
 def test_row_does_not_depend_on_the_other_rows():
-    """Nor on what the others ask for: which passes run is the batch's affair."""
+    """Other rows' parameters decide which passes run, but not a row's verdict."""
     one = with_kind(make_round(seed=4, is_filtered=False), STANDARD)
     others = make_round(seed=5)
     mine = np.arange(len(one.kind)) % 2 == 0
@@ -268,7 +268,7 @@ def test_named_implementation_is_not_replaced(name):
     ],
 )
 def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
-    """Where nothing checks the annotations, as with a user."""
+    """Type checks are off, as for users."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     one = make_round(8)
     names = (

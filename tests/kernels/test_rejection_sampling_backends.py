@@ -1,4 +1,4 @@
-"""Every backend's passes equal float64, and its verdicts are those of whole rows.
+"""Every backend's passes equal float64, and its verdicts equal those of whole rows.
 
 The kernels are interpreted; the CPU's are C++. `test_rejection_sampling.py` tests the
 rules, with the reference.
@@ -230,7 +230,7 @@ def decide(backend: str, vocab: int) -> Callable:
     ],
 )
 def test_verdicts_are_those_of_whole_rows(backend, seqs, vocab, seeds):
-    """All rules, all filters, all counts of drafts side by side."""
+    """Batches mix all rules, filters and numbers of drafts."""
     run = decide(backend, vocab)
     for seed in range(seeds):
         one = make_round(seqs, vocab=vocab, seed=seed)

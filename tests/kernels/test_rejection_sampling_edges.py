@@ -37,7 +37,7 @@ decide = jax.jit(
 
 
 def verdict_of(logits, drafts=(0,), *, rule=STANDARD, u=0.0, v=0.0, draft=None, **more):
-    """Verdict of one sequence: all its rows are alike."""
+    """Return the verdict of one sequence, whose rows are all equal."""
     values = np.asarray(logits, np.float32)
     width = len(drafts) + 1
     temperature = more.pop("temperature", 0.0 if rule == GREEDY else 1.0)
@@ -96,7 +96,7 @@ def test_infinite_logit_is_always_drawn(rule):
         assert verdict_of([3.0, 30.0, 5.0], [2], rule=rule, temperature=1e-38) == (0, 1)
 
 
-def test_strict_comparison():
+def test_draft_is_rejected_if_the_products_are_equal():
     # draft and target are 1/2: a product equal to the target must not pass.
     draft = [1.0, 0.0, 0.0, 0.0]
     logits = [0.0, 0.0, -INF, -INF]

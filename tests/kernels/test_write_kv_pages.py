@@ -1,4 +1,4 @@
-"""Rows land in their slots, keys even and values odd; nothing else changes."""
+"""Keys and values are written to their slots, and nothing else changes."""
 
 import re
 from functools import partial
@@ -161,7 +161,7 @@ def test_rows_are_copied_slot_by_slot(case, backend):
 
 
 def test_rejects_page_size_that_is_no_power_of_two():
-    """Whose size is no power of two: a lane's offset is a bit pattern there."""
+    """The offset of a lane is computed with bit operations."""
     case = Case(tokens=3, pages=4, page_size=6, kv_heads=2, head_dim=8)
     pages, given = lane_pools(case)
     slots = given["slot_mapping"]
@@ -242,7 +242,7 @@ def test_writes_equal_assignments(case, slots, storage):
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("storage", ["float32", "uint16"])
 def test_donated_pages_are_written_in_place(tokens, storage):
-    """No copy: of a pool of gigabytes it would take longer than the round."""
+    """Copying a pool of gigabytes would take longer than the round."""
     case = Case(tokens=tokens, pages=64, page_size=16, kv_heads=2, head_dim=64)
     given = build(case)
     pages = jnp.asarray(stored(given.pop("kv_pages"), storage))
@@ -260,7 +260,7 @@ def test_donated_pages_are_written_in_place(tokens, storage):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "tpu", "gpu"])
-def test_every_backend_has_it(implementation):
+def test_every_backend_writes_kv_pages(implementation):
     given = build(CASES["tiny/verify"])
     arrays = {name: jnp.asarray(value) for name, value in given.items()}
     written = write_kv_pages(**arrays, implementation=implementation)

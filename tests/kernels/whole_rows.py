@@ -1,6 +1,6 @@
-"""Oracle for rejection sampling: the rules on whole arrays of probabilities.
+"""An oracle of rejection sampling: the rules on whole arrays of probabilities.
 
-Each rule as its paper states it, in float32, with none of the operation's passes.
+Each rule is written in float32 as its paper states it, without the operation's passes.
 """
 
 import jax

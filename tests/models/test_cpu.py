@@ -1,7 +1,8 @@
 """Workarounds for XLA:CPU give the same bits, and apply only where they are faster.
 
-These are the forms that XLA reads, for platforms without a C++ compiler. Every engine
-of the tests (`tests.support.engines`) covers those of the operations in C++.
+These tests are of the storage layouts that XLA reads, for platforms without a C++
+compiler. The layouts of the C++ operations are used by all engines of
+`tests.support.engines`.
 """
 
 import functools
@@ -66,13 +67,13 @@ def test_panel_holds_its_outputs_for_each_input():
 
 
 @pytest.mark.parametrize("form", [DenseMatrix, PanelMatrix, Bfloat16Matrix])
-def test_every_form_equals_the_matrix(form):
+def test_every_storage_layout_holds_the_matrix(form):
     matrix = jax.device_put(MATRIX, replicated(make_mesh(1)))
     if form is Bfloat16Matrix:
         matrix = matrix.astype(jnp.bfloat16)
     one = form.of(matrix)
     assert (one.shape, one.dtype) == ((192, 40), matrix.dtype)
-    assert one.nbytes == matrix.nbytes  # one product reads one of them
+    assert one.nbytes == matrix.nbytes  # a product reads only one of them
     index = jnp.array([3, 191, 500])
     expected = np.asarray(matrix, np.float32)
     np.testing.assert_array_equal(one.rows(index), expected[[3, 191, 191]])
@@ -98,7 +99,7 @@ def test_products_equal_the_matrixs_bit_for_bit(rows, shape):
 
 
 def read_by(rows: int, outputs: int, features: int = 384) -> set[str]:
-    """Return the forms that a compiled product reads; assert that it copies none."""
+    """Return the layouts that a compiled product reads; assert that it copies none."""
     shapes = [(outputs, features), (outputs // cpu.XLA_WIDTH, features, cpu.XLA_WIDTH)]
     forms = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     inputs = jax.ShapeDtypeStruct((rows, features), jnp.float32)
@@ -121,7 +122,7 @@ def read_by(rows: int, outputs: int, features: int = 384) -> set[str]:
         (MIN_ROWS, 3072, "panels"),
         (cpu.MAX_ROWS, 3072, "panels"),
         (cpu.MAX_ROWS + 1, 3072, "matrix"),
-        # The same number of rows, but too many copies of them.
+        # As many rows, but too many copies of them.
         (cpu.MAX_ROWS, 64 * 256, "matrix"),
         (MIN_ROWS, 64 * 256, "panels"),
     ],
@@ -140,7 +141,7 @@ def test_faster_form_is_read_in_place(rows, outputs, expected):
     ],
 )
 @pytest.mark.usefixtures("without_native")
-def test_the_form_follows_devices_and_type(devices, dtype, expected):
+def test_storage_layout_depends_on_devices_and_type(devices, dtype, expected):
     params = make_params(dtype, devices)
     assert type(params["embedding"]) is expected
     assert type(params["layers"]["0"]["attention"]["kv_proj"]) is expected
@@ -157,7 +158,7 @@ def test_the_form_follows_devices_and_type(devices, dtype, expected):
         (2, "float32", True, False, DenseMatrix),
     ],
 )
-def test_operations_in_c_have_their_own_forms(
+def test_operations_in_cpp_have_their_own_storage_layouts(
     devices, dtype, are_bfloat16, is_trained, expected
 ):
     form = cpu.choose_form(
@@ -184,7 +185,7 @@ def test_declarations_are_not_modified():
 
 
 @pytest.mark.usefixtures("without_native")
-def test_large_model_has_no_second_form(monkeypatch):
+def test_model_above_the_size_limit_has_no_second_layout(monkeypatch):
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(make_params(devices=2)))
     monkeypatch.setattr(cpu, "MAX_BYTES", num_bytes - 1)
     assert type(make_params()["embedding"]) is DenseMatrix
@@ -205,7 +206,7 @@ def test_matrices_that_do_not_divide_remain_dense():
 
 
 def bytes_to_look_up(form: type[DenseMatrix]) -> int:
-    """Temporary memory of a loop that looks up rows of a 64 kB bf16 table."""
+    """Return the temporary bytes of a loop that looks up rows of a 64 kB bf16 table."""
     table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
 
     def look_up(matrix: Any, tokens: jax.Array) -> jax.Array:
@@ -223,7 +224,8 @@ def bytes_to_look_up(form: type[DenseMatrix]) -> int:
 
 def test_bfloat16_lookup_does_not_convert_the_table():
     assert bytes_to_look_up(Bfloat16Matrix) < 2**14
-    # A float32 copy has 128 kB. If this fails, XLA:CPU no longer needs the form.
+    # A float32 copy has 128 kB. If this fails, XLA:CPU no longer needs the special
+    # layout.
     assert bytes_to_look_up(DenseMatrix) >= 2**17
 
 
@@ -305,7 +307,7 @@ def test_two_maxima_are_faster_than_argmax():
     assert least_s["two maxima"] < least_s["argmax"], least_s
 
 
-def test_instructions_are_one_line_of_cpuinfo():
+def test_instructions_returns_the_flags_line_of_cpuinfo():
     if Path("/proc/cpuinfo").exists():
         assert cpu.instructions().startswith(("flags", "Features"))
         assert "\n" not in cpu.instructions()

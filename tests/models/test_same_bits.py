@@ -32,7 +32,8 @@ from tests.support.oracles import init_kv_pages
 from tests.support.programs import USERS_COMPILER
 
 NUM_LAYERS = 2
-# Longer than a block of keys and the window, and a multiple of no size.
+# Text lengths: longer than a block of keys and the window, and no multiples of tile
+# sizes.
 NUM_TOKENS, NUM_TEXTS = 139, 8
 # Keep every 16th logit: each depends on the whole computation of its row.
 SPARSE = 16
@@ -46,10 +47,11 @@ POOL = PoolShape(
 TEXTS = np.random.default_rng(7).integers(5, POOL.vocab_size, (NUM_TEXTS, NUM_TOKENS))
 TABLES = np.arange(NUM_TEXTS * POOL.table_len, dtype=np.int32).reshape(NUM_TEXTS, -1)
 AXES = range(1, NUM_TEXTS + 1), range(1, 10)
-# Compiling takes most of the time: bfloat16 has only the case least like a plain round.
+# Compiling takes most of the time, so bfloat16 has only the case that differs most from
+# a plain round.
 SHORT_GRID = [("float32", 1, 6), ("float32", 8, 9), ("bfloat16", 8, 9)]
-# A network never runs a single row: see `cpu.MIN_ROWS`. Only two texts: one token at a
-# time takes the most launches.
+# Networks never run a single row: see `cpu.MIN_ROWS`. There are only two texts, because
+# one token at a time takes the most launches.
 FEW_TEXTS = 2
 DTYPES = ["float32", "bfloat16"]
 

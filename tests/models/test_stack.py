@@ -1,4 +1,4 @@
-"""Scanned layers are the same network: same logits, same weights, stacked."""
+"""Scanned layers compute the same logits as separate ones, with stacked weights."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from tests.support.oracles import (
 from tests.support.programs import QUICK_COMPILER
 
 PROMPT = np.random.default_rng(1).integers(0, 96, 50)
-# Two different pairs of layers. All sizes but the embedding's divide into panels
+# Two periods of two different layers. All matrices but the embedding divide into panels
 # (`jaxspec.models.cpu`).
 SIZES: dict[str, Any] = dict(
     num_hidden_layers=4, num_attention_heads=8, head_dim=16, hidden_size=64
@@ -44,7 +44,7 @@ def reference() -> Any:
 def logits_of_prompt(
     *, scan_layers: bool, options: dict[str, Any] | None = None, **form: Any
 ) -> np.ndarray:
-    """Logits of a prompt in uneven chunks; unwritten slots are NaN."""
+    """Return the logits of a prompt in uneven chunks; unwritten slots are NaN."""
     config = model_config(reference(), scan_layers=scan_layers)
     params = load_ours(reference(), scan_layers=scan_layers, **form)
     model = PagedModel(config, params, compiler_options=options)
@@ -54,7 +54,7 @@ def logits_of_prompt(
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_scanned_logits_equal_separate_layers_bit_for_bit(dtype):
-    """Without optimization: XLA:CPU would fuse operations differently inside a loop.
+    """Programs are not optimized: XLA:CPU would fuse operations differently in a loop.
 
     A fused product and sum is rounded only once.
     """
@@ -66,7 +66,7 @@ def test_scanned_logits_equal_separate_layers_bit_for_bit(dtype):
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_logits_equal_huggingface(shards):
-    """With users' compile options; on eight devices the two KV heads are repeated."""
+    """Programs have users' compile options; eight devices share two KV heads."""
     found = logits_of_prompt(scan_layers=True, shards=shards)
     assert np.abs(found - hf_logits(reference(), PROMPT)).max() <= 1e-4
 
@@ -86,7 +86,7 @@ def batch_of(num_tokens: int) -> TokenBatch:
 
 
 def test_every_layers_output_is_returned():
-    """For proposers that read the target's layers, in their order."""
+    """Proposers may read the outputs of the target's layers, in any order."""
     streams = []
     for scan_layers in (False, True):
         config = model_config(reference(), scan_layers=scan_layers)
@@ -129,7 +129,7 @@ def made(how: str, *, scan_layers: bool, shards: int, dtype: Any) -> Any:
     ],
 )
 def test_stack_holds_each_layers_parameters(how, shards, dtype):
-    """Entry t of stack k is layer 2 t + k, for every form and placement."""
+    """Entry t of stack k is layer 2 t + k, with any storage type and sharding."""
     form: dict[str, Any] = dict(shards=shards, dtype=dtype)
     each = made(how, scan_layers=False, **form)
     scanned = made(how, scan_layers=True, **form)

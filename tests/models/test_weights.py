@@ -138,13 +138,13 @@ def test_order_of_the_tensors_does_not_matter():
         "model.embed_tokens",
     ],
 )
-def test_unknown_tensor_is_named(name):
+def test_error_names_an_unknown_tensor(name):
     with pytest.raises(CheckpointError, match=f"'{name}' is not part of Gemma 2"):
         load(CONFIG, TENSORS | {name: np.zeros((2, 2), np.float32)})
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_missing_tensor_is_named(name):
+def test_error_names_a_missing_tensor(name):
     rest = {other: tensor for other, tensor in TENSORS.items() if other != name}
     with pytest.raises(CheckpointError, match=f"no tensor '{name}'$"):
         load(CONFIG, rest)
@@ -156,7 +156,7 @@ def test_several_missing_tensors_are_counted():
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_wrong_shape_is_named(name):
+def test_error_names_a_tensor_of_wrong_shape(name):
     tensor = TENSORS[name]
     wrong = np.concatenate([tensor, tensor[:1]])
     with pytest.raises(CheckpointError) as error:
@@ -165,7 +165,7 @@ def test_wrong_shape_is_named(name):
     assert expected in str(error.value)
 
 
-def test_surplus_layer_is_named():
+def test_error_names_a_tensor_of_a_surplus_layer():
     tensors = make_tensors(make_config(num_hidden_layers=3))
     expected = r"'model.layers.2..* \(num_hidden_layers=2\) does not have"
     with pytest.raises(CheckpointError, match=expected):
@@ -314,7 +314,7 @@ def test_repeated_heads_are_copies(make):
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_random_parameters_have_the_form_of_loaded_ones(dtype):
+def test_random_parameters_have_the_structure_of_loaded_ones(dtype):
     params = make_random(CONFIG, seed=3, dtype=dtype, mesh=make_mesh(1))
     options: dict[str, Any] = dict(dtype=dtype, mesh=make_mesh(1))
     loaded = load_params(CONFIG, in_memory(TENSORS), **options)

@@ -162,7 +162,7 @@ def lower_pair(
     dtype = jnp.dtype(jnp.bfloat16)
     form: Any = partial(abstract_params, dtype=dtype, mesh=mesh)
     params = form(target), form(draft, mesh_axes=DRAFT_MESH_AXES)
-    forms: Any = EngineState  # of shapes instead of arrays
+    forms: Any = EngineState  # filled with shapes instead of arrays
     rows, token_pages = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=replicated(mesh)

@@ -1,4 +1,4 @@
-"""Penalties, bias and masks: every row equals the result of a float64 loop."""
+"""Penalties, bias and masks equal the results of a float64 loop over rows."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ class Round:
 
 
 def make_round(asked: list[TokenControls | None], *, few_tokens: int = 6) -> Round:
-    """Make sequences over few tokens, which repeat in prompt, output and drafts."""
+    """Make sequences in which few tokens repeat in prompt, output and drafts."""
     random = np.random.default_rng(3)
     count = len(asked)
     lengths = random.integers(8, PAGE * PAGES + 1, count)
@@ -143,7 +143,7 @@ SINGLE = [
 
 
 @pytest.mark.parametrize("one", SINGLE, ids=str)
-def test_each_control_alone(one: TokenControls):
+def test_each_control_alone_equals_the_loop(one: TokenControls):
     made = make_round([one] * 4)
     found = made.adjusted(Backend())
     np.testing.assert_allclose(found, made.expected(), rtol=2e-6, atol=2e-6)
@@ -206,7 +206,7 @@ def test_split_vocabulary_equals_one_device(shards):
 
 
 def test_single_rows_equal_rows_of_the_round():
-    """A draft model's rows count its own drafts as the target's rows do."""
+    """Rows of the draft model count its drafts as the target's rows do."""
     made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
     together = made.adjusted(Backend())
     for row in range(DRAFTS + 1):
@@ -216,7 +216,7 @@ def test_single_rows_equal_rows_of_the_round():
 
 @pytest.mark.parametrize(("penalty", "text"), [(1.5, [1, 15]), (0.7, [1, 1, 15])])
 def test_frequency_penalty_stops_repeated_drafts(penalty, text):
-    """A case of vLLM's tests: drafts [1, 1, 1]; 15 is the second best everywhere."""
+    """As in vLLM's test, drafts are [1, 1, 1], and token 15 is always second best."""
     asked: list[TokenControls | None] = [TokenControls(frequency_penalty=penalty)]
     logits = np.zeros((1, DRAFTS + 1, VOCAB), np.float32)
     logits[..., 1], logits[..., 15] = 100.0, 99.0

@@ -1,4 +1,4 @@
-"""Tokens by page: written and read through page tables, pads nowhere."""
+"""Tokens are written and read by page, and padding writes nothing."""
 
 import jax.numpy as jnp
 import numpy as np

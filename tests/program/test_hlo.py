@@ -18,7 +18,7 @@ HLO = """
 
 
 def test_moves_are_read_in_every_form():
-    """A copy to on-chip memory (S(1)) is no move; a copy from there is one."""
+    """A copy to on-chip memory (S(1)) is not a move; a copy from there is one."""
     assert hlo.moves(HLO) == {
         "all-gather-start f32[8,256000]": 8 * 256000 * 4,
         "all-gather-start f32[8,4,1024]": 8 * 4 * 1024 * 4,
@@ -102,7 +102,7 @@ def test_kernel_operands_are_found():
 
 
 def test_square_arrays_are_found():
-    """In memory only: not within a fusion, and not on the chip (S(1))."""
+    """Only arrays in memory count, not those within a fusion or on the chip (S(1))."""
     assert hlo.squares(TREE, 17) == {
         "pred[1,17,17]": 17 * 17,
         "bf16[8,34,17]": 2 * 8 * 34 * 17,

@@ -1,8 +1,9 @@
 """Plain decoding and verification draw the same tokens from the same logits.
 
-At the borders of the filters: ties, many equal logits, vocabularies of 256,000.
-Verification must accept the tokens that plain decoding draws one by one, and then draw
-the same next token, with the seeds' own noise, which is keyed by position.
+Tested at the borders of the filters: ties, many equal logits, vocabularies of 256,000.
+Given the same logits, verification must accept exactly the tokens that plain decoding
+would draw one by one, and then draw the same next token. Both use the noise of the
+request's seed at each position.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ MIN_PS = (0.0, 0.02, 0.3, 1.0)
 
 
 def make_logits(random: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Rows of every kind that may be on a filter's border."""
+    """Return rows of every kind that may lie on the border of a filter."""
     logits = random.normal(size=(rows, vocab)).astype(np.float32)
     logits *= random.choice([0.1, 1.0, 3.0, 20.0], (rows, 1)).astype(np.float32)
     kind = random.integers(0, 6, rows)
@@ -45,7 +46,7 @@ def make_logits(random: np.random.Generator, rows: int, vocab: int) -> np.ndarra
 
 
 def controls(random: np.random.Generator, seqs: int, vocab: int) -> dict:
-    """Values of requests, each filter alone and all together."""
+    """Return sampling parameters: each filter alone, and all together."""
     sizes = [0, 1, 2, 5, 40, vocab // 2, vocab - 1, vocab]
     return dict(
         temperature=random.choice(TEMPERATURES, seqs),
@@ -79,7 +80,7 @@ def put_on_borders(
 
 @functools.partial(jax.jit, compiler_options=USERS_COMPILER)
 def play(active, logits):
-    """Tokens of plain decoding, and the verdict on them as drafts."""
+    """Return the tokens of plain decoding, and the verdict on them as drafts."""
     seqs, width, vocab = logits.shape
     none = jnp.zeros(seqs, jnp.int32)
 
@@ -112,7 +113,7 @@ def play(active, logits):
 
 
 def count_unequal(seqs: int, vocab: int, seed: int) -> int:
-    """Number of sequences, of `seqs`, in which the two ways differ."""
+    """Return in how many of `seqs` sequences the two ways differ."""
     random = np.random.default_rng(seed)
     logits = make_logits(random, seqs * (DRAFTS + 1), vocab)
     logits = logits.reshape(seqs, DRAFTS + 1, vocab)
@@ -134,7 +135,8 @@ def count_unequal(seqs: int, vocab: int, seed: int) -> int:
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-# Times four rows: 11,520 tokens in the full run. The first exceeds a tile.
+# With four rows each, 11,520 tokens in the full run. The first vocabulary exceeds a
+# tile.
 @pytest.mark.parametrize(
     ("vocab", "seqs"),
     [

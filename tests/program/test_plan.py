@@ -1,4 +1,4 @@
-"""Controls in a plan's vector: every value arrives, and pads are neutral."""
+"""A plan's vector transports every control value, and padding is neutral."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def fields_of(plan: StepPlan) -> dict[str, np.ndarray]:
     return {name: np.asarray(values) for name, values in fields.items()}
 
 
-def test_every_value_arrives():
+def test_every_control_value_arrives():
     plan = StepPlan(admissions=[ADMISSION, with_controls(1, CONTROLS)])
     fields = fields_of(plan)
     # Controls are packed without gaps, in the order of their admissions.

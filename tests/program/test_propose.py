@@ -1,4 +1,4 @@
-"""A proposer needs one file and one registry line: toy proposers in the engine."""
+"""A new proposer needs one file and one registry line, as toy proposers show."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -70,7 +70,7 @@ class Parrot:
 
 
 def make_small(target: Any, **drafts: Any) -> LLMEngine:
-    """An engine of one program, not cached: the cache's key does not cover toys."""
+    """Make an engine without a program cache, whose keys do not depend on the toys."""
     engine = make_engine(
         target,
         max_num_seqs=4,

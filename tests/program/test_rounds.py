@@ -1,7 +1,8 @@
-"""Rounds in a row follow the target's joint distribution, with the program's own keys.
+"""Consecutive rounds follow the target's joint distribution, with real random keys.
 
-A single round can be exact and a sequence of rounds biased: block verification uses
-numbers of drafts past those it accepts, so a later round must not use them again.
+Even if each round is exact, a sequence of rounds may be biased: block verification uses
+the random numbers of drafts past those that it accepts, so a later round must not use
+them again.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from jaxspec.program.verify import verify
 from tests.support.round_models import DRAFT, DRAFTS, LENGTH, TARGET, VOCAB
 from tests.support.rows import make_active
 
-# Sequences in `make test`, and in the long suite, which finds smaller errors.
+# Numbers of sequences in `make test` and in the long suite, which finds smaller errors.
 FEWER, SEQS = 50_000, 150_000
 
 
@@ -83,18 +84,18 @@ def play_round(
 
 
 def always(active: Active) -> jax.Array:
-    """The same K in every round."""
+    """Choose the same K in every round."""
     return jnp.full_like(active.num_tokens, DRAFTS)
 
 
 def by_the_past(active: Active) -> jax.Array:
-    """K depends on known tokens, which is all that a controller knows."""
+    """Choose K by known tokens, which is all that a controller knows."""
     return (active.last_tokens[:, 1] + active.num_tokens) % (DRAFTS + 1)
 
 
 @jax.jit
 def by_peeking(active: Active) -> jax.Array:
-    """K depends on this round's random numbers: no drafts if the first were token 0."""
+    """Choose K by this round's random numbers: no drafts if the first were token 0."""
     draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
     token, _ = sample_draft(draft[active.last_tokens[:, 1]], 0, active, Backend())
     return jnp.where(token == 0, 0, DRAFTS)
@@ -154,6 +155,6 @@ def test_k_may_depend_on_known_tokens(rule, seqs):
 @pytest.mark.parametrize("rule", ["standard", slow("block"), "coupled"])
 @counted
 def test_k_that_depends_on_the_rounds_noise_is_detected(rule, seqs):
-    """Not for the coupled rule: with shared noise K cannot change a text."""
+    """The coupled rule is excluded: with shared noise, K cannot change a text."""
     found = statistic_of(rule, seqs, by_peeking)
     assert follows_the_distribution(*found) == (rule == "coupled"), found

@@ -1,4 +1,4 @@
-"""A value that the device stores for a request is declared in one line."""
+"""A new value that the device stores per request needs one line of code."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Drafts follow the distribution of float64 oracles, which sort."""
+"""Sampled tokens follow the distribution of float64 oracles, which sort."""
 
 import functools
 from typing import Any
@@ -88,7 +88,7 @@ def at_one(rows: int) -> SamplingValues:
 
 
 def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) -> None:
-    """Random logits, flat to sharp, one row per control."""
+    """Check random logits, flat to sharp, with one row per control."""
     random = np.random.default_rng(size)
     scale = random.choice([0.2, 1.0, 4.0], (len(rows), 1))
     logits = random.normal(size=(len(rows), size)) * scale
@@ -150,7 +150,7 @@ def test_one_kind_of_control_alone(row):
 
 
 def test_wide_nucleus_and_large_top_k_are_found():
-    """Flat distributions, of which much is kept; thresholds equal those by sorting."""
+    """In flat distributions many tokens are kept; thresholds equal those by sorting."""
     rows = [
         dict(top_p=0.9),
         dict(top_k=700),

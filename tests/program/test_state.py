@@ -1,4 +1,4 @@
-"""Rows start empty, and every leaf is an array of its own."""
+"""Rows of a new state are empty, and no arrays share memory."""
 
 import dataclasses
 import resource

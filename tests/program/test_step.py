@@ -1,4 +1,4 @@
-"""Compiled programs do not copy pages or weights, nor run parts that are not needed.
+"""Compiled programs copy no pages or weights, and run no parts that are not needed.
 
 Whole programs are traced, `step_context` included. `tests/e2e` tests results.
 """
@@ -83,7 +83,7 @@ def test_tested_programs_equal_users_programs():
         runner: Any = users_engine.__wrapped__("float32").runner
         runner.compiler_options = options
         text = runner.executable(SHAPES[-2]).as_text()
-        # Source locations may differ: one program may come from another run's cache.
+        # Source locations may differ, because a program may come from the cache.
         text = re.sub(r"(?m)^(File|Function|Stack)\w+\n(\d+ .*\n)+", "", text)
         texts.append(re.sub(r"metadata=\{[^}]*\}", "", text))
     assert texts[0] == texts[1]
@@ -114,7 +114,7 @@ TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
         pytest.param(6, {"tree": TREE}, id="tree", marks=pytest.mark.slow),
     ],
 )
-def test_paths_are_moved_in_place(num_drafts, keys, num_seqs):
+def test_kv_of_accepted_tree_paths_are_moved_in_place(num_drafts, keys, num_seqs):
     """For the target, and for a draft model that runs over its own tree."""
     engine = make_engine(
         pair.target(),
@@ -135,7 +135,7 @@ def test_paths_are_moved_in_place(num_drafts, keys, num_seqs):
 
 
 def test_answers_are_stored_in_place():
-    """In a round that also reads and writes tokens."""
+    """The round also reads and writes tokens."""
     engine = make_engine(
         pair.target(),
         num_draft_tokens=4,

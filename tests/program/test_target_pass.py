@@ -1,4 +1,4 @@
-"""Programs with several pass widths, for rounds with few drafts: nothing is copied."""
+"""Programs have narrow target passes for rounds with few drafts, and copy nothing."""
 
 import functools
 import re
@@ -72,7 +72,7 @@ def test_no_products_outside_of_the_two_forms(engine, chunk, features):
 
 
 @pytest.mark.parametrize("features", [GREEDY, slow(Features())])
-def test_many_drafts_have_a_narrow_form_too(features):
+def test_programs_for_many_drafts_have_a_narrow_pass(features):
     """Suffix proposals may have few drafts, and only the device knows the number."""
     count = 2 * FEW + 1
     engine = make_lookup_engine(num_draft_tokens=count, lookup=None, suffix={})

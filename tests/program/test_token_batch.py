@@ -1,4 +1,4 @@
-"""Tokens of a region are written to their own slots or nowhere; which rows they see."""
+"""Tokens are written only to their own slots, and see the right rows."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_slots_follow_the_page_table(count):
     for length in range(0, 19):
         kv_len = [length, max(0, 11 - length)]
         batch = region(kv_len, count)
-        # Everything at or past the number of slots is dropped alike.
+        # Writes to any slot number at or past the number of slots are dropped.
         slots = np.minimum(np.asarray(batch.slot_mapping), PADS)
         assert slots.tolist() == expected_slots(kv_len, count)
         positions = np.asarray(batch.positions).reshape(2, count)
@@ -80,8 +80,8 @@ def test_joined_regions_stay_in_order():
     assert join_batches([first]) is first
 
 
-def test_tokens_not_kept_attend_to_nothing():
-    """Pads share the last row's page table, whose pages may be freed."""
+def test_tokens_without_a_slot_attend_to_nothing():
+    """Padding rows use the last row's page table, whose pages may be freed."""
     batch = region([6, 6], 3, is_written=[[True, False, True], [False] * 3])
     (part,) = batch.regions
     assert np.asarray(part.kv_len).tolist() == [6, 0]

@@ -1,4 +1,4 @@
-"""Plans and results survive packing into a vector and unpacking."""
+"""Plans and results are equal after packing into a vector and unpacking."""
 
 import dataclasses
 

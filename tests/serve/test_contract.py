@@ -295,7 +295,8 @@ CASES = [
         CHAT,
         chat(return_token_ids=True, return_prompt_text=True, stream=True),
         lambda e: (
-            # Once, outside of the choices.
+            # The prompt's ids and text are sent once, in the first event, outside of
+            # `choices`.
             [one.get("prompt_token_ids") for one in e]
             == [[2, 3, 4], *[None] * len(e[1:])]
             and [one for one in e if "prompt_text" in one] == e[:1]

@@ -1,4 +1,4 @@
-"""Arguments of Ray Serve, a replica without Ray, and replicas under Ray."""
+"""Tests of Ray Serve's arguments, of a replica without Ray, and of replicas in Ray."""
 
 import asyncio
 import importlib.util

@@ -12,7 +12,7 @@ _REQUIRED = {
     if item.default is item.default_factory is dataclasses.MISSING
 }
 
-# Users' defaults, but without a program cache, and with prefix caching.
+# Defaults of `EngineArgs`, but without a program cache and with prefix caching.
 DEFAULTS: dict[str, Any] = {
     item.name: item.default
     for item in dataclasses.fields(EngineArgs)

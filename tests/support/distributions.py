@@ -1,4 +1,4 @@
-"""Probabilities in float64, by sorting, and tests of counts against them."""
+"""Compute filtered probabilities in float64, and compare counts with them."""
 
 from collections import Counter
 
@@ -7,10 +7,11 @@ from scipy import stats
 
 from jaxspec.program.plan import TokenControls
 
-# False alarms: one in a thousand runs of the whole suite; so each of its few hundred
-# statistical tests may fail once in a million.
+# Each of a few hundred statistical tests may fail by chance once in a million runs, so
+# that a whole test run fails by chance less than once in a thousand.
 LEVEL = 1e-6
-# Pearson's statistic is close to chi-square if cells expect at least this count.
+# Pearson's statistic is close to chi-square if the expected count of every cell is at
+# least this.
 MIN_EXPECTED = 8
 
 Real = float | np.floating
@@ -23,9 +24,9 @@ def filtered_distribution(
     top_p: Real = 1.0,
     min_p: Real = 0.0,
 ) -> np.ndarray:
-    """Probabilities of rows after temperature, top-k, top-p and min-p.
+    """Return the probabilities of rows after temperature, top-k, top-p and min-p.
 
-    Ties with the last token that a filter keeps are kept.
+    Tokens as probable as the last one that a filter keeps are also kept.
     """
     scaled = np.asarray(logits, np.float64) / (temperature or 1.0)
     weights = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
@@ -45,7 +46,7 @@ def filtered_distribution(
 def check_counts(
     counts: np.ndarray, distribution: np.ndarray, what: object = ""
 ) -> float:
-    """Assert that counts may be draws from a distribution; return Pearson's p-value.
+    """Assert that counts fit a distribution; return the p-value of Pearson's test.
 
     Cells with small expectations are merged; cells of probability zero must be empty.
     """
@@ -75,10 +76,10 @@ def check_counts(
 def controlled(
     logits: np.ndarray, tokens: list[int], num_prompt: int, controls: TokenControls
 ) -> np.ndarray:
-    """One row of logits after penalties, bias and masks, in float64.
+    """Return a row of logits after penalties, bias and masks, in float64.
 
     Args:
-        tokens: All before the position; those from `num_prompt` on are the output.
+        tokens: All tokens before the position; the first `num_prompt` are the prompt.
     """
     made = np.array(logits, np.float64)
     output = tokens[num_prompt:]

@@ -1,4 +1,4 @@
-"""Whole engines over random HuggingFace models, small enough to compile in seconds."""
+"""Make engines with random HuggingFace models, small enough to compile in seconds."""
 
 import contextlib
 import dataclasses
@@ -43,10 +43,10 @@ MICRO = dict(
     sliding_window=8,
 )
 
-# Share of a draft's later layers in its residual stream.
+# Factor of the outputs of a draft's layers after the first.
 DIMMED = 0.1
 
-# Program cache of all tests, in this run and later ones.
+# Program cache that all tests use, in this run and in later ones.
 PROGRAMS = Path(__file__).parents[2] / ".pytest_cache" / "programs"
 
 SETTINGS: dict[str, Any] = dict(
@@ -64,7 +64,7 @@ FIRST_CHARACTER = ord("!")
 
 
 class StubTokenizer(Tokenizer):
-    """Token i is the printable character `!` + i, so that stop strings work."""
+    """Decodes token i to the printable character `!` + i, so that stop strings work."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -72,7 +72,8 @@ class StubTokenizer(Tokenizer):
         self.unk_token_id = 3
         self.has_turns = False
         self.all_special_ids = []
-        # "!" and the next three are special tokens, but they are part of the text.
+        # The first four tokens are special, but this tokenizer decodes them to text as
+        # well.
         self.plain_texts = PlainTexts(self)
         self.plain_texts.update((i, self.decode([i])) for i in range(4))
 
@@ -93,8 +94,8 @@ class StubTokenizer(Tokenizer):
 class OneShapeRunner(Runner):
     """Pads every plan to one shape, so that a test compiles one or two programs.
 
-    Missing entries of a plan are pads in any shape. Plain decoding rounds have a
-    separate program.
+    A program of any shape pads the entries that a plan lacks. Rounds of plain decoding
+    have a program of their own.
     """
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
@@ -139,7 +140,7 @@ class OneProgramRunner(OneShapeRunner):
 
 
 class OneGreedyProgramRunner(OneProgramRunner):
-    """One program for greedy requests, with a third of the operations."""
+    """Runs only greedy requests, in one program with a third of the operations."""
 
     all_greedy = True
 
@@ -149,9 +150,9 @@ class OneGreedyProgramRunner(OneProgramRunner):
 
 
 class QuickRunner(OneProgramRunner):
-    """One program, for engines that load their own models.
+    """Runs all launches in one program, for engines that load their own models.
 
-    Compiles only programs that are launched.
+    Compiles only programs that a launch uses.
     """
 
     def __init__(self, *arguments: Any):
@@ -191,23 +192,24 @@ def make_engine(
     scan_layers: bool = False,
     **settings: Any,
 ) -> LLMEngine:
-    """Make an engine over HuggingFace models; without a proposer it decodes plainly.
+    """Make an engine with HuggingFace models; it drafts only if given a proposer.
 
     Args:
-        lookup: Largest and smallest match of n-gram drafts, with or without a model.
-        suffix: Options of suffix drafts that differ from the defaults, without their
-            prefix; with or without a model.
-        mask_token_id: Of a draft model that proposes all drafts in one pass.
+        lookup: Longest and shortest n-gram that n-gram drafts match, with or without a
+            draft model.
+        suffix: Options of suffix drafts that differ from the defaults, without the
+            prefix "suffix_decoding_"; with or without a draft model.
+        mask_token_id: Mask token of a draft model that proposes all drafts in one pass.
         num_side_leaves, tree: Keys of `SpeculativeConfig`; a tree's nodes determine the
             number of drafts.
-        head: Its config, and its parameters.
-        kept: Tokens of a draft model with a trimmed vocabulary.
+        head: Config and parameters of a head.
+        kept: Token ids that remain in a draft model with a trimmed vocabulary.
         draft_scheme: Quantization of a draft model's matrices.
-        acceptance_rates: For the rule "synthetic".
-        scan_layers: Of both models.
+        acceptance_rates: Rates of the acceptance rule "synthetic".
+        scan_layers: Whether both models run their layers in a scan.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
-        is_optimized: Compile with users' options, instead of quickly.
-        settings: Of `EngineConfig`, in place of `SETTINGS`.
+        is_optimized: Compile with users' options instead of `QUICK_COMPILER`.
+        settings: Fields of `EngineConfig` that override `SETTINGS`.
     """
     of_model = "draft_model" if mask_token_id is None else "pard"
     kinds = {"ngram": lookup, "suffix": suffix, of_model: draft}
@@ -261,7 +263,7 @@ def make_engine(
         made.compiler_options = (made.compiler_options or {}) | USERS_COMPILER
     else:
         made.compiler_options = QUICK_COMPILER
-    # Every launch in its own program: results do not depend on timing.
+    # Launches wait for their best program, so that results do not depend on timing.
     made.compiles_in_background = False
     made.cache = ProgramCache(PROGRAMS)
     return _over(config, made)
@@ -269,7 +271,7 @@ def make_engine(
 
 @contextlib.contextmanager
 def users_programs() -> Iterator[None]:
-    """Engines created in this context compile with users' options."""
+    """Make engines that are created in this context compile with users' options."""
     options = cpu.COMPILER_OPTIONS | USERS_COMPILER
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "compiler_options", lambda: options)
@@ -277,7 +279,7 @@ def users_programs() -> Iterator[None]:
 
 
 def suffix_keys(changes: dict[str, Any]) -> dict[str, Any]:
-    """Options of suffix drafts: the defaults with `changes`."""
+    """Return the default options of suffix drafts, with `changes` to them."""
     prefix = "suffix_decoding_"
     return SUFFIX_DEFAULTS | {prefix + name: one for name, one in changes.items()}
 
@@ -324,7 +326,7 @@ def load_weights(
     token_ids: Sequence[int] | None = None,
     scheme: Scheme | None = None,
 ) -> Any:
-    """A HuggingFace model's weights in an engine's forms."""
+    """Return a HuggingFace model's weights as an engine's parameters."""
     config = model_config(
         model,
         scan_layers=scan_layers,
@@ -342,11 +344,11 @@ def load_weights(
 
 
 def with_settings(engine: LLMEngine, *, seed: int = 0, **speculative: Any) -> LLMEngine:
-    """A fresh engine over an idle one's runner: nothing is compiled again.
+    """Return a new engine with an idle engine's runner: nothing is recompiled.
 
     Args:
-        speculative: Changed fields of `SpeculativeConfig` that no executable depends
-            on: the rule, or the largest batch size with drafts.
+        speculative: Changed fields of `SpeculativeConfig`. No executable may depend on
+            them; the acceptance rule, for example, is data.
     """
     assert not engine.has_unfinished_requests()
     changed = engine.config.speculative
@@ -381,12 +383,12 @@ def generate(
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    """The generated ids of each output."""
+    """Return the generated token ids of each output."""
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
-    """A fresh engine with another draft of the same sizes; nothing new is compiled."""
+    """Return a new engine with another draft of the same sizes, without compiling."""
     config, old = engine.config, engine.runner
     assert config.draft_model_config == model_config(draft)
     return with_params(
@@ -395,7 +397,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
 
 
 def with_params(engine: LLMEngine, params: Any, target_params: Any = None) -> LLMEngine:
-    """A fresh engine with other proposer parameters; nothing new is compiled."""
+    """Return a new engine with other proposer parameters, without compiling."""
     config, old = engine.config, engine.runner
     assert old.params[1][-1] is not None
     runner = type(old)(config, old.mesh, target_params or old.params[0], params)
@@ -405,20 +407,21 @@ def with_params(engine: LLMEngine, params: Any, target_params: Any = None) -> LL
         old.compiler,
         old.compiles_in_background,
     )
-    runner.token_masks = old.token_masks  # the mask source of its programs
+    runner.token_masks = old.token_masks  # called by compiled programs
     return _over(config, runner)
 
 
 def make_micro(seed: int = 0, **changes: Any) -> Any:
-    """A two-layer target of 16 tokens; its distributions are neither flat nor sharp."""
+    """Make a two-layer target of 16 tokens, with distributions of medium entropy."""
     return make_hf_model(seed=seed, **(MICRO | changes))
 
 
 def make_draft_of(target: Any, *, num_layers: int = 1, sign: float = 1.0) -> Any:
-    """A draft that often agrees with its target (or, with sign -1, rarely).
+    """Make a draft that agrees with its target often, or rarely if `sign` is -1.
 
-    It has the target's first layer and head. Further layers are the target's with small
-    outputs; `sign` inverts the logits through the final norm.
+    It has the target's embedding and first `num_layers` layers, but the outputs of all
+    layers after the first are made small. A `sign` of -1 in the final norm inverts the
+    logits.
     """
     sizes = target.config.to_dict()
     changes = {name: sizes[name] for name in (*MICRO, "final_logit_softcapping")}

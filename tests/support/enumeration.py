@@ -1,9 +1,11 @@
-"""The exact distribution of a verification round, by running the rule on every outcome.
+"""Compute the exact distribution of a verification round from all its outcomes.
 
-A case is a pair of random processes over a few tokens whose probabilities depend on the
-whole path. The real rule runs on every draft path, with uniforms just below and just
-above each threshold of a float64 oracle. The oracle gives the weights, the rule the
-decisions: a threshold that is off by more than the margin changes the distribution.
+A case is a pair of random distributions, target and draft, over a few tokens; the
+probabilities of a token depend on all tokens before it. The real acceptance rule runs
+on every draft path, with uniform numbers just below and just above each threshold of a
+float64 oracle. The oracle gives the probability of each outcome, and the rule gives the
+decisions: if a threshold of the rule is wrong by more than the margin, the distribution
+changes.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,8 @@ import numpy as np
 from tests.kernels.oracle import UNOPTIMISED
 
 VOCAB, DRAFTS = 4, 3
-# Probabilities are multiples of this: float32 holds them and their sums exactly.
+# All probabilities are multiples of this, so that they and their sums are exact in
+# float32.
 GRAIN = 2.0**-12
 # Distance of the uniforms from a threshold: a few float32 roundings.
 MARGIN = 2.0**-22
@@ -42,7 +45,7 @@ Tree = list[
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Distributions of target and draft by prefix, and the number of drafts."""
+    """Target and draft distributions for every prefix, and the number of drafts."""
 
     kind: str
     target: Tree
@@ -51,7 +54,7 @@ class Case:
 
 
 def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
-    """Random pairs of every kind; most with all drafts, some with fewer or none."""
+    """Return random cases of every kind; most have all drafts, some fewer or none."""
     random = np.random.default_rng(seed)
     cases = []
     for index in range(count):
@@ -76,7 +79,7 @@ def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
 def constant_case(
     target: list[float], draft: list[float], num_draft_tokens: int
 ) -> Case:
-    """A pair whose probabilities are the same after every prefix."""
+    """Return a case whose probabilities are the same after every prefix."""
 
     def tree(distribution: list[float], levels: int) -> Tree:
         return [np.tile(distribution, (VOCAB**level, 1)) for level in range(levels)]
@@ -127,7 +130,7 @@ def _some(random: np.random.Generator) -> np.ndarray:
 
 
 def _distribution(random: np.random.Generator, support: np.ndarray) -> np.ndarray:
-    """Random distribution on a support, in nonzero multiples of the grain."""
+    """Return a random distribution in multiples of the grain, positive on a support."""
     size = int(support.sum())
     total = round(1 / GRAIN) - size
     parts = random.multinomial(total, random.dirichlet(np.full(size, 0.7))) + 1
@@ -138,7 +141,7 @@ def _distribution(random: np.random.Generator, support: np.ndarray) -> np.ndarra
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    """Every draft path of every case, one entry each."""
+    """All draft paths of all cases, one entry per path."""
 
     case: np.ndarray
     weight: np.ndarray  # probability that the draft samples this path
@@ -149,7 +152,7 @@ class Paths:
 
 
 def make_paths(cases: list[Case]) -> Paths:
-    """Paths that a draft can sample; unused entries are NaN or arbitrary."""
+    """Return the paths that drafts can take; unused entries are NaN or arbitrary."""
     parts = []
     for number, case in enumerate(cases):
         count = case.num_draft_tokens
@@ -181,29 +184,30 @@ def make_paths(cases: list[Case]) -> Paths:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """A rule's thresholds by the oracle, per path and draft.
+    """The oracle's thresholds of a rule, per path and draft.
 
     Attributes:
         accept: Draft i passes if its uniform is below this.
         margin: Distance from the threshold at which float32 must decide correctly.
-        scale: Factor of the target in the residual, by number of accepted drafts.
+        scale: Factor of the target's probabilities in the residual, by number of
+            accepted drafts.
     """
 
     accept: np.ndarray
     margin: np.ndarray
     scale: np.ndarray
-    is_prefix: bool  # whether a failed draft ends the run
+    is_prefix: bool  # whether the first rejected draft ends the run of accepted drafts
 
 
 def ratios(paths: Paths) -> np.ndarray:
-    """Target / draft of every sampled token; NaN for drafts that do not count."""
+    """Return target / draft probability of each draft token; NaN for unused ones."""
     index = paths.tokens[:, :, None]
     target = np.take_along_axis(paths.target[:, :-1], index, 2)[:, :, 0]
     return target / np.take_along_axis(paths.draft, index, 2)[:, :, 0]
 
 
 def standard_oracle(paths: Paths) -> Thresholds:
-    """Leviathan et al.: min(1, target / draft)."""
+    """Return the thresholds of Leviathan et al.: min(1, target / draft)."""
     accept = np.minimum(1, ratios(paths))
     ones = np.ones((len(accept), DRAFTS + 1))
     return Thresholds(
@@ -215,7 +219,7 @@ def standard_oracle(paths: Paths) -> Thresholds:
 
 
 def block_oracle(paths: Paths) -> Thresholds:
-    """Sun et al., equations of the block rule, in float64."""
+    """Return the thresholds of the block rule by Sun et al., in float64."""
     ratio = ratios(paths)
     joint = np.ones((len(ratio), DRAFTS + 1))
     accept, margin = np.empty_like(ratio), np.full_like(ratio, MARGIN)
@@ -236,7 +240,7 @@ def block_oracle(paths: Paths) -> Thresholds:
 
 
 def _uniforms(accept: np.ndarray, margin: np.ndarray, passes: np.ndarray) -> np.ndarray:
-    """Uniforms that must pass (or fail), a margin away from the threshold."""
+    """Return uniforms a margin away from a threshold, that must pass or fail."""
     below = np.minimum(accept - margin, LARGEST_UNIFORM)
     below = np.where(below < 0, accept / 2, below)
     above = np.where(accept + margin >= 1, (1 + accept) / 2, accept + margin)
@@ -244,9 +248,9 @@ def _uniforms(accept: np.ndarray, margin: np.ndarray, passes: np.ndarray) -> np.
 
 
 def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
-    """Inputs of the rule: path x pass/fail pattern x edge of a next token.
+    """Return inputs of the rule: path x pass/fail pattern x edge of a next token.
 
-    Only rows of positive weight; weights of one case sum to 1.
+    Only rows with a positive weight are returned; the weights of a case sum to 1.
     """
     count, drafts = oracle.accept.shape
     patterns = np.indices((2,) * drafts).reshape(drafts, -1).T.astype(bool)
@@ -290,13 +294,13 @@ def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
 
 
 def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]):
-    """Run the real rule on all rows in one call; return accepted counts and tokens."""
+    """Run the real rule on all rows; return numbers of accepted drafts, and tokens."""
     path = rows["path"]
 
     def floats(values: np.ndarray) -> jax.Array:
         return jnp.asarray(values, jnp.float32)
 
-    # A new function: an old jit would hide a mutant.
+    # Jit a new function: a cached trace would not contain a mutant.
     decide = jax.jit(
         lambda *args, **uniforms: rule(*args, **uniforms), compiler_options=UNOPTIMISED
     )
@@ -313,7 +317,7 @@ def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """A case, the distribution of its tokens and the mean number of accepted drafts."""
+    """A case, the distribution of its tokens, and its mean number accepted."""
 
     case: Case
     tokens: np.ndarray  # [vocab^(drafts+1)]
@@ -321,7 +325,7 @@ class Distribution:
 
     @property
     def distance(self) -> float:
-        """Total variation to the target's own distribution."""
+        """Return the total variation distance to the target's distribution."""
         own = np.ones(1)
         for level in self.case.target:
             own = (own[:, None] * level).reshape(-1)
@@ -333,7 +337,7 @@ def distributions(
     rule: Callable[..., Any],
     oracle: Callable[[Paths], Thresholds],
 ) -> list[Distribution]:
-    """Distributions of `DRAFTS + 1` tokens: one round, completed with target draws."""
+    """Return distributions of `DRAFTS + 1` tokens: a round, then target draws."""
     paths = make_paths(cases)
     rows = outcomes(paths, oracle(paths))
     accepted, following = run_rule(rule, paths, rows)

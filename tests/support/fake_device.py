@@ -1,10 +1,10 @@
-"""The step program's bookkeeping in plain Python, and a runner over it.
+"""A fake device: the bookkeeping of step programs in plain Python, and its runner.
 
-Every slot of both models' pages stores a hash of the whole prefix for which its keys
-and values were written. Before each read the hashes are compared: a page with two
-owners, a page shared by sequences with different prefixes, a missing page, or missing
-draft keys fail at the launch that would read them. `truth` fixes every request's text
-in advance.
+For both models, each slot of a page stores a hash of the whole prefix for which its
+keys and values were written. The hashes are compared before each read: if a page has
+two owners, is shared by sequences with different prefixes, or is missing, or if draft
+keys are missing, the launch that would read them fails. The function `truth` fixes the
+text of every request in advance.
 """
 
 import dataclasses
@@ -34,19 +34,19 @@ from jaxspec.program.wire import (
 )
 
 JUNK = -7  # token of a rejected draft
-NOTHING = 0  # the prefix of a sequence's first token
+NOTHING = 0  # hash of the empty prefix
 
 # (seed, position, hash of all tokens before) -> token
 Truth = Callable[[tuple[int, int], int, int], int]
 
 
 def extend(prefix: int, token: int) -> int:
-    """Hash of a sequence with one more token."""
+    """Return the hash of a sequence with one more token."""
     return hash((prefix, token))
 
 
 def prefix_of(tokens: list[int]) -> int:
-    """Hash of a whole sequence."""
+    """Return the hash of a whole sequence."""
     prefix = NOTHING
     for token in tokens:
         prefix = extend(prefix, token)
@@ -54,7 +54,7 @@ def prefix_of(tokens: list[int]) -> int:
 
 
 def random_truth(vocab_size: int) -> Truth:
-    """A random text per seed and prompt."""
+    """Return a random text that depends on the seed and the prompt."""
 
     def token(seed: tuple[int, int], position: int, prefix: int) -> int:
         return zlib.crc32(repr((seed, position, prefix)).encode()) % vocab_size
@@ -63,26 +63,26 @@ def random_truth(vocab_size: int) -> Truth:
 
 
 def repeat_truth(text: list[int]) -> Truth:
-    """Every request repeats `text`, by absolute position."""
+    """Make every request generate `text` repeatedly, by absolute position."""
     return lambda seed, position, prefix: text[position % len(text)]
 
 
 class Row:
-    """One admitted request on the device."""
+    """A row of the device, with its request."""
 
     def __init__(self, admission: Admission, pool: PoolShape):
         self.admission, self._pool = admission, pool
         self.tokens: list[int] = []
-        self.prefixes = np.zeros(pool.max_model_len, np.int64)  # up to each token
+        self.prefixes = np.zeros(pool.max_model_len, np.int64)  # one per token
         self.has_page = np.zeros(pool.table_len, bool)
-        # Slot of each position; one past all slots without a page.
+        # Slot of each position; `num_slots` for positions without a page.
         self.slots = np.full(pool.table_len * pool.page_size, pool_size(pool))
         self.num_tokens = 0
         self.is_done = False
 
     @property
     def prefix(self) -> int:
-        """Hash of all its tokens."""
+        """The hash of all tokens."""
         return int(self.prefixes[len(self.tokens) - 1]) if self.tokens else NOTHING
 
     def add(self, token: int) -> None:
@@ -99,12 +99,12 @@ class Row:
 
 
 def pool_size(pool: PoolShape) -> int:
-    """Slots of a pool."""
+    """Return the number of slots of a pool."""
     return pool.num_pages * pool.page_size
 
 
 class FakeDevice:
-    """Runs plans in order.
+    """Runs plans one after the other.
 
     Attributes:
         has_draft: Whether the program has a draft model; without one, lookups find
@@ -120,7 +120,7 @@ class FakeDevice:
         self.target_kv = np.zeros(pool_size(pool) + 1, np.int64)
         self.draft_kv = np.zeros_like(self.target_kv)
         self.token_pages = np.zeros_like(self.target_kv)
-        # A sequence with this token computes NaN; no request generates it.
+        # A sequence that contains this token computes NaN; no request generates it.
         self.poison: int | None = None
         self.is_draft_broken = False
         self.num_accepted = 0
@@ -129,7 +129,7 @@ class FakeDevice:
 
     def run(self, plan: StepPlan, shape: StepShape) -> StepResult | DraftPrefillResult:
         """Apply a plan and return the program's result."""
-        PlanLayout(shape, self.pool).pack(plan)  # fits, or raises
+        PlanLayout(shape, self.pool).pack(plan)  # raises if it does not fit
         assert len(plan.decode) <= shape.num_seqs
         assert len(plan.tiles) <= shape.num_tiles
         if shape.is_draft_prefill:
@@ -146,7 +146,7 @@ class FakeDevice:
         return dataclasses.replace(first, later=tuple(later))
 
     def _alive(self, rows: list[int]) -> list[int]:
-        """Rows that have not ended."""
+        """Return the rows that have not ended."""
         return [row for row in rows if not self.rows[row].is_done]
 
     def _run_round(self, plan: StepPlan, shape: StepShape) -> StepResult:
@@ -204,17 +204,17 @@ class FakeDevice:
         return result
 
     def _wanted(self, row: int, drafts: int, shape: StepShape) -> int:
-        """Drafts of a row that its sequence has room for."""
+        """Return how many of the planned drafts a row's sequence has room for."""
         assert 0 <= drafts <= shape.num_draft_tokens
         left = self.rows[row].admission.max_total - self.rows[row].num_tokens
         return min(drafts, max(left - 1, 0))
 
     def _num_found(self, row: Row, wanted: int) -> int:
-        """Drafts that a lookup finds."""
+        """Return how many drafts a lookup finds, a random number."""
         return int(self._random.integers(0, wanted + 1))
 
     def _num_right(self, row: Row, drafts: int) -> int:
-        """Number of accepted drafts."""
+        """Return how many drafts are accepted."""
         return int(self._random.integers(0, drafts + 1))
 
     def forget(self) -> None:
@@ -224,12 +224,12 @@ class FakeDevice:
             values[:] = 0
 
     def _is_broken(self, rows: list[int], entries: Sequence[Any]) -> np.ndarray:
-        """Which of a launch's entries have the poison token in their rows; not pads."""
+        """Return for each entry of a launch whether its row has the poison token."""
         is_broken = [self.poison in self.rows[row].tokens for row in rows]
         return np.array([*is_broken, *[False] * (len(entries) - len(rows))], bool)
 
     def _logprobs(self, shape: StepShape) -> dict[str, Any]:
-        """Logprobs of a uniform distribution, if the shape has logprobs."""
+        """Return logprobs of a uniform distribution, if the shape has logprobs."""
         asked, found = shape.features, dict[str, TokenLogprobs]()
         leading = {
             "logprobs": (shape.num_seqs, shape.num_draft_tokens + 1),
@@ -253,12 +253,12 @@ class FakeDevice:
         return found
 
     def _share_tokens(self, plan: StepPlan) -> None:
-        """Store the prompts' tokens, and read those of pages with prefix hits."""
+        """Store the tokens of prompts, and read those of pages with prefix hits."""
         with_tiles = {tile.row for tile in plan.tiles}
         assert all(admission.row in with_tiles for admission in plan.admissions)
         for tile in plan.tiles:
             row = self.rows[tile.row]
-            # In the plan's order: a page may be reused in the launch that fills it.
+            # In the plan's order, because a launch may read a page that it also fills.
             if not row.tokens and tile.start:
                 for token in self.token_pages[row.slots[: tile.start]].tolist():
                     row.add(token)
@@ -278,7 +278,7 @@ class FakeDevice:
         self._write(row, self.target_kv, tile.start, row.prefixes[tile.start : end])
 
     def _run_tile(self, tile: Tile) -> tuple[int, bool]:
-        """Run a prompt tile; return the sampled token, and whether the row is done."""
+        """Run a prompt tile; return the sampled token and whether the row has ended."""
         row, end = self.rows[tile.row], tile.start + len(tile.tokens)
         self._check(row, self.target_kv, end)
         if not tile.is_last:
@@ -311,10 +311,10 @@ class FakeDevice:
     def _round(
         self, row: Row, drafts: int, lookahead: int, most: int
     ) -> tuple[list[int], int]:
-        """Run a round of one sequence; return its tokens and accepted drafts.
+        """Run a round of one row; return its tokens and number of accepted drafts.
 
         Args:
-            lookahead: Drafts that the program has room for.
+            lookahead: Number of drafts that the program has room for.
             most: Largest number of drafts of any sequence.
         """
         if row.is_done:
@@ -340,7 +340,7 @@ class FakeDevice:
         return tokens, kept
 
     def _drafted(self, row: Row, accepted: int, lookahead: int) -> list[int]:
-        """Prefix hashes up to each draft; the first `accepted` follow the truth."""
+        """Return each draft's prefix hash; the first `accepted` drafts are right."""
         prefix, prefixes = row.prefix, []
         for ahead in range(lookahead):
             token = JUNK
@@ -351,7 +351,7 @@ class FakeDevice:
         return prefixes
 
     def _append(self, row: Row, count: int) -> list[int]:
-        """Generate `count` more tokens, or fewer if the sequence ends."""
+        """Append `count` tokens of the truth, or fewer if the sequence ends."""
         admission, said = row.admission, []
         while len(said) < count and not row.is_done:
             token = self.truth(admission.seed, row.num_tokens, row.prefix)
@@ -366,12 +366,12 @@ class FakeDevice:
 
     def _write(self, row: Row, kv: np.ndarray, start: int, prefixes: Any) -> None:
         count = max(min(len(prefixes), self.pool.max_model_len - start), 0)
-        # Positions without a page are not written.
+        # As on a device, keys at positions without a page are dropped.
         kv[row.slots[start : start + count]] = prefixes[:count]
         kv[-1] = NOTHING
 
     def _check(self, row: Row, kv: np.ndarray, length: int) -> None:
-        """Assert that the first `length` positions hold the row's own prefixes."""
+        """Assert that the first `length` slots hold hashes of the row's prefixes."""
         length = max(length, 0)
         slots = row.slots[:length]
         assert (slots < pool_size(self.pool)).all(), "a position has no page"
@@ -431,7 +431,7 @@ class FakeRunner(Runner):
 def reference_tokens(
     truth: Truth, admission_seed: tuple[int, int], prompt: list[int], request: Any
 ) -> list[int]:
-    """A request's expected text: `truth` up to the first end."""
+    """Return a request's expected text: `truth` up to its end."""
     said: list[int] = []
     position, prefix = len(prompt), prefix_of(prompt)
     first_stop = len(prompt) + request.params.min_tokens

@@ -1,4 +1,4 @@
-"""Engines over a fake device, and their expected texts."""
+"""Engines with a fake device, and their expected texts."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ EOS = 1
 PROMPT = [2, 3, 4]
 
 
-# After a prompt of three the text is 3, 4, 5, ... by absolute position.
+# Tokens depend on absolute positions: after a prompt of three, the text is 3, 4, 5, ...
 TEXT = list(range(2, 14))
 
 
@@ -47,7 +47,7 @@ def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
 
 
 def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> Any:
-    """The completion of one request, alone."""
+    """Run one request alone; return its completion."""
     engine.add_request("only", prompt, params)
     (outputs,) = run_all(engine).values()
     assert [output.finished for output in outputs][-1]
@@ -78,7 +78,7 @@ Use = Callable[[AsyncLLMEngine], Awaitable[Any]]
 
 
 def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
-    """Run `use` with an engine with delayed launches; it must be idle at the end."""
+    """Run `use` with an engine whose launches are delayed; it must end up idle."""
     engine, runner = make_fake_engine(num_draft_tokens=3, **changes)
     launch = runner.launch
 

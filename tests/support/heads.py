@@ -1,8 +1,9 @@
-"""Heads for the pair's target: random ones, ones that are always right, and a replay.
+"""Heads for tests: random ones, ones that are always right, and an oracle of drafts.
 
-A head can be always right about a target whose next token depends only on the newest:
-its attention adds nothing. `replay` computes the expected proposals from whole texts
-with plain attention, without pages, launches, rounds or `hidden_cache`.
+A head can always be right if the target's next token depends only on the last one; the
+attention of such a target adds nothing. The oracle, `replay`, computes the expected
+drafts from whole texts with plain attention, without pages, launches, rounds or
+`hidden_cache`.
 """
 
 import functools
@@ -47,12 +48,12 @@ METHODS: dict[str, Any] = {
     "medusa": MedusaMethod,
 }
 
-# A round: known tokens before it, and its drafts.
+# A round: the number of known tokens before it, and its drafts.
 Round = tuple[int, list[int]]
 
 
 def config_of(kind: str, **changes: Any) -> Any:
-    """The config of a head of few parameters; EAGLE-3's vocabulary is trimmed."""
+    """Return the config of a small head; an EAGLE-3 head has a trimmed vocabulary."""
     both: dict[str, Any] = dict(
         target_hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=VOCAB
     )
@@ -87,7 +88,7 @@ def random_params(
     mesh: Any = None,
     dtype: str = "float32",
 ) -> Any:
-    """Random parameters; a trimmed vocabulary keeps scattered tokens."""
+    """Return random parameters; a trimmed vocabulary has scattered token ids."""
     options: Any = dict(dtype=jnp.dtype(dtype), mesh=mesh or make_mesh(1))
     params = random_head(config, seed=seed, **options)
     if TOKEN_IDS in params:
@@ -97,7 +98,7 @@ def random_params(
     return params
 
 
-# Drafts of programs that record them: (row, tokens known, drafts).
+# Drafts that programs recorded: (row, number of known tokens, drafts).
 _RECORDED: list[tuple[int, int, list[int]]] = []
 
 
@@ -109,7 +110,7 @@ def _record(*values: Any) -> None:
 
 @contextmanager
 def recording_drafts() -> Iterator[None]:
-    """Programs compiled in this context record their drafts."""
+    """Make programs that are compiled in this context record their drafts."""
     propose = step._propose
 
     def record(context: Any, *others: Any) -> Any:
@@ -127,7 +128,7 @@ def recording_drafts() -> Iterator[None]:
 
 
 def recorded_drafts() -> list[tuple[int, int, list[int]]]:
-    """Return the drafts since the last call: row, tokens known, drafts."""
+    """Return the drafts since the last call: (row, number of known tokens, drafts)."""
     jax.effects_barrier()
     found = _RECORDED.copy()
     _RECORDED.clear()
@@ -136,9 +137,9 @@ def recorded_drafts() -> list[tuple[int, int, list[int]]]:
 
 @functools.cache
 def target_of(kind: str) -> Any:
-    """Return a target: `pair`, the pair's; `chain`, whose attention adds nothing.
+    """Return a target: `pair` is the pair's, `chain` one whose attention adds nothing.
 
-    Names of other families of `pair` return their targets.
+    For the name of another family in `pair`, return the target of that family.
     """
     if kind == "pair":
         return pair.target()
@@ -155,13 +156,13 @@ def target_of(kind: str) -> Any:
 def replay(
     engine: LLMEngine, rounds: list[tuple[list[int], list[int]]]
 ) -> list[np.ndarray]:
-    """Logits of every draft, over the target's vocabulary: [draft][round, vocab].
+    """Return the expected logits of drafts in the target's vocabulary.
 
-    Computed from the tokens and drafts before it, by the trainer's passes over whole
-    texts.
+    The logits of a draft depend on the tokens and drafts before it. They are computed
+    with the trainer's passes over whole texts, and indexed [draft][round, vocab].
 
     Args:
-        rounds: Known tokens, and the drafts.
+        rounds: For each round the number of known tokens, and the drafts.
     """
     runner = engine.runner
     config: Any = engine.config.head_config
@@ -203,14 +204,14 @@ def replay(
 
 
 def successors(model: Any) -> np.ndarray:
-    """The greedy token after each token, for a target of kind `chain`."""
+    """Return the greedy token after each token, for a target of kind `chain`."""
     with torch.no_grad():
         logits = model(torch.arange(VOCAB)[:, None]).logits[:, -1]
     return logits.argmax(dim=1).numpy()
 
 
 def longest_cycle(following: np.ndarray) -> list[int]:
-    """The longest cycle of a map."""
+    """Return the longest cycle of a map from tokens to tokens."""
     best: list[int] = []
     for token in range(len(following)):
         path = [token]
@@ -222,7 +223,7 @@ def longest_cycle(following: np.ndarray) -> list[int]:
 
 
 def states_of_tokens(model: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Each single token's residual stream after the last layer; also normalised."""
+    """Return each token's residual stream after the last layer, and normalised."""
     seen = []
     hook = model.model.layers[-1].register_forward_hook(
         lambda module, given, found: seen.append(
@@ -236,9 +237,10 @@ def states_of_tokens(model: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def classifier(rows: np.ndarray, classes: dict[int, int]) -> np.ndarray:
-    """An output matrix whose largest logit for each row is `classes[row]`.
+    """Return an output matrix whose largest logit for each row is `classes[row]`.
 
-    With w = z / |z| for each row z, w . z = |z|, and no other is larger (Cauchy).
+    The weights of row z's class are w = z / |z|: then w . z = |z|, and no other logit
+    is larger, by the Cauchy-Schwarz inequality.
     """
     matrix = np.zeros((VOCAB, rows.shape[1]), np.float32)
     for row, one in classes.items():
@@ -252,10 +254,10 @@ def settled(
     values: dict[tuple[str, ...], np.ndarray],
     ids: np.ndarray | None = None,
 ) -> Any:
-    """Parameters that are zeros except for `values`.
+    """Return parameters that are zero except for `values`.
 
     Args:
-        ids: The tokens of a trimmed vocabulary.
+        ids: Token ids of a trimmed vocabulary.
     """
     params = jax.tree.map(np.zeros_like, jax.device_get(random_params(config)))
 
@@ -282,10 +284,10 @@ def _placed(value: Any) -> Any:
 
 
 def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
-    """Parameters of a head that always predicts a target of kind `chain`.
+    """Return parameters of a head that is always right about the target `chain`.
 
     Args:
-        is_second: Medusa's first head ranks another token before each right one.
+        is_second: Whether Medusa's first head ranks the right token second.
     """
     model = target_of("chain")
     following, (streams, rows) = successors(model), states_of_tokens(model)
@@ -297,7 +299,8 @@ def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
         return token
 
     if kind == "medusa":
-        # The blocks add nothing; head i predicts the (i + 2)nd token after its input.
+        # The blocks add nothing; head i predicts the token i + 2 positions after its
+        # input.
         heads = {
             ("lm_heads", str(head)): classifier(
                 rows, {token: after(token, head + 2) for token in cycle}
@@ -328,22 +331,22 @@ def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
 
 
 def kept_tokens(config: Any, cycle: list[int]) -> np.ndarray:
-    """A trimmed vocabulary that contains the cycle's tokens."""
+    """Return a trimmed vocabulary that contains the tokens of the cycle."""
     others = [token for token in range(VOCAB) if token not in cycle]
     return np.sort((cycle + others)[: config.draft_vocab_size])
 
 
 def right_by_tokens(config: Any) -> Any:
-    """Parameters of an EAGLE-3 head whose prediction depends only on a row's token.
+    """Return parameters of an EAGLE-3 head that predicts from the last token alone.
 
-    Attention is concentrated on the row itself: queries and keys are one constant
-    vector, rotated by position, so that the row's own score is the largest.
+    Each row attends almost only to itself: queries and keys are one constant vector,
+    rotated by position, so that the row's score with itself is the largest.
     """
     model = target_of("chain")
     following = successors(model)
     cycle = longest_cycle(following)
     random = np.random.default_rng(4)
-    # One coordinate is the same for all tokens; the others encode the token.
+    # One coordinate is equal for all tokens; the others encode the token.
     codes = random.choice([-1.0, 1.0], size=(VOCAB, HIDDEN - 1))
     table = np.concatenate([np.ones((VOCAB, 1)), codes], axis=1)
     queries, head = config.num_q_heads * config.head_dim, config.head_dim
@@ -381,7 +384,7 @@ def make_head_engine(
     target: str = "pair",
     **options: Any,
 ) -> LLMEngine:
-    """An engine of the pair's settings with a head, by default a random one."""
+    """Make an engine with the pair's settings and a head, by default a random one."""
     config = config or config_of(kind)
     settings: dict[str, Any] = pair.SETTINGS | dict(num_draft_tokens=NUM_DRAFT)
     if params is None:
@@ -390,7 +393,7 @@ def make_head_engine(
 
 
 def split_engine(target: Any, config: Any, draft_devices: int) -> LLMEngine:
-    """An engine on eight devices; `draft_devices` of them share a copy of the head."""
+    """Make an engine on eight devices; `draft_devices` share one copy of the head."""
     mesh = make_mesh(8, draft_devices)
     params = random_params(config, mesh=mesh)
     return make_engine(

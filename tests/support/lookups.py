@@ -1,4 +1,4 @@
-"""Lookups in plain Python, and texts in pages to search."""
+"""Specifications of the lookups in plain Python, and sequences in pages to search."""
 
 import dataclasses
 from fractions import Fraction
@@ -14,16 +14,17 @@ DRAFTS = 4
 PAGE_SIZE = 4
 TABLE_LEN = 16
 JUNK = 9
-Limits = tuple[int, float]  # depth, and drafts for a token that matches
+Limits = tuple[int, float]  # maximum tree depth, and number of drafts per matched token
 TRUSTING: Limits = (24, 1.0)
 
 
 def search_ngram(
     tokens: list[int], lookup: ngram.NGram, num_draft_tokens: int
 ) -> list[int]:
-    """The specification: longest first, most recent first, known tokens only.
+    """Return n-gram drafts by the specification: the longest match, then the latest.
 
-    A continuation that reaches the end of the known tokens starts over.
+    Only known tokens match. A continuation that reaches their end starts over at the
+    match.
     """
     for length in range(lookup.longest, lookup.shortest - 1, -1):
         for start in range(len(tokens) - length - 1, -1, -1):
@@ -40,7 +41,10 @@ def search_suffix(
     shortest: int = 1,
     num_draft_tokens: int = DRAFTS,
 ) -> list[int]:
-    """The specification: all matches by brute force; only the longest are counted."""
+    """Return suffix drafts by the specification, which finds matches by brute force.
+
+    Only continuations of the longest matches are counted.
+    """
     depth, factor = limits
     found = []
     for end in range(len(tokens) - 1):
@@ -72,11 +76,11 @@ def search_suffix(
 
 
 def in_pages(texts: list[list[int]], random: np.random.Generator):
-    """Sequences of one launch, with tokens in shuffled pages and junk elsewhere."""
+    """Return the rows of a launch, with shuffled pages and junk in unused slots."""
     count = len(texts)
     order = random.permutation(count * TABLE_LEN)
     pages = np.full((len(order), PAGE_SIZE), JUNK, np.int32)
-    # Junk past the end would continue every match if it were treated as known.
+    # Junk past the end would continue each match if a lookup read it.
     tables = np.full((count, TABLE_LEN), len(order), np.int32)
     for row, text in enumerate(texts):
         used = -(-len(text) // PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""The engine's loop without texts, over a fake device."""
+"""Run a scheduler on a fake device, without detokenization."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -68,7 +68,7 @@ def make_config(**changes) -> EngineConfig:
 
 
 def make_prompt(random: np.random.Generator, length: int) -> list[int]:
-    """One of a few prefixes, and sometimes a random end."""
+    """Return one of a few prefixes, sometimes with a random suffix."""
     stem = np.random.default_rng(random.integers(2)).integers(0, VOCAB, length)
     own = int(random.choice([0, 1, length // 2]))
     stem[length - own :] = random.integers(0, VOCAB, own)
@@ -102,7 +102,7 @@ def make_request(number: int, random: np.random.Generator, config) -> Request:
 
 
 class SomePrograms(EveryProgram):
-    """Only the given programs."""
+    """Pretends that only the given programs are compiled; records requested ones."""
 
     def __init__(self, *there: StepShape):
         self.there, self.asked = set(there), list[StepShape]()
@@ -119,7 +119,7 @@ class SomePrograms(EveryProgram):
 
 
 class Loop:
-    """The engine's loop without texts: plan, launch, read one launch late."""
+    """Runs a scheduler as an engine does: plan, launch, read one launch late."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Loop:
         return self.scheduler.has_unfinished() or bool(self.launched)
 
     def cost(self, launch: Launch) -> float:
-        """Duration of a launch: a cost per round, and per prompt token."""
+        """Return the seconds of a launch: a constant, plus a time per prompt token."""
         return self.fastest_s + launch.shape.max_prompt_tokens * self.prompt_token_s
 
     def assert_idle(self) -> None:
@@ -203,7 +203,7 @@ def run_traffic(config: EngineConfig, requests: list[Request], seed: int = 0) ->
 
 
 def make_requests(config: EngineConfig, count: int, **changes: Any) -> list[Request]:
-    """Requests with a shared prefix, 70 prompt tokens and 20 to generate."""
+    """Return requests with the same 70 prompt tokens, each for 20 more tokens."""
     random = np.random.default_rng(0)
     requests = [make_request(number, random, config) for number in range(count)]
     for request in requests:

@@ -1,4 +1,4 @@
-"""Plans of a device's memory, from given sizes."""
+"""Plan the memory of a device from given sizes."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from jaxspec.engine.memory.plan import (
     plan_memory,
 )
 
-# Gemma 2 in bfloat16: bytes of weights, and of the keys and values of 16 tokens.
+# Gemma 2 in bfloat16: bytes of the weights, and of a page of 16 tokens.
 TARGET_9B = ModelBytes(weight_bytes=18_483_411_968, page_bytes=16 * 344_064)
 
 
@@ -24,18 +24,19 @@ PROGRAMS = ProgramFacts(
     vocab_size=256_000,
     draft_vocab_size=256_000,
     max_model_len=8192,
-    # 10 bytes of a feed-forward width of 14,336 and 16 of a model's width of 3,584.
+    # Temporaries of a row: 10 bytes x feed-forward width 14,336, and 16 bytes x hidden
+    # size 3,584.
     token_bytes=200_704,
     fixed_bytes=256 * 2**20,
 )
 
 
-# Without drafts: one row per sequence, and no distributions.
+# Without drafts, programs have one row per sequence, and no distributions.
 WITHOUT = dataclasses.replace(PROGRAMS, num_draft_tokens=0, draft_vocab_size=0)
 
 
 def facts(**changes: Any) -> MemoryFacts:
-    """9B with the 2B as its draft on a device of 80 GB."""
+    """Return the facts of 9B with a 2B draft on a device of 80 GB."""
     values: dict[str, Any] = dict(
         device="GPU",
         platform="gpu",

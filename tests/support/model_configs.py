@@ -1,4 +1,4 @@
-"""Folders with only a model's config, and engine configurations made from them."""
+"""Make folders with only a model's config, and engine configurations from them."""
 
 import json
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""Mutation testing: a mutant rewrites one place of one function.
+"""Mutation testing: a mutant is a function with a known bug in one place.
 
-Its check, taken from the tests, must fail.
+Each mutant has a check, which is part of a test and must fail.
 """
 
 import ast
@@ -17,7 +17,7 @@ import jax
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One bug: `old` becomes `new` in `module.function`, and `check` must fail."""
+    """A bug: `old` becomes `new` in `module.function`, so that `check` must fail."""
 
     name: str
     module: str
@@ -28,7 +28,7 @@ class Mutant:
 
 
 def rewritten(one: Mutant) -> tuple[Callable, Callable]:
-    """The real function and its mutant, which lives in the same module's globals."""
+    """Return the real function, and its mutant with the same globals."""
     module = importlib.import_module(one.module)
     real = getattr(module, one.function)
     file = inspect.getsourcefile(module)
@@ -51,7 +51,7 @@ def rewritten(one: Mutant) -> tuple[Callable, Callable]:
 
 @contextlib.contextmanager
 def applied(one: Mutant) -> Iterator[None]:
-    """Put the mutant wherever the package refers to the real function."""
+    """Replace every reference to the real function in our packages by the mutant."""
     real, fake = rewritten(one)
     places = [
         (module, name)
@@ -70,8 +70,8 @@ def applied(one: Mutant) -> Iterator[None]:
 
 
 def is_killed(one: Mutant) -> bool:
-    """Whether the mutant's check fails with an assertion."""
-    # Otherwise functions traced before would run without the mutant.
+    """Return whether the mutant's check fails with an assertion."""
+    # Otherwise functions that are traced already would run without the mutant.
     jax.clear_caches()
     with applied(one):
         try:
@@ -79,6 +79,6 @@ def is_killed(one: Mutant) -> bool:
         except AssertionError:
             return True
         finally:
-            # Later tests in this process call these functions too.
+            # Otherwise later tests in this process would run the mutant.
             jax.clear_caches()
     return False

@@ -1,4 +1,4 @@
-"""Notebooks in tests: read, run in part, or executed in a kernel."""
+"""Read notebooks, run some of their cells, or execute them in a kernel."""
 
 import ast
 import os
@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 
-Book = Any  # nbformat gives a dict whose keys are attributes as well
+Book = Any  # nbformat returns a dict whose keys are attributes as well
 
 
 def read(name: str) -> Book:
@@ -29,7 +29,7 @@ def source_of(book: Book, cell_id: str) -> str:
 
 
 def trees(book: Book) -> list[ast.Module]:
-    """Every code cell as Python: magics become calls."""
+    """Parse every code cell as Python, with magics replaced by calls."""
     transform = TransformerManager().transform_cell
     return [ast.parse(transform(cell.source)) for cell in code_cells(book)]
 
@@ -47,7 +47,7 @@ def parameters_of(book: Book) -> dict[str, Any]:
 
 
 def run_cells(name: str, *cell_ids: str, **names: Any) -> dict[str, Any]:
-    """Run some cells in this process; return the names they, or `names`, define."""
+    """Run cells in this process after defining `names`; return all defined names."""
     book = read(name)
     space: dict[str, Any] = {"Path": Path} | parameters_of(book) | names
     for cell_id in cell_ids:
@@ -78,7 +78,7 @@ def execute(name: str, folder: Path, **parameters: Any) -> Book:
 
 
 def printed(book: Book) -> str:
-    """All text output of the cells."""
+    """Return all text that the cells have printed."""
     parts = [
         output.text
         for cell in code_cells(book)

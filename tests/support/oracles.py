@@ -1,4 +1,4 @@
-"""Oracles of the tests: HuggingFace models, and our network without an engine."""
+"""HuggingFace models as oracles, and our network without an engine."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ TINY = dict(
 
 
 def make_hf_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> Any:
-    """A random Gemma 2 in float32 whose caps and windows bind.
+    """Make a random float32 Gemma 2 whose soft caps and windows take effect.
 
     Args:
         sharpness: Multiplies the matrices. HuggingFace's 0.02 leaves scores near
@@ -63,9 +63,9 @@ def make_hf_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> Any:
     return _sharpen(Gemma2ForCausalLM(Gemma2Config(**given)), sharpness)
 
 
-# All special features take effect: one KV head, scaled positions only in the one global
-# layer of the first six, a window shorter than prompts, a query scalar that differs
-# from the head's width, and layers after the last whole period.
+# All special features have an effect: one KV head, scaled positions only in the one
+# global layer of the first six, a window shorter than prompts, a query scalar other
+# than the head size, and layers after the last whole period.
 TINY_GEMMA3: dict[str, Any] = dict(
     vocab_size=96,
     hidden_size=48,
@@ -88,7 +88,7 @@ TINY_GEMMA3: dict[str, Any] = dict(
 
 
 def make_gemma3(seed: int = 0, sharpness: float = 2.0, **changes: Any) -> Any:
-    """A random Gemma 3 in float32 whose window, rotations and norms bind."""
+    """Make a random float32 Gemma 3 whose window, rotations and norms take effect."""
     given: dict[str, Any] = TINY_GEMMA3 | changes | {"attn_implementation": "eager"}
     torch.manual_seed(seed)
     return _sharpen(Gemma3ForCausalLM(Gemma3TextConfig(**given)), sharpness)
@@ -110,26 +110,26 @@ def _sharpen(model: Any, sharpness: float) -> Any:
 
 
 def hf_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """Logits of every position of one sequence, `[token, vocab]`."""
+    """Return the logits of every position of one sequence, `[token, vocab]`."""
     with torch.no_grad():
         return model(torch.tensor(tokens)[None].long()).logits[0].numpy()
 
 
 def hf_tensors(model: Any) -> dict[str, Tensor]:
-    """The model's weights under canonical names."""
+    """Return the model's weights under canonical names."""
     named = model.named_parameters()
     return in_memory({name: value.detach().numpy() for name, value in named})
 
 
 def model_config(model: Any, **changes: Any) -> ModelConfig:
-    """Our config of a HuggingFace model; `changes` are fields of it."""
+    """Return our config of a HuggingFace model; `changes` override its fields."""
     return dataclasses.replace(config_from_hf(model.config.to_dict()), **changes)
 
 
 def init_kv_pages(
     config: ModelConfig, num_pages: int, page_size: int, dtype: Any, copies: int = 1
 ) -> tuple[jax.Array, ...]:
-    """Zeroed pages, one array per pool, with `copies` of every KV head."""
+    """Return zeroed pages, one array per pool, with `copies` of every KV head."""
     heads = copies * config.num_kv_heads
     shape = (page_size, 2 * heads, config.head_dim)
     return tuple(
@@ -140,7 +140,7 @@ def init_kv_pages(
 
 @dataclass
 class PagedModel:
-    """Our network over a pool of pages, for one sequence; unused slots hold NaN."""
+    """Runs our network on one sequence in pages, whose unused slots hold NaN."""
 
     config: ModelConfig
     params: Params
@@ -159,7 +159,8 @@ class PagedModel:
         pages = init_kv_pages(
             self.config, self.num_pages, self.page_size, table.dtype, copies
         )
-        # Placed like the results of `forward`: otherwise its second call recompiles.
+        # Sharded like the results of `forward`: otherwise its second call would
+        # recompile.
         whole = replicated(self.mesh)
         self.kv_pages = tuple(
             jax.device_put(jnp.full_like(layer, jnp.nan), whole) for layer in pages
@@ -180,7 +181,7 @@ class PagedModel:
         return model.logits(output.hidden_states), kv_pages
 
     def run(self, tokens: np.ndarray, pads: int = 0) -> np.ndarray:
-        """Append tokens (with `pads` rows before them); return their logits."""
+        """Append tokens after `pads` padding rows; return the logits of the tokens."""
         count = len(tokens)
         positions = np.arange(self.length - pads, self.length + count)
         slots = self.page_table[0][np.maximum(positions, 0) // self.page_size]
@@ -209,7 +210,7 @@ def load_ours(
     dtype: Any = jnp.float32,
     scan_layers: bool = False,
 ) -> Params:
-    """The HuggingFace model's weights as our parameters on a mesh of `shards`."""
+    """Return a HuggingFace model's weights as our parameters, on `shards` devices."""
     return load_params(
         model_config(model, scan_layers=scan_layers),
         hf_tensors(model),

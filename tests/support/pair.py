@@ -1,7 +1,7 @@
-"""One target, several drafts of the same sizes, and engines that share executables.
+"""One target, several draft models of its sizes, and engines that share executables.
 
-Compiling takes most of the time, so every model here has the same sizes: an executable
-takes parameters as arguments and serves all of them.
+Compilation takes most of the tests' time. All models here have the same sizes, so that
+one executable, which takes the parameters as arguments, serves all of them.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jaxspec_checkpoints.quantization import Scheme
 from tests.support.engines import load_weights, make_engine, with_settings
 from tests.support.oracles import hf_logits, make_gemma3, make_hf_model
 
-# Sizes are distinct, so that shapes identify arrays.
+# All sizes are different, so that a shape identifies an array.
 SIZES = dict(
     vocab_size=64,
     hidden_size=20,
@@ -36,7 +36,7 @@ SIZES = dict(
     sliding_window=8,
     final_logit_softcapping=8.0,
 )
-# Differences of a Gemma 3; `oracles.make_gemma3` sets its rotary embeddings.
+# Sizes of the Gemma 3 that differ; `oracles.make_gemma3` sets its rotary embeddings.
 SIZES_GEMMA3: dict[str, Any] = SIZES | dict(
     num_hidden_layers=8,
     query_pre_attn_scalar=5,
@@ -45,15 +45,15 @@ SIZES_GEMMA3: dict[str, Any] = SIZES | dict(
 )
 GEMMA2, GEMMA3 = "gemma2", "gemma3"
 NUM_DRAFT = 3
-# Tokens of a trimmed draft, half of 64: runs and single tokens, without the first and
+# Tokens of a trimmed draft, half of 64: runs and single tokens, neither the first nor
 # the last.
 KEPT = sorted({1, *range(5, 12), *range(20, 30), *range(31, 60, 3), 50, 53, 61, 62})
-# Schemes of a quantized draft, with groups that divide the features.
+# Quantization schemes of draft models, with groups that divide the input features.
 INT8 = Scheme(kind="int8", has_embedding=True)
 INT4 = Scheme(kind="int4", group_size=4, has_embedding=True)
-# Few shapes: two rows, one tile per launch. The pages do not hold two of the longest
-# requests at once. test_general_programs.py and tests/test_architecture.py test that a
-# single row gives the same text in a program of one row.
+# Two rows and one prompt tile per launch give few shapes. Two of the longest requests
+# do not fit into the pages. Programs of one row are tested in test_general_programs.py
+# and tests/test_architecture.py.
 SETTINGS: dict[str, Any] = dict(
     max_num_seqs=2,
     page_size=4,
@@ -63,21 +63,21 @@ SETTINGS: dict[str, Any] = dict(
 )
 EOS = 1
 
-# Smallest margin at which rounding cannot change a greedy token.
+# Smallest lead of the best logit at which rounding cannot change a greedy token.
 MIN_MARGIN = 1e-4
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    """`SETTINGS`, some of them changed."""
+    """Return `SETTINGS` with changes."""
     return SETTINGS | changes
 
 
 def make_model(seed: int, *, family: str = GEMMA2, **changes: Any) -> Any:
-    """A model whose text is not repetitive.
+    """Make a model whose text is not repetitive.
 
-    With tied embeddings a random model repeats its last token, and such a text hides
-    keys and values at wrong positions. Random signs in the final norm and layers with
-    larger outputs prevent that.
+    With tied embeddings a random model repeats its last token. Such a text would be
+    right even with keys and values at wrong positions. Random signs in the final norm
+    and layers with larger outputs prevent repetition.
     """
     if family == GEMMA3:
         model = make_gemma3(seed=seed, **(SIZES_GEMMA3 | changes))
@@ -103,7 +103,7 @@ def target(family: str = GEMMA2) -> Any:
 
 @functools.cache
 def draft(kind: str, family: str = GEMMA2) -> Any:
-    """`noisy` agrees often, `unrelated` by chance, `same` always."""
+    """Return a draft model that is right often, by chance or always, by `kind`."""
     if kind == "same":
         return target(family)
     if kind == "unrelated":
@@ -113,7 +113,7 @@ def draft(kind: str, family: str = GEMMA2) -> Any:
 
 
 def add_noise(model: Any) -> Any:
-    """Add noise to a model, so that it becomes a draft that agrees often."""
+    """Add noise to a target; return it as a draft model that is often right."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for value in model.parameters():
@@ -130,8 +130,8 @@ def _plain_engine() -> LLMEngine:
 def plain_engine() -> LLMEngine:
     """Return an engine without a draft model, with an empty prefix cache.
 
-    Engines made of it by `with_settings` write to the same pages, so that what it
-    cached before may be overwritten.
+    Engines that `with_settings` derives from it share its pages, and may overwrite
+    pages that it has cached.
     """
     engine = _plain_engine()
     engine.reset_prefix_cache()
@@ -139,7 +139,7 @@ def plain_engine() -> LLMEngine:
 
 
 def own_engine() -> LLMEngine:
-    """A speculative engine with its own arrays, so that it may sleep."""
+    """Return a speculative engine with arrays of its own, so that it may sleep."""
     return make_engine(
         target(),
         draft("noisy"),
@@ -173,7 +173,7 @@ def _runner(kind: str) -> Runner:
 
 
 def _keep_arrays(runner: Runner) -> None:
-    """Reject calls that would drop weights or programs that other tests share."""
+    """Make calls fail that would drop weights or programs shared with other tests."""
 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("other tests share these arrays: use pair.own_engine()")
@@ -183,13 +183,13 @@ def _keep_arrays(runner: Runner) -> None:
 
 
 def engine(kind: str = "noisy", *, seed: int = 0, **speculative: Any) -> LLMEngine:
-    """A fresh speculative engine over shared weights and executables."""
+    """Return a new speculative engine over shared weights and executables."""
     made = with_settings(_first_engine(), seed=seed, **speculative)
     return LLMEngine(made.config, runner=_runner(kind), tokenizer=made.tokenizer)
 
 
 class GeneralRunner(Runner):
-    """Runs every launch in the largest shape, with all features but grammars."""
+    """Runs every launch in the largest program, with all features but grammars."""
 
     def largest(self, shape: StepShape) -> StepShape:
         if shape.is_draft_prefill:
@@ -212,7 +212,7 @@ class GeneralRunner(Runner):
 
 
 def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    """Prompts of lengths spread from 1 to `longest`, without end tokens."""
+    """Return prompts of 1 to `longest` tokens, evenly spread, without end tokens."""
     random = np.random.default_rng(seed)
     lengths = np.linspace(1, longest, count).astype(int)
     random.shuffle(lengths)
@@ -221,7 +221,7 @@ def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
 
 @contextlib.contextmanager
 def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, Any]]]:
-    """Record the launches that are read in this context: plan, shape, result."""
+    """Record plan, shape and result of each launch that is read in this context."""
     runner, plans, rounds = made.runner, deque(), []
     launch, fetch = runner.launch, runner.fetch
 
@@ -240,10 +240,12 @@ def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, Any]]]
 
 
 def greedy_margin(prompt: list[int], tokens: list[int], *, model: Any = None) -> float:
-    """Smallest margin of the text's tokens by HuggingFace; negative if it differs.
+    """Return the smallest lead of a text's tokens in HuggingFace's logits.
 
-    One forward pass over the text: if every token is the argmax given those before it,
-    the text is the greedy text, by induction.
+    It is negative if the text is not HuggingFace's greedy text.
+
+    One forward pass suffices: if every token is the argmax given those before it, the
+    text is the greedy text, by induction.
     """
     model = target() if model is None else model
     logits = hf_logits(model, np.array(prompt + tokens))[len(prompt) - 1 : -1]

@@ -1,4 +1,4 @@
-"""An example of an admission and of a pool."""
+"""Example values of plans: an admission and a pool."""
 
 import dataclasses
 

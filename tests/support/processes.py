@@ -1,4 +1,4 @@
-"""Processes that tests start: their devices and their ports."""
+"""Devices and ports of processes that tests start."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ def environment(num_devices: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """The first of two free ports."""
+    """Return a free port whose next port is also free."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Requests of the scheduler, made without an engine."""
+"""Make requests for the scheduler without an engine."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.support.loops import make_config
 
 
 def make(prompt: Any = (2, 3, 4), *, config: dict[str, Any] | None = None, **fields):
-    """Make a request with parameters by name."""
+    """Make a request; keyword arguments are its sampling parameters."""
     made = make_config(**(config or {}))
     intake = InputProcessor(made, StubTokenizer(made.model_config.vocab_size))
     return intake.prepare("0", list(prompt), SamplingParams(**fields)).requests[0]

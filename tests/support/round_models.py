@@ -8,7 +8,8 @@ VOCAB, DRAFTS, LENGTH = 4, 3, 4
 _random = np.random.default_rng(0)
 
 
-# Next-token distributions by last token; the draft prefers the target's rare tokens.
+# Next-token probabilities by last token. The draft prefers tokens that are rare in the
+# target.
 TARGET = _random.dirichlet([0.7] * VOCAB, VOCAB)
 
 

@@ -1,4 +1,4 @@
-"""Launches of a given number of rounds."""
+"""Let launches run a given number of rounds."""
 
 import contextlib
 from collections import deque

@@ -1,4 +1,4 @@
-"""Sequences of one launch, made by hand."""
+"""Make the rows of a launch by hand."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxspec.program.rows import Active, ControlRows
 
 
 def make_active(count: int, **fields: Any) -> Active:
-    """`count` sequences; a field is one value for all or one per sequence.
+    """Return `count` sequences; each field is one value for all, or one per sequence.
 
     Args:
         fields: Fields of `Active`. `stop_ids` may be short lists; defaults are greedy
@@ -62,7 +62,7 @@ def make_active(count: int, **fields: Any) -> Active:
 def make_control_rows(
     controls: list[TokenControls | None], vocab_size: int
 ) -> ControlRows:
-    """One row per request; rows without controls hold an earlier request's values."""
+    """Return a row per request; rows without controls have an earlier request's."""
     left = TokenControls(presence_penalty=9.0, bias=((3, 7.0),), allowed=(5,))
     asked = [(one or left).values(vocab_size) for one in controls]
 

@@ -1,4 +1,4 @@
-"""The server's application over a fake device, with HTTP clients."""
+"""Run the server's application with a fake device, and HTTP clients for it."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from tests.support.engines import StubTokenizer
 from tests.support.fake_engines import assert_idle, letters, make_fake_engine, serve
 
-# The model's text after a prompt of three tokens is `letters(said(count))`.
+# After a prompt of three tokens, the model's text is `letters(said(count))`.
 PROMPT = letters([2, 3, 4])
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -29,7 +29,7 @@ Ask = Callable[[httpx.AsyncClient], Awaitable[Any]]
 
 
 class TurnsTokenizer(StubTokenizer):
-    """Writes a conversation as the text of its last message."""
+    """Renders a conversation as the text of its last message."""
 
     def write_chat(
         self, messages: Sequence[Mapping[str, Any]], **_: Any
@@ -49,10 +49,10 @@ def serve_http(
     """Run a client against a server; assert afterwards that no requests remain.
 
     Args:
-        settings: Of the server.
-        break_at: Number of the launch, from 0, that fails, also when retried without
-            drafts; earlier launches are delayed.
-        changes: Of the engine's config.
+        settings: Settings of the server.
+        break_at: Index of a launch that fails, also when it is retried without drafts;
+            launches before it are delayed.
+        changes: Changed fields of the engine's config.
     """
 
     async def use(engine: AsyncLLMEngine) -> None:
@@ -70,9 +70,9 @@ def serve_http(
 
 
 class Gate:
-    """Blocks an idle engine's compilations until they are let through one by one.
+    """Blocks the compilations of an idle engine until a test releases them one by one.
 
-    All must be let through at the end, so that the thread ends.
+    A test must release all in the end, so that the compile thread can end.
     """
 
     def __init__(self, engine: LLMEngine):
@@ -90,11 +90,11 @@ class Gate:
 
 
 class Site:
-    """A server in a thread, which can be stopped and restarted on the same port.
+    """A server in a thread that can be stopped and restarted on the same port.
 
     Attributes:
-        delay_s: Added to every launch.
-        thread: Of the server; the engine has its own.
+        delay_s: Seconds that every launch takes in addition.
+        thread: Thread of the server; the engine has another.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Site:
         self.address = bound.getsockname()
         self.url = f"http://127.0.0.1:{self._port}/"
         self.app = make_app(self.engine, ServerSettings(**settings))
-        # Streams are cut when the server stops.
+        # Streams are interrupted when the server stops.
         config = uvicorn.Config(
             self.app, log_level="error", timeout_graceful_shutdown=0, ws="none"
         )
@@ -149,11 +149,11 @@ class Site:
 def site_of(
     engine_changes: Mapping[str, Any] | None = None, **settings: Any
 ) -> Iterator[Site]:
-    """A server on its own port; asserts afterwards that no requests remain.
+    """Run a server on its own port; assert at the end that no requests remain.
 
     Args:
-        engine_changes: Of the engine's config.
-        settings: Of the server, or a `tokenizer` for prompts.
+        engine_changes: Changed fields of the configuration of the engine.
+        settings: Settings of the server, or a `tokenizer` for prompts.
     """
     site = Site(engine_changes or {}, **settings)
     try:
@@ -186,7 +186,7 @@ async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
 
 
 def events_of(text: str) -> list[Any]:
-    """Parse a stream, which must end like OpenAI's."""
+    """Parse a stream, which must end with "[DONE]" like OpenAI's; return its events."""
     *events, done, rest = text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     assert all(event.startswith("data: ") for event in events)
@@ -194,7 +194,7 @@ def events_of(text: str) -> list[Any]:
 
 
 def error_of(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
-    """Parse an error, which must have vLLM's form."""
+    """Parse an error, which must have the fields of vLLM's."""
     assert response.status_code == status, response.text
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}

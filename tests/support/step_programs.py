@@ -1,4 +1,4 @@
-"""Inspect compiled steps: the arrays that they materialize, and their arguments."""
+"""Inspect compiled steps: their arguments, and the arrays that they write to memory."""
 
 import itertools
 import re
@@ -18,13 +18,13 @@ PAGE_SHAPES = {
 }
 
 
-# Operations that name values and compute none.
+# Operations that only rename values and compute nothing.
 FREE = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional"}
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a compiled program."""
+    """One instruction of a compiled program."""
 
     computation: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Instruction:
 
 
 def instructions(program: str) -> list[Instruction]:
-    """All instructions of a program's text whose result is one array."""
+    """Parse a program's text; return the instructions whose result is one array."""
     found, computation = [], ""
     for line in program.splitlines():
         header = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
@@ -47,7 +47,7 @@ def instructions(program: str) -> list[Instruction]:
 
 
 def materialized(program: str, shapes: set[tuple[int, ...]]) -> list[Instruction]:
-    """Instructions that write a whole array of one of the shapes to memory.
+    """Return the instructions that write a whole array of one of the shapes to memory.
 
     Values inside a fusion are not materialized; a scatter, or a fusion around one,
     writes rows into its operand.
@@ -86,7 +86,7 @@ def num_bytes(tree: Any) -> int:
 
 
 def written_in_c(program: str) -> set[tuple[int, ...]]:
-    """Shapes of the results of operations in C++, without the residual stream."""
+    """Return the result shapes of operations in C++, except the residual stream."""
     calls = re.findall(r"= \((.*?)\) custom-call\(.*jaxspec_attention_block", program)
     sizes = {one for call in calls for one in re.findall(r"\w+\[([\d,]+)\]", call)}
     return {tuple(map(int, one.split(","))) for one in sizes}
@@ -96,7 +96,7 @@ def check_program(engine: LLMEngine, shape: StepShape) -> str:
     """Assert that a compiled program copies no weights or pages; return its text."""
     runner: Any = engine.runner
     executable = runner.executable(shape)
-    # Every leaf of the state is updated in place, pages and rows alike.
+    # Every array of the state is updated in place: pages and rows.
     memory = executable.memory_analysis()
     arguments = (*runner.params, runner.state)
     *_, state = used_arguments(runner.program.proposers, shape, arguments)
@@ -123,6 +123,7 @@ SHARDED: dict[str, Any] = dict(
     head_dim=4,
     query_pre_attn_scalar=8,
     sliding_window=8,
-    # Blocks of 128 of gate and up stay together, so eight shards need eight.
+    # Gate and up matrices are split in whole blocks of 128 columns, so eight shards
+    # need eight blocks.
     intermediate_size=1024,
 )

@@ -1,4 +1,4 @@
-"""Over ten thousand texts for tokenizers: prose, code, and unusual texts."""
+"""Ten thousand texts to test tokenizers with: prose, code, and unusual texts."""
 
 import functools
 import random
@@ -23,15 +23,16 @@ ATOMS = [
     *("<b>", "</td>", "<0x41>", "<0x0A>", "<s>", "<|im_end|>", "<start_of", "_turn>"),
     *SPECIAL,
 ]
-# Runs longer than the longest such piece, and symbols that a tokenizer.json may not
-# list: there HuggingFace's tokenizer differs from SentencePiece.
+# Runs of one character that are longer than any piece of such a run, and symbols that a
+# tokenizer.json may lack: HuggingFace's tokenizer may split them in another way than
+# SentencePiece.
 LONG_RUN = re.compile("[ \u2581]{17}|\n{5}")
 UNLISTED = re.compile(r"<2mass>|\[@BOS@\]|<unused\d+>")
 
 
 @functools.cache
 def texts(count: int = 11_400) -> list[str]:
-    """Different texts, the same in every run of one Python."""
+    """Return distinct texts, the same ones in every run with the same Python."""
     draw = random.Random(0)
     found = dict.fromkeys(["", *ATOMS, *_stored(draw)])
     while len(found) < count * 3 // 4:
@@ -45,7 +46,7 @@ def texts(count: int = 11_400) -> list[str]:
 
 
 def _stored(draw: random.Random) -> list[str]:
-    """Random paragraphs of the standard library, this repository and licenses."""
+    """Return random paragraphs of Python's library, this repository and licenses."""
     library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     here = [ROOT / "README.md", *sorted((ROOT / "checkpoints").rglob("*.tsv"))]
     parts = [
@@ -57,5 +58,5 @@ def _stored(draw: random.Random) -> list[str]:
 
 
 def is_alike(text: str) -> bool:
-    """Whether HuggingFace's tokenizer and SentencePiece split a text the same way."""
+    """Return whether HuggingFace's tokenizer splits a text as SentencePiece does."""
     return not LONG_RUN.search(text) and not UNLISTED.search(text)

@@ -1,4 +1,4 @@
-"""Substitutes for step programs: same arguments and results, quick to compile."""
+"""Substitutes for step programs: equal arguments and results, quick to compile."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def as_state(rows: Any) -> EngineState:
 
 
 def lower_sums(program, shape, arguments, *, name):
-    """Lower a substitute for a step with the same arguments and results."""
+    """Lower a substitute for a step, which only sums its arguments."""
 
     def run(params, state, plan):
         (weights,), (rows,) = params, state

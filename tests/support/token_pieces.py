@@ -37,7 +37,7 @@ PIECE = st.integers(0, TOKENIZER.vocab_size - 1).map(lambda token: [token])
 STRAY_BYTE = st.integers(0, 255).map(lambda value: [BYTES[value]])
 
 
-# Encoded here: SentencePiece calls `random`, which a strategy may not.
+# Encoded at import: SentencePiece calls `random`, which a hypothesis strategy may not.
 TEXT = st.sampled_from(
     [
         TOKENIZER.encode(text, add_special_tokens=False)
@@ -52,7 +52,7 @@ IDS = st.lists(st.one_of(CHARACTER, SPECIAL, PIECE, STRAY_BYTE, TEXT), max_size=
 
 
 def split(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """Cut a list into rounds of the given sizes; the rest is the last round."""
+    """Split a list into rounds of the given sizes; the rest is the last round."""
     rounds = []
     for size in sizes:
         rounds.append(ids[:size])

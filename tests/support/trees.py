@@ -1,4 +1,4 @@
-"""All draft trees of a size."""
+"""Enumerate draft trees."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from jaxspec.config.token_tree import (
 
 
 def paths_below(ranks: int, levels: int) -> list[Path]:
-    """All paths with at most this number of ranks and levels."""
+    """Return all paths with at most this number of ranks and levels."""
     found: list[Path] = []
     for length in range(1, levels + 1):
         found += itertools.product(range(ranks), repeat=length)
@@ -16,7 +16,7 @@ def paths_below(ranks: int, levels: int) -> list[Path]:
 
 
 def every_tree(ranks: int, levels: int, most: int) -> list[frozenset[Path]]:
-    """All trees with at most `most` drafts, including the empty one."""
+    """Return all trees with at most `most` drafts, including the empty tree."""
     known = {frozenset[Path]()}
     newest = set(known)
     for _ in range(most):

@@ -29,7 +29,7 @@ def write(
     )
 
 
-def test_turns():
+def test_conversation_is_rendered_as_turns():
     messages = [
         {"role": "user", "content": " Hi \n"},
         {"role": "assistant", "content": "Hello."},

@@ -126,7 +126,7 @@ def test_bytes_form_characters(tokenizer: Tokenizer):
     assert not tokenizer.is_byte(106)
 
 
-def test_pieces(tokenizer: Tokenizer):
+def test_pieces_of_ids_are_returned(tokenizer: Tokenizer):
     token_ids = tokenizer.encode(" a")
     pieces = tokenizer.convert_ids_to_tokens(token_ids)
     assert pieces[0] == "<bos>"
@@ -247,7 +247,7 @@ def test_encodes_prompts(tokenizer: Tokenizer):
     assert parsed.token_ids == tokenizer.encode("Hello")
 
 
-def test_huggingface_interface(tokenizer: Tokenizer):
+def test_tokenizer_has_huggingfaces_methods(tokenizer: Tokenizer):
     ids = tokenizer.encode("Hello, world!")
     encoding = tokenizer("Hello, world!")
     assert encoding.input_ids == encoding["input_ids"] == ids
@@ -265,7 +265,7 @@ def test_huggingface_interface(tokenizer: Tokenizer):
     assert tokenizer.convert_tokens_to_ids("no such piece") == tokenizer.unk_token_id
 
 
-def test_no_tokenizer():
+def test_missing_tokenizer_decodes_to_nothing_and_encodes_no_text():
     nothing = NoTokenizer("none was named")
     assert nothing, "true although it has no pieces"
     assert len(nothing) == 0

@@ -73,7 +73,7 @@ def test_passes_over_rows_equal_chains_from_every_token(monkeypatch):
             hidden = torch.cat([hidden, wanted[-1:]])
 
 
-def test_shifted():
+def test_shifted_rows_end_with_zeros():
     found = shifted(jnp.arange(1, 9).reshape(2, 4), 2)
     np.testing.assert_array_equal(found, [[3, 4, 0, 0], [7, 8, 0, 0]])
     assert shifted(jnp.ones((2, 4, 3)), 5).sum() == 0

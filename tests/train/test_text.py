@@ -35,7 +35,7 @@ def write(path, *documents):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.xz"])
-def test_prompts(tmp_path, suffix):
+def test_prompts_are_read_from_files(tmp_path, suffix):
     documents = [
         dict(text=CHAT),
         dict(text=LONG),

@@ -196,7 +196,8 @@ def test_9b_with_a_2b_draft_on_one_gpu():
     # 78 GiB, of which jax has 0.95 and the engine takes 0.92.
     assert plan.facts.limit_bytes == int(78 * GIB * 0.95)
     assert plan.facts.budget_bytes(0.92) == pytest.approx(0.92 * 78 * GIB)
-    # 77,051,264,532 - 23,712,095,744 - 2,824,339,456 bytes: 7,007 pages.
+    # Budget minus weights minus workspace: 77,051,264,532 - 23,712,095,744 -
+    # 2,824,339,456 bytes hold 7,007 pages, which are rounded down to 6,976.
     assert (plan.sizes.num_seqs, plan.workspace_bytes) == (64, 2_824_339_456)
     assert plan.num_pages == 6976
     assert plan.concurrency(8192) == 6976 / 512

@@ -1,4 +1,4 @@
-"""The control channel of a target over several hosts, without jax."""
+"""The control channel between the hosts of one target, without jax."""
 
 import contextlib
 import json
@@ -74,7 +74,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
 
 class Losses(list[str]):
-    """Reasons passed to `on_loss` at the end of another process."""
+    """Records the reasons that are passed to `on_loss` when another process ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Losses(list[str]):
 def three(
     make: Callable[..., HostsConfig],
 ) -> Iterator[tuple[Followers, list[Leader], Losses]]:
-    """Yield a leader, two followers, and the losses reported to the leader."""
+    """Yield a leader, two followers, and the losses that the leader reported."""
     losses = Losses()
     followers, *leaders = together(
         lambda: Followers.gather(make(0), FACTS, losses),
@@ -112,7 +112,7 @@ Ends = Callable[..., tuple[Connection, Connection, socket.socket]]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """Make both ends of a connection; return the leader's socket as well."""
+    """Make both ends of a connection; also return the leader's socket."""
     with contextlib.ExitStack() as stack:
 
         def make(secret: bytes, other: bytes | None = None) -> Any:
@@ -192,7 +192,7 @@ def test_repeated_or_omitted_message_is_rejected(ends: Ends):
     with pytest.raises(HostsError, match="message 2 arrived, not 1"):
         follower.receive()
     again, other, stream = ends(b"s" * 16)
-    # Another connection has other keys.
+    # Messages of another connection have other keys.
     stream.sendall(sent[0])
     with pytest.raises(HostsError, match="not signed"):
         other.receive()
@@ -236,7 +236,7 @@ def test_slow_sender_times_out(ends: Ends):
     assert isinstance(result, TimeoutError) and took_s[0] < 2
 
 
-def test_leaders_message_is_not_accepted_as_an_answer(ends: Ends):
+def test_each_direction_of_a_connection_has_its_own_key(ends: Ends):
     leader, follower, _ = ends(b"s" * 16)
     assert leader._sends != leader._receives
     assert (leader._sends, leader._receives) == (follower._receives, follower._sends)
@@ -256,7 +256,7 @@ def test_commands_reach_all_and_answers_are_by_rank(hosts: Any):
         assert [leader.receive().name for leader in leaders] == ["end", "end"]
         with pytest.raises(EngineDeadError, match="has ended"):
             followers.send("launch", {})
-        time.sleep(0.2)  # for the threads that would see the connection closed
+        time.sleep(0.2)  # time for threads that would report a closed connection
         assert not losses
         assert [leader._on_loss for leader in leaders] == [[], []]
 
@@ -310,7 +310,7 @@ def test_late_answer_does_not_lose_the_last_command():
         followers = Followers({1: (ours, "near")}, losses)
         number = followers.send("compile", {})
         followers.end()
-        # Two: the first causes a reset, which the second one receives.
+        # Two messages: the first causes a reset, which the second one reports.
         for _ in range(2):
             theirs.send({"number": number, "values": {}})
             time.sleep(0.1)
@@ -361,7 +361,7 @@ def test_process_reports_why_it_ends(hosts: Any):
 def test_failure_is_reported_as_end_of_its_process(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """A collective fails first, and a moment later its connection here is closed."""
+    """A collective fails first; a moment later the connection is closed."""
     with three(hosts) as (followers, leaders, losses):
         monkeypatch.setattr("jaxspec.engine.multihost.channel.NOTICE_S", 10)
         breaking = threading.Thread(
@@ -371,7 +371,7 @@ def test_failure_is_reported_as_end_of_its_process(
         )
         breaking.start()
         time.sleep(0.1)
-        # It has failed there as well: no process has ended.
+        # The collective failed on the other host too: no process has ended.
         leaders[0].fail("gloo failed")
         time.sleep(0.1)
         assert not losses
@@ -470,7 +470,7 @@ def test_silent_connections_do_not_block_followers(
 
     def listen(config: HostsConfig) -> socket.socket:
         made = listening(config)
-        for _ in range(3):  # before all others
+        for _ in range(3):  # connect before all other processes
             strangers.append(socket.create_connection(made.getsockname()))
         return made
 
@@ -482,7 +482,7 @@ def test_silent_connections_do_not_block_followers(
     for stranger in strangers:
         stranger.settimeout(5)
         with stranger, contextlib.suppress(ConnectionResetError):
-            while stranger.recv(64):  # until it is sent away
+            while stranger.recv(64):  # until it is disconnected
                 pass
 
 
@@ -495,7 +495,7 @@ def test_silent_leader_is_not_reported_as_wrong_secret(
         start = time.monotonic()
         with pytest.raises(ConfigError, match="has not responded.*node_rank is 0"):
             Leader.find(config, FACTS)
-        # As long as a leader may take for other processes.
+        # As long as a leader may wait for other processes.
         assert time.monotonic() - start > 0.9
 
 
@@ -593,7 +593,7 @@ def test_process_that_ends_during_admission_is_named(
         lambda: Leader.find(hosts(1), FACTS, Losses()),
         lambda: Leader.find(hosts(2), FACTS, Losses()),
     )
-    # One was accepted already, and gets the reason as well.
+    # One follower was accepted already, and gets the reason too.
     (leader,) = [one for one in others if isinstance(one, Leader)]
     with pytest.raises(EOFError) as ended:
         leader.receive()

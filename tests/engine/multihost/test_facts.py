@@ -1,4 +1,4 @@
-"""Facts that processes of one target compare at the start."""
+"""Facts that the processes of one target compare when they start."""
 
 import dataclasses
 from pathlib import Path
@@ -27,7 +27,7 @@ def hosts(rank: int) -> HostsConfig:
     )
 
 
-def test_first_difference_by_name_is_described():
+def test_error_names_the_first_fact_that_differs():
     assert difference(FACTS, dict(FACTS)) is None
     assert difference({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == (
         "b: 3 there, and 2 at the leader"
@@ -53,7 +53,7 @@ def test_every_field_of_a_configuration_is_a_fact():
     assert differs is not None and differs.startswith("max_num_seqs: ")
 
 
-def test_weights_of_the_same_names_and_sizes_differ(tmp_path: Path):
+def test_different_weights_of_the_same_names_and_sizes_are_detected(tmp_path: Path):
     config = make_config(num_draft_tokens=3)
 
     def facts(name: str, content: bytes) -> dict[str, str]:
@@ -78,7 +78,7 @@ def test_weights_of_the_same_names_and_sizes_differ(tmp_path: Path):
     assert digest(b"") != digest(bytes(2**10))
 
 
-def test_gguf_files_differ_by_their_weights(tmp_path: Path):
+def test_different_weights_in_gguf_files_are_detected(tmp_path: Path):
     config = make_config(num_draft_tokens=3)
     names = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
 
@@ -97,7 +97,7 @@ def test_gguf_files_differ_by_their_weights(tmp_path: Path):
     assert names[1] in same[fact]
 
 
-def test_long_facts_differ_by_their_ends():
+def test_difference_at_the_end_of_a_long_fact_is_shown():
     long = "x" * 500
     assert _fact(long) != _fact(long + "y")
     assert len(_fact(long)) < 160

@@ -19,7 +19,7 @@ SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, max_prompt_tokens=0)
 
 
 class Result:
-    """The result of a launch, which records waits for it."""
+    """The fake result of a launch, which records when it is awaited."""
 
     def __init__(self, events: list[Any], number: int):
         self._events, self._number = events, number
@@ -29,7 +29,7 @@ class Result:
 
 
 class Written(Runner):
-    """A runner that records its calls."""
+    """A fake runner that records its calls."""
 
     def __init__(self) -> None:
         self.config = make_config()
@@ -72,7 +72,7 @@ class Written(Runner):
 
 
 class Script(Leader):
-    """A fake leader: commands, and the answers to them."""
+    """A fake leader, with a list of commands; records the answers."""
 
     def __init__(self, *commands: tuple[str, dict[str, Any], Any]):
         self._script = iter(enumerate(commands, 1))
@@ -97,7 +97,7 @@ class Script(Leader):
 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Messages at which the process would have left or ended."""
+    """Replace process exits; return a list of their messages."""
     found: list[str] = []
     monkeypatch.setattr(follow, "leave", lambda: found.append("left"))
     monkeypatch.setattr(follow, "end_process", found.append)
@@ -124,7 +124,7 @@ def test_launches_run_in_order_with_a_bounded_number_in_flight(left: list[str]):
     assert runner.num_launches == 4
 
 
-def test_sleep_waits_for_launches_and_ends_part_by_part():
+def test_sleep_waits_for_launches_and_wake_up_restores_part_by_part():
     runner, _ = run(
         launch(0),
         ("sleep", {"level": 1}, None),
@@ -158,7 +158,7 @@ def test_follower_times_rounds_with_the_leader():
     assert others == [[3, 4], 64, 3]
 
 
-def test_program_is_compiled_in_a_thread_and_answered():
+def test_program_is_compiled_in_a_thread_and_then_reported():
     runner, leader = Written(), Script(("compile", shape_values(SHAPE), None))
     with pytest.raises(StopIteration):
         Follower(runner, leader).run()

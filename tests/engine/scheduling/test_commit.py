@@ -1,4 +1,4 @@
-"""Results of a launch are added to its requests."""
+"""`commit` adds the results of a launch to its requests."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ WITH_LOGPROBS = Features(num_logprobs=2, num_prompt_logprobs=2)
 
 
 def numbered(*leading: int) -> TokenLogprobs:
-    """Entries whose `rank` is their index."""
+    """Return logprob entries whose `rank` is their index."""
     index = np.arange(np.prod(leading)).reshape(leading)
     wide = np.repeat(index[..., None], 2, axis=-1)
     return TokenLogprobs(
@@ -96,7 +96,8 @@ def test_tokens_of_rounds_are_added_to_their_requests():
     left = np.array([requests[0].row, requests[2].row])
     assert rows.num_tokens[left].tolist() == [5, 7]
     assert rows.ahead[left].tolist() == [0, 0]
-    # One and three of three drafts were accepted; the ended request is left out.
+    # One draft of three and three of three were accepted; the ended request does not
+    # count.
     once, all_three = acceptance.of_rows(left)
     assert once[0] > once[1] < all_three[1]
     assert (acceptance.of_rows(np.array([1])) == acceptance.mean()).all()
@@ -113,7 +114,7 @@ def test_preempted_request_gets_tokens_in_flight():
     assert requests[0].num_unread == 0
 
 
-def test_row_with_new_owner_is_not_updated():
+def test_result_does_not_change_the_next_request_in_its_row():
     rows, requests = admit(1)
     launch = make_launch(rows, requests, [], [])
     requests[0].status = Status.FINISHED
@@ -133,7 +134,7 @@ def tile(start: int, count: int, *, is_last: bool) -> Tile:
 
 @pytest.mark.parametrize("num_returned", [0, 10, 40])
 def test_prompt_logprobs_are_returned_once_in_order(num_returned):
-    """A prompt of 50 tokens in tiles of 32 and 18, which are right-aligned."""
+    """The prompt of 50 tokens has right-aligned tiles of 32 and 18 tokens."""
     rows, (request,) = admit(1, features=WITH_LOGPROBS, prompt_token_ids=[1] * 50)
     request.num_prompt_logprobs = num_returned
     tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
@@ -146,8 +147,9 @@ def test_prompt_logprobs_are_returned_once_in_order(num_returned):
         if part.prompt_logprobs is not None
         for rank in part.prompt_logprobs.rank.tolist()
     ]
-    # Entry t of the first tile is about token t + 1; the second starts at 32 + 14.
-    # The prompt's last position is about the first generated token.
+    # Entry t of the first tile is for token t + 1; the entries of the second start at
+    # 32 + 14. The last position of the prompt has the logprobs of the first generated
+    # token.
     places = [*range(32), *range(TILE + TILE - 18, TILE + TILE - 1)]
     assert ranks == places[num_returned:]
     assert parts[-1].token_ids == [15]

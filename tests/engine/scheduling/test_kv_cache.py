@@ -1,4 +1,4 @@
-"""Held and cached pages equal a plain model's, alone and with the scheduler."""
+"""Held and cached pages equal those of a simple model, alone and with the scheduler."""
 
 import numpy as np
 import pytest
@@ -27,14 +27,14 @@ NUM_PAGES = 8
 
 
 class Holders(RuleBasedStateMachine):
-    """Sequences of take, share and release, compared with plain lists."""
+    """Compares sequences of take, share and release with plain lists."""
 
     def __init__(self):
         super().__init__()
         self.pool = PagePool(NUM_PAGES)
         self.held: list[list[int]] = []
         self.keys: dict[bytes, int] = {}
-        self.released: list[int] = []  # findable free pages, the oldest first
+        self.released: list[int] = []  # cached free pages, oldest first
 
     def free(self) -> set[int]:
         held = {page for pages in self.held for page in pages}
@@ -51,7 +51,7 @@ class Holders(RuleBasedStateMachine):
         taken = self.pool.take(count)
         assert len(set(taken)) == count
         assert set(taken) <= self.free()
-        # The least recently used are evicted first, once no page without key is left.
+        # Free pages without a key are taken first, then the least recently used ones.
         assert set(taken) & set(self.released) == set(lost)
         self.released = self.released[len(lost) :]
         self.keys = {k: p for k, p in self.keys.items() if p not in taken}
@@ -124,7 +124,7 @@ def test_detects_page_freed_twice():
         pool.release(pages[:1])
 
 
-def test_only_found_pages_are_shared():
+def test_only_pages_with_prefix_hits_are_shared():
     pool = PagePool(4)
     with pytest.raises(AssertionError, match="not found by a key"):
         pool.share(pool.take(1))
@@ -135,7 +135,7 @@ def test_only_found_pages_are_shared():
     other=st.lists(st.integers(0, 3), max_size=14),
     page_size=st.sampled_from([1, 2, 4]),
 )
-def test_keys_are_equal_iff_all_previous_tokens_are(tokens, other, page_size):
+def test_page_keys_are_equal_only_if_all_tokens_so_far_are(tokens, other, page_size):
     root = root_key("all", "")
     first = list(page_keys(root, tokens, page_size))
     second = list(page_keys(root, other, page_size))
@@ -145,17 +145,17 @@ def test_keys_are_equal_iff_all_previous_tokens_are(tokens, other, page_size):
         assert (one == two) == (tokens[:end] == other[:end])
 
 
-def test_keys_can_be_continued_from_a_parent():
+def test_page_keys_can_be_continued_from_a_parent_key():
     root, tokens = root_key("all", ""), np.arange(12).tolist()
     whole = list(page_keys(root, tokens, 4))
     assert list(page_keys(whole[0], tokens[4:], 4)) == whole[1:]
 
 
-def test_keys_can_include_the_next_token():
+def test_page_keys_can_include_the_token_after_the_page():
     tokens = [4, 5, 6, 7, 8]
     root = root_key("all", "")
     keys = list(page_keys(root, tokens, 2, 1))
-    assert len(keys) == 2  # of both pages the next token is known
+    assert len(keys) == 2  # the token after each of the two pages is known
     assert len(list(page_keys(root, tokens[:4], 2, 1))) == 1
     other = list(page_keys(root, [4, 5, 6, 7, 9], 2, 1))
     assert (other[0], other[1] == keys[1]) == (keys[0], False)
@@ -163,7 +163,7 @@ def test_keys_can_include_the_next_token():
     assert list(page_keys(keys[0], tokens[2:], 2, 1)) == keys[1:]
 
 
-def test_salts_and_groups_have_different_keys():
+def test_page_keys_depend_on_salt_and_group():
     roots = {root_key(kind, salt) for kind in ("salt", "group") for salt in ("", "1")}
     assert len(roots | {root_key("all", "")}) == 5
 
@@ -172,7 +172,7 @@ def test_shared_prefix_is_prefilled_once():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=32)
     requests = make_requests(config, 4)
     loop = run_traffic(config, requests)
-    # All full pages except that of the last prompt token are the first request's.
+    # The first request's pages are reused, except the page of the last prompt token.
     assert [request.num_cached_tokens for request in requests] == [0, 68, 68, 68]
     num_prefilled = sum(launch.num_prefilled for launch in loop.launches)
     assert num_prefilled == 70 + 3 * 2
@@ -189,7 +189,7 @@ def test_shared_prefix_is_prefilled_once():
         (dict(enable_prefix_caching=False), dict(cache_group=7), 68),
     ],
 )
-def test_requests_that_read_the_prefix_cache(config, request_, cached):
+def test_only_some_requests_read_the_prefix_cache(config, request_, cached):
     config = make_config(num_pages=200, **config)
     requests = make_requests(config, 2, **request_)
     run_traffic(config, requests)
@@ -218,13 +218,13 @@ def test_generated_tokens_are_found_in_the_cache():
         while loop.step():
             pass
         loop.assert_said_the_truth(second)
-        # Of 92 tokens the last one has no keys and values, so its page is not whole.
+        # Of 92 tokens, the last one has no keys and values, so its page is not full.
         assert second.num_cached_tokens == 88
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_planned_pages_equal_allocated_pages(seed):
-    """Growth and admissions are planned, then applied to a pool with a prefix cache."""
+    """Pages planned for growth and admissions equal those taken from the pool."""
     random = np.random.default_rng(seed)
     config = make_config(page_size=2, num_pages=16, max_model_len=24)
     tables = PageTables(config, EngineStats())

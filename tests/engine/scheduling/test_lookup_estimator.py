@@ -1,4 +1,4 @@
-"""Estimated drafts equal those of a lookup, and K follows the estimate."""
+"""The estimator predicts the drafts of lookups, and K follows its estimate."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ TEXT = st.integers(2, 5).flatmap(
 
 @given(text=TEXT, key=st.integers(1, 4), more=st.integers(0, 3), cut=st.integers(0, 32))
 def test_longest_matches_equal_brute_force(text, key, more, cut):
-    index = TextIndex(key, 8)  # few buckets, so that different tokens share some
+    index = TextIndex(key, 8)  # so few buckets that different tokens share some
     index.extend(text[:cut])
     for token in text[cut:]:
         index.append(token)
@@ -125,7 +125,7 @@ def make_request(prompt: list[int], **changes: Any) -> Request:
 
 
 def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
-    """Decode tokens without drafts; return the last run."""
+    """Decode tokens without drafts; return the last match run."""
     run = 0
     for token in tokens:
         request.output_token_ids.append(token)
@@ -134,7 +134,7 @@ def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
 
 
 def replay(propose, text: list[int], start: int) -> tuple[Any, ...]:
-    """Rounds over a text with brute-force proposals, in the form of `PredictedRounds`.
+    """Return `PredictedRounds` of a text, counted with brute-force proposals.
 
     Counts only known tokens: the last round may be unfinished.
     """
@@ -180,7 +180,7 @@ def test_counts_equal_simulated_rounds(method, prompt, answer):
         def propose(tokens: list[int]) -> list[int]:
             return search_ngram(tokens, NGram(3, 2), MOST)
 
-    # So short that all places are compared.
+    # So short that the estimator compares all positions.
     prompt, answer = prompt[: MAX_COMPARED // 2], answer[: MAX_COMPARED // 2]
     watching, request = LookupEstimator(rule, 1, MOST), make_request(prompt)
     say(watching, request, answer)
@@ -200,7 +200,7 @@ def test_rounds_with_drafts_are_not_counted_twice():
     first = watching.take()
     assert first is not None
     assert first.accepted[0].tolist() == [1, 1, 1, 0, 0, 0]
-    assert first.num_rounds[0] == 0  # it is not over
+    assert first.num_rounds[0] == 0  # the round has not ended
     request.output_token_ids += [4, 1, 2, 3]
     assert say(watching, request, [4]) == 1
     second = watching.take()
@@ -210,13 +210,13 @@ def test_rounds_with_drafts_are_not_counted_twice():
 
 def test_run_continues_over_rounds_and_ends_with_a_miss():
     watching, request = LookupEstimator(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
-    # The seventh token comes after all drafts of a round: it was not predicted.
+    # The seventh token comes after all drafts of its round, so no draft predicted it.
     assert say(watching, request, [1, 2, 3, 4, 1, 2, 3]) == MOST
     assert say(watching, request, [4]) == MOST + 1
     assert say(watching, request, [9]) == 0
 
 
-def test_new_request_in_a_row_starts_anew():
+def test_new_request_in_a_row_has_no_counts_of_the_previous_one():
     watching = LookupEstimator(RULE, 1, MOST)
     say(watching, make_request([1, 2, 3, 4] * 3), [1, 2, 3])
     watching.take()
@@ -226,7 +226,7 @@ def test_new_request_in_a_row_starts_anew():
     assert found.accepted.sum() == 0
 
 
-def test_past_answer_is_found_only_with_its_salt():
+def test_past_answer_is_found_only_with_its_cache_salt():
     answer = list(range(20, 40))
     for salt, found in ((None, 7), ("a", 0)):
         watching = LookupEstimator(RULE, 1, MOST, num_requests=4)
@@ -256,7 +256,7 @@ def test_past_answers_take_bounded_memory(monkeypatch):
 
 
 def test_many_salts_of_short_answers_take_bounded_memory():
-    """A salt takes more memory than its tokens: the oldest salts are evicted."""
+    """Salts may take more memory than their tokens: the oldest salts are evicted."""
     answers, answer = Answers(num_requests=4096), list(range(20, 28))
     for number in range(3 * MAX_SALTS):
         request = make_request([7], cache_salt=str(number))
@@ -270,7 +270,7 @@ def test_many_salts_of_short_answers_take_bounded_memory():
 
 
 class LookupDevice(FakeDevice):
-    """A fake device that drafts from the text, as the program does."""
+    """A fake device that looks up drafts in the text, as the program does."""
 
     def _search(self, row: Row) -> list[int]:
         return search_suffix(
@@ -291,14 +291,14 @@ class LookupDevice(FakeDevice):
 
 
 class CostlyDrafts(Loop):
-    """Rounds with drafts take 2.5 times those without; a launch is read late."""
+    """A loop in which rounds with drafts take 2.5 times as long as those without."""
 
     def cost(self, launch) -> float:
         return 2.5e-3 if launch.shape.num_draft_tokens else 1e-3
 
 
 def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
-    """Decode requests with a scheduler that knows the times of rounds."""
+    """Decode requests in a loop that knows the times of rounds; return the loop."""
     keys: dict[str, Any] = {"method": "suffix", **SUFFIX_DEFAULTS}
     speculative = SpeculativeConfig(
         num_speculative_tokens=MOST, controller=ADAPTIVE, **keys
@@ -347,12 +347,13 @@ def test_no_drafts_without_repetition(num_seqs):
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
-    """All requests repeat the prompt, from its 20th token on."""
+    """All requests copy their prompt, from its 20th token on."""
     prompt = [int(one) for one in np.random.default_rng(0).permutation(60)]
     loop = watched(repeat_truth(prompt), 200, max_num_seqs=num_seqs)
     decoding = [launch for launch in loop.launches if len(launch.rows)]
     first = next(i for i, one in enumerate(decoding) if one.drafts.any())
-    # The two tokens of a match, the tokens that show it, and the launch in flight.
+    # Two tokens make a match, some more show that it continues, and one launch is in
+    # flight.
     assert first <= 2 + 5 + 1
     drafted = [bool(one.drafts.any()) for one in decoding[first:]]
     assert np.mean(drafted) > 0.9

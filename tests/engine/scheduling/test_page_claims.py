@@ -1,4 +1,7 @@
-"""Too few pages go to the first in rank; a plan does not allocate them."""
+"""If there are too few pages, requests get them in order of rank.
+
+A plan counts pages, but does not allocate them.
+"""
 
 from typing import Any
 
@@ -29,11 +32,11 @@ def make_running(*num_pages: int, free: int) -> tuple[PageTables, list[Request]]
 
 
 def divide(tables: PageTables, running: list[Request], **wanted: int) -> list[Any]:
-    """Return (row, rows preempted for it, whether it gets its pages)."""
+    """Return (row, rows preempted for it, whether it gets its pages) per request."""
     claims = [Grant(running[int(row[1:])], n * SIZE) for row, n in wanted.items()]
     before = tables.pool.num_free, [list(one.pages) for one in running]
     assert not has_pages(tables, claims)
-    # Requests run in any order: preempted ones were admitted again.
+    # Rows are in any order, because preempted requests were admitted again.
     grants = grant_by_rank(tables, claims, running[::-1], lambda one: (0, one.arrival))
     assert before == (tables.pool.num_free, [list(one.pages) for one in running])
     return [

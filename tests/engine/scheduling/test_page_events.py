@@ -1,4 +1,4 @@
-"""A subscriber to all events knows the cached pages and their tokens."""
+"""A subscriber that applies all KV events knows the cached pages and their tokens."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.support.loops import Loop, make_config, make_requests
 
 
 class Subscriber:
-    """Tracks pages by the received events, as a gateway does."""
+    """Tracks cached pages by the received events, as a gateway does."""
 
     def __init__(self, page_size: int):
         self._page_size = page_size
@@ -57,7 +57,7 @@ def run(loop: Loop, events: PageEvents, subscriber: Subscriber, requests: Any) -
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
 def test_subscriber_knows_all_findable_pages(num_draft_tokens: int):
-    # Fewer pages than the texts have, so that some are used again.
+    # There are fewer pages than the texts need, so that some are reused.
     config = make_config(
         num_draft_tokens=num_draft_tokens, num_pages=32, max_num_seqs=1
     )
@@ -88,7 +88,7 @@ def test_private_pages_have_no_events():
         pass
     assert loop.scheduler.pool._page_of
     assert events.take() == [PagesCleared()]
-    # Neither are their removals.
+    # The removal of private pages causes no events either.
     loop.scheduler.pool.forget(range(config.num_pages))
     assert not events.take()
 

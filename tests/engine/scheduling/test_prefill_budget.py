@@ -1,4 +1,4 @@
-"""Prefill makes rounds of streams at most half longer."""
+"""Prefill makes the rounds of streams at most 50 % longer on average."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def begin_chunk(pacer: Pacer, mixed: list[RoundKind]) -> tuple[int, float | None
 
 
 def run(costs: dict[int, float], rounds: int) -> list[int]:
-    """Return the chunks of rounds, each measured before the next is planned."""
+    """Run rounds, each timed before the next is planned; return their chunks."""
     pacer, chosen = make_pacer(), []
     for _ in range(rounds):
         chunk, charged = begin_chunk(pacer, ROUNDS)
@@ -60,13 +60,13 @@ def run(costs: dict[int, float], rounds: int) -> list[int]:
     extra=st.lists(st.floats(0.0, 20.0), min_size=4, max_size=4),
 )
 def test_mean_round_time_is_within_the_allowance(base, extra):
-    """For any costs of chunks, once they have been tried."""
+    """This holds for any times of chunks, once each chunk has been tried."""
     costs, total = {0: base}, 0.0
     for chunk, more in zip(CHUNKS, extra, strict=True):
         total += more
         costs[chunk] = base * (1 + total)
     chosen = run(costs, 600)
-    # A chunk may be tried twice; its cost is then repaid.
+    # A chunk may be tried twice; plain rounds then make up for its time.
     spent = sum(costs[chunk] for chunk in chosen)
     tried = sum(2 * costs[chunk] for chunk in CHUNKS)
     assert spent <= MAX_SLOWDOWN * base * len(chosen) + tried
@@ -78,11 +78,12 @@ def test_cheap_chunks_grow_and_expensive_chunks_alternate():
     assert cheap[-20:] == [2048] * 20
     assert [chunk for chunk in cheap if chunk][0] == 32
     dear = run({0: 1.0, 32: 2.0, 128: 5.0, 512: 20.0, 2048: 80.0}, 60)
-    # 0.5 saved in every plain round pays for a chunk of one more.
+    # Rounds may take 0.5 longer on average, so every second round has a chunk, which
+    # takes 1.0 longer.
     assert sorted(dear[-20:]) == [0] * 10 + [32] * 10
 
 
-def test_balance_ends_with_its_prefill():
+def test_saved_time_is_dropped_when_prefill_ends():
     pacer = make_pacer()
     pacer.saved_s = 5.0
     assert REST.account is not None
@@ -91,8 +92,8 @@ def test_balance_ends_with_its_prefill():
 
 
 @pytest.mark.parametrize("stalled", [0, 32])
-def test_stall_does_not_block_prompts(stalled):
-    """The machine is suspended once, for the time of a thousand rounds."""
+def test_one_stall_of_the_machine_does_not_block_prompts(stalled):
+    """One round takes the time of a thousand, as if the machine was suspended."""
     costs = {0: 0.010, 32: 0.012}
     pacer, chosen = make_pacer(), []
     for number in range(200):
@@ -107,8 +108,8 @@ def test_stall_does_not_block_prompts(stalled):
     assert chosen[60:].count(32) >= 135
 
 
-def test_prompt_wait_is_bounded():
-    """A first measured time may be a stall; without prompts it is never corrected."""
+def test_prompt_wait_is_bounded_after_a_stall_at_the_start():
+    """If the first measured time is a stall, only more prompts can correct it."""
     pacer, chosen = make_pacer(), []
     costs = {0: 0.010, 32: 0.012}
     for _ in range(3):
@@ -168,7 +169,7 @@ def test_long_prompt_does_not_delay_streams(prompt_token_s):
     rounds = streaming_rounds(loop, 4000)
     mean = sum(rounds) / len(rounds)
     assert mean <= 1.5 * loop.fastest_s * 1.02
-    # The allowance is used up: otherwise the prompt would wait needlessly.
+    # The allowed time is used: otherwise the prompt would wait needlessly.
     if prompt_token_s >= 1 / 512:
         assert mean >= 1.2 * loop.fastest_s
 
@@ -198,7 +199,7 @@ def test_deferred_prompt_continues_when_no_stream_gets_pages():
     while is_running:
         num_launches, has_one_to_read = len(loop.launches), bool(loop.launched)
         is_running = loop.step()
-        # Without an unread launch something is launched, at any balance.
+        # With no launch in flight, the prompt runs even if the allowed time is used up.
         assert has_one_to_read or len(loop.launches) > num_launches
     assert stream.stats.num_preemptions == 1
     assert loop.finished == [urgent, stream]
@@ -224,7 +225,7 @@ def test_prompts_use_the_launches_with_the_least_total_time():
     pacer = make_pacer()
     pacer.step_times.seconds = dict(zip(ROUNDS, (0.02, 0.05, 0.16, 0.7), strict=True))
     reads = {1: 32, 32: 32, 64: 32, 65: 128, 128: 128, 384: 128, 416: 512, 512: 512}
-    # One launch of 512 and the rest in smaller ones.
+    # One launch has 512 tokens, and smaller ones the rest.
     reads |= {544: 512, 1024: 512, 1600: 512, 9999: 512}
     for num_tokens, chunk in reads.items():
         assert CHUNKS[pacer.fastest(num_tokens, ROUNDS)] == chunk, num_tokens
@@ -234,11 +235,11 @@ def test_prompts_use_the_launches_with_the_least_total_time():
     ("known", "chunk"),
     [
         ({}, 2048),
-        # A smaller one may take its share of the time: it is tried.
+        # A smaller program may take proportionally less time, so it is tried.
         ({512: 0.16}, 32),
         ({512: 0.16, 32: 0.02}, 128),
         ({512: 0.16, 128: 0.05, 32: 0.1}, 128),
-        # A larger one may take no longer.
+        # A larger program may take no longer, so it is tried as well.
         ({32: 0.02}, 128),
         ({32: 0.02, 2048: 0.64}, 128),
         ({32: 0.02, 512: 0.16, 2048: 0.64}, 128),
@@ -250,7 +251,7 @@ def test_untimed_programs_are_tried(known, chunk):
     assert CHUNKS[pacer.fastest(96, ROUNDS)] == chunk
 
 
-def test_rest_of_prompts_uses_small_launches():
+def test_last_tokens_of_prompts_use_a_small_program():
     """A program with room for 512 tokens is not used for the last 160."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop = Loop(config, seed=0)
@@ -268,12 +269,13 @@ def test_rest_of_prompts_uses_small_launches():
         for one in shapes
         if one.max_prompt_tokens and not one.is_draft_prefill
     ]
-    # The program with room for 128 is for a single sequence: none decodes yet.
+    # The program for 128 tokens has one decoding row, which is enough: no request
+    # decodes yet.
     assert chunks == [512, 128, 64]
 
 
 def test_single_sequence_program_is_not_used_if_more_requests_wait():
-    """After its first launch it has no room for the decoding requests."""
+    """After its first launch, several requests decode: it has one row for them."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop, first = Loop(config, seed=0), 0
     costs = {64: 1.0, 128: 1.2, 512: 4.0}
@@ -290,13 +292,13 @@ def test_single_sequence_program_is_not_used_if_more_requests_wait():
         for one in shapes
         if one.max_prompt_tokens and not one.is_draft_prefill
     ]
-    # In turns of 128 the 384 tokens would take 3.6.
+    # Three launches of 128 tokens would take 3.6 seconds for the 384 tokens.
     assert chunks == [512]
 
 
 def test_several_rounds_fit_the_longest_launch():
     pacer = make_pacer()
-    assert pacer.num_rounds(PLAIN, 8) == 1  # nothing is known
+    assert pacer.num_rounds(PLAIN, 8) == 1  # no times are known
     for seconds in (MAX_LAUNCH_S / 100, MAX_LAUNCH_S / 3.5, 2 * MAX_LAUNCH_S):
         pacer.step_times.seed(PLAIN, seconds)
         count = pacer.num_rounds(PLAIN, 8)

@@ -1,4 +1,4 @@
-"""There are few programs, and a compiled one serves every launch."""
+"""There are few programs, and for every launch one of them fits."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ def make_shapes(programs: EveryProgram | None = None, **changes: Any) -> Shapes:
 
 
 def find(shapes: Shapes, *need: Any, **options: Any) -> StepShape | None:
-    """Select a program, and request the better one that is missing."""
+    """Select a compiled program, and request a better one if it is missing."""
     found = shapes.select(*need, **options)
     shapes.request_compile(found.missing)
     return found.shape
@@ -66,7 +66,7 @@ def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Feature
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 5, 8])
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 256])
-def test_a_server_has_at_most_twelve_programs_and_twenty_with_all(
+def test_server_has_at_most_12_programs_or_20_with_all_features(
     max_num_seqs, num_draft_tokens
 ):
     shapes = make_shapes(
@@ -130,7 +130,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
             (0, 32, 64, 128, 160, 512),
         ):
             if need is PROMPTS and not tokens:
-                continue  # prompt logprobs were returned before decoding
+                continue  # decoding launches have no prompt logprobs
             found = shapes.find(seqs, drafts, tokens, need)
             assert found is not None
             assert found in listed
@@ -142,7 +142,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
 
 
 def test_plain_decoding_uses_plain_programs():
-    """Once its program is compiled, which is requested when drafts do not pay."""
+    """The plain program is requested when drafts do not pay, and used once compiled."""
     shapes, plain = make_shapes(**DEFAULT), make_shapes(**PLAIN)
     for num_seqs, form in itertools.product(range(1, 9), (GREEDY, SAMPLED)):
         found = shapes.find(num_seqs, 0, 0, form)
@@ -164,7 +164,7 @@ def test_plain_decoding_uses_plain_programs():
     assert found.name == "8x0+64_sampled"
 
 
-def test_few_launches_without_drafts_request_no_compile():
+def test_plain_program_is_not_requested_for_a_few_plain_launches():
     largest = StepShape(num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512)
     programs = SomePrograms(largest)
     shapes = make_shapes(programs, **DEFAULT)
@@ -197,7 +197,7 @@ def test_draft_prefill_uses_the_smallest_fitting_program():
     assert draft_prefill(make_shapes(**PLAIN), 1) is None
 
 
-def test_mixes_of_requests_have_a_program():
+def test_mixed_features_share_a_program():
     shapes = make_shapes(**DEFAULT)
     for left, right in itertools.combinations(SOME, 2):
         need = left | right
@@ -207,7 +207,7 @@ def test_mixes_of_requests_have_a_program():
             assert is_able(found, 8, 5, tokens, need)
 
 
-def test_first_program_of_each_features_serves_all_launches():
+def test_first_program_of_each_feature_set_serves_all_its_launches():
     shapes = make_shapes(**DEFAULT)
     for need in (SAMPLED, LOGPROBS, GRAMMAR, PROMPTS):
         first = shapes.all(features=[need])[0]
@@ -234,7 +234,7 @@ def test_missing_program_is_requested_and_a_larger_one_serves():
     assert programs.asked == [best]
     universal = shapes.all()[0]
     programs.add(universal)
-    assert find(shapes, 1, 3, 0, GREEDY) == universal  # more of everything
+    assert find(shapes, 1, 3, 0, GREEDY) == universal  # each size is larger
     sampled = StepShape(num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0)
     programs.add(sampled)
     assert find(shapes, 1, 3, 0, GREEDY) == sampled
@@ -290,7 +290,7 @@ def test_large_chunk_is_requested_by_waiting_tokens():
                 dataclasses.replace(shapes.all()[0], max_prompt_tokens=8192)
             ]
             programs.asked.clear()
-            programs.version += 1  # else it is asked for once
+            programs.version += 1  # otherwise it is requested once
 
 
 def test_largest_chunk_is_limited_by_all_sequences():
@@ -300,7 +300,7 @@ def test_largest_chunk_is_limited_by_all_sequences():
     assert small.max_tiles * TILE == FIRST_CHUNK
 
 
-def test_with_prompts_returns_the_smallest_first():
+def test_with_prompts_returns_compiled_programs_smallest_first():
     shapes = make_shapes(**DEFAULT)
     assert [one.max_prompt_tokens for one in shapes.with_prompts(2, 5, SAMPLED)] == [
         64,
@@ -319,7 +319,7 @@ def test_with_prompts_returns_the_smallest_first():
     assert [one.name for one in programs.asked] == ["8x5+512_sampled"]
 
 
-def test_features_cover_their_subsets():
+def test_programs_with_features_serve_requests_with_fewer():
     for one, other in itertools.product(SOME, SOME):
         assert (one | other).covers(one)
         assert (one | other).covers(other)
@@ -330,7 +330,7 @@ def test_features_cover_their_subsets():
 
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED])
 def test_batch_invariant_launches_use_one_program(features):
-    """All launches compute the same products of the same sizes."""
+    """The matrix products of all launches have the same sizes."""
     shapes = make_shapes(batch_invariant=True, **DEFAULT)
     only, draft_prefill = shapes.all(features=[features, SAMPLED])
     assert [draft_prefill] == shapes.draft_prefills
@@ -346,8 +346,10 @@ def test_batch_invariant_launches_use_one_program(features):
 
 
 @pytest.mark.parametrize("is_invariant", [False, True])
-def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
-    """With the same programs: the number of rounds is data."""
+def test_only_plain_requests_without_prompts_run_several_rounds_per_launch(
+    is_invariant,
+):
+    """The programs are the same, because the number of rounds is data."""
     options = DEFAULT | dict(batch_invariant=is_invariant)
     single = make_shapes(**options).all(features=SOME, with_on_demand=True)
     several = make_shapes(num_scheduler_steps=4, **options)
@@ -363,8 +365,8 @@ def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
     assert len({one.name for one in shapes}) == len(shapes)
 
 
-def test_programs_with_drafts_have_the_tree():
-    """Other programs have the same levels with one draft each, and the same slots."""
+def test_programs_with_drafts_verify_the_configured_tree():
+    """Other programs have a chain of as many levels, and as many slots."""
     chain = make_shapes(**DEFAULT).all(features=SOME, with_on_demand=True)
     leaves = make_shapes(**DEFAULT, speculative_keys={"num_side_leaves": 1})
     listed = leaves.all(features=SOME, with_on_demand=True)
@@ -391,7 +393,7 @@ SHORT = "[(0,), (1,), (1, 0), (1, 1), (1, 0, 0)]"
     [
         ({"num_side_leaves": 2}, True),
         ({"speculative_token_tree": ALONE}, True),
-        # Its longest path is not the main chain.
+        # The longest path of this tree is not the main chain.
         ({"speculative_token_tree": SHORT}, False),
         ({}, False),
     ],
@@ -409,7 +411,7 @@ def test_rounds_can_run_without_side_branches(keys, has_chains):
     if not has_chains:
         assert not chains or chains == drafting
         return
-    # One of every size, compiled on demand.
+    # One program of every size is compiled on demand.
     whole = [one for one in drafting if one not in chains]
     assert {dataclasses.replace(one, template=None) for one in whole} == set(chains)
     assert len(whole) == len(chains) and not set(chains) & set(soon)
@@ -435,7 +437,7 @@ def test_chain_rounds_use_tree_program_until_compiled():
     assert find(shapes, 4, 5, 0, GREEDY, has_side_branches=False) == wanted
 
 
-def test_select_requests_no_compile():
+def test_select_requests_no_compilation():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
     found = shapes.select(4, 5, 64, GREEDY)

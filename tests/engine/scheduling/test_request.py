@@ -23,7 +23,7 @@ def test_tokens_span_prompt_and_output():
 @pytest.mark.parametrize(
     "broken", [dict(num_prefilled=4), dict(max_total=2), dict(num_prefilled=-1)]
 )
-def test_the_invariant_is_checked(broken):
+def test_inconsistent_token_counts_fail_a_check(broken):
     make_request().check()
     with pytest.raises(AssertionError):
         make_request(**broken).check()

@@ -1,4 +1,4 @@
-"""Bounds and draft lags of running requests equal those counted one by one."""
+"""Bounds and draft lags of running requests equal those counted token by token."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def one_row(request: Request) -> tuple[RowTable, np.ndarray]:
     return table, np.array([request.row])
 
 
-# A round: drafts of the request, K of the launch, emitted tokens.
+# A round: (drafts of the request, K of the launch, emitted tokens).
 ROUNDS = st.lists(
     st.integers(0, 3).flatmap(
         lambda drafts: st.tuples(
@@ -30,10 +30,10 @@ ROUNDS = st.lists(
 
 @given(ROUNDS, st.integers(0, 2))
 def test_bounds_hold_for_any_device_results(rounds, unread):
-    """Read all rounds but the last `unread`; the bounds hold."""
+    """The bounds hold if all rounds but the last `unread` are read."""
     request = make_request(max_total=100)
     table, row = one_row(request)
-    known, lag = 3, 1  # tokens, and those at the end the draft has no keys for
+    known, lag = 3, 1  # tokens, and those without draft keys
     played = []
     for drafts, width, emitted in rounds:
         if (
@@ -44,8 +44,9 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
         table.count_launched(row, np.array([drafts]))
         table.update_draft_lag(row, np.full(1, width), width)
         known += emitted
-        # A drafting round fills the two newest tokens and its drafts but the last: of
-        # the result, the target's token and the last draft are uncached.
+        # A round with drafts writes draft keys of the two newest tokens and of all
+        # drafts but the last: of the emitted tokens, the target's token and the last
+        # draft have none.
         if width and lag <= 2:
             lag = 2 if emitted == width + 1 else 1
         else:
@@ -56,7 +57,8 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
 
 
-# A launch: drafts of the request, rounds that may run and that do, tokens of each.
+# A launch: (drafts of the request, allowed rounds, rounds that run, tokens of each
+# round).
 LAUNCHES = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 4)).flatmap(
         lambda both: st.tuples(
@@ -71,7 +73,7 @@ LAUNCHES = st.lists(
 
 @given(LAUNCHES, st.integers(0, 2))
 def test_bounds_hold_if_not_all_rounds_run(launches, unread):
-    """Another sequence may end first; rounds that did not run are undone."""
+    """Rounds that did not run, because another sequence ended, are subtracted again."""
     request = make_request(max_total=200)
     table, row = one_row(request)
     known = lag = 3
@@ -110,7 +112,12 @@ def test_bounds_hold_if_not_all_rounds_run(launches, unread):
         (50, 19, 3, 4),
         (50, 18, 3, 4),
         (50, 17, 3, 3),
-        (50, 2, 0, 47),  # without drafts the draft model has no say
+        (
+            50,
+            2,
+            0,
+            47,
+        ),  # no limit for drafts without drafts
     ],
 )
 def test_rounds_left_ends_with_the_first_possible_end(total, longest, drafts, rounds):
@@ -129,11 +136,11 @@ def test_bounds_count_unread_launches():
     table, row = one_row(request)
     for drafts in (3, 0):
         table.count_launched(row, np.array([drafts]))
-    # 4 known; a round of 3 drafts adds 1 to 4 tokens, a plain one adds 1.
+    # 4 tokens are known; a round of 3 drafts adds 1 to 4 tokens, a plain round 1.
     assert table.most_tokens(row).tolist() == [9]
     assert table.fewest_tokens(row).tolist() == [6]
     table.count_launched(row, np.array([3]))
-    assert table.most_tokens(row).tolist() == [10]  # the longest form
+    assert table.most_tokens(row).tolist() == [10]  # K of the longest compiled round
     table.count_read(row, np.array([3]), np.array([2]))
     assert table.fewest_tokens(row).tolist() == [8]
 
@@ -150,7 +157,7 @@ def test_bounds_count_unread_launches():
         ([0, 0, 3, 3], 5),
     ],
 )
-def test_draft_lag(widths, lag):
+def test_draft_lag_counts_tokens_without_draft_keys(widths, lag):
     table, row = one_row(make_request())
     for width in widths:
         table.update_draft_lag(row, np.full(1, width), width)
@@ -168,14 +175,14 @@ def test_parallel_draft_model_reads_all_tokens_of_a_round():
     assert table.num_draft_uncached.tolist() == [5, 5, 7, 6]
 
 
-def test_rows_that_can_decode():
+def test_rows_in_prefill_or_possibly_ended_do_not_decode():
     table = RowTable(4)
     requests = [make_request(max_total=20, num_draft_tokens=3) for _ in range(4)]
     for request in requests:
         table.admit(request, longest=25)
     rows = np.array([request.row for request in requests])
-    table.is_decoding[rows[:3]] = True  # the last still gets its prompt
-    table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # may be over
+    table.is_decoding[rows[:3]] = True  # the last row is still prefilled
+    table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # this row may have ended
     table.num_draft_uncached[rows[1]] = 3  # needs a draft prefill
     found, wanted = table.decodable(max_draft_tokens=2)
     assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [2, 2])
@@ -190,7 +197,7 @@ def test_rows_that_can_decode():
     assert table.lagging().tolist() == []
 
 
-def test_released_row_keeps_only_unread_count():
+def test_released_row_keeps_only_its_count_of_unread_launches():
     table = RowTable(1)
     first = make_request(features=Features(num_logprobs=5, num_prompt_logprobs=5))
     table.admit(first, longest=30)
@@ -215,7 +222,7 @@ def test_released_row_keeps_only_unread_count():
     "name",
     ["num_tokens", "num_draft_uncached", "num_unread", "num_unsure", "ahead", "owner"],
 )
-def test_check_detects_impossible_values(name):
+def test_check_detects_impossible_values_in_rows(name):
     table, row = one_row(make_request())
     table.check()
     values = getattr(table, name)

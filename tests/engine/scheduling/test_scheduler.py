@@ -1,8 +1,7 @@
 """For any traffic, every plan is valid for the device, and all requests end.
 
-`FakeDevice` asserts what a plan may not do: read a slot that holds something else,
-draft where the draft model lacks keys and values, write into another's page, prefill
-out of order.
+`FakeDevice` fails if a plan reads a slot that holds something else, drafts without the
+draft model's keys and values, writes into another row's page, or prefills out of order.
 """
 
 import dataclasses
@@ -62,7 +61,7 @@ CONFIGS = {
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
-        # Engines launch ahead of what they have read, so that depth is 1.
+        # Depth 1 is what engines use: one launch runs ahead of what they have read.
         pytest.param(*one, marks=() if one[1] or one[0] == "base" else pytest.mark.slow)
         for one in itertools.product(CONFIGS, (0, 1))
     ],
@@ -129,7 +128,7 @@ def freeze(value: Any) -> Any:
 
 
 def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
-    """Return all state that a plan depends on, except page keys."""
+    """Return all scheduler state that a plan depends on, except page keys."""
     scheduler = loop.scheduler
     requests = [*scheduler.running, *scheduler.waiting]
     known = [vars(one) | {"page_keys": None} for one in requests]
@@ -156,12 +155,12 @@ def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
         dict(controller=ADAPTIVE, max_num_seqs=4, num_pages=60),
     ],
 )
-def test_stages_write_nothing(changes, monkeypatch):
-    """Also with draft prefill; missing programs are not requested."""
+def test_planning_stages_change_no_state(changes, monkeypatch):
+    """Stages run with and without draft prefill, and request no missing programs."""
     config, random = make_config(**changes), np.random.default_rng(0)
     serving = SomePrograms()
     loop = Loop(config, seed=0, programs=serving)
-    loop.prompt_token_s = 1 / 16  # prompts are slow: the pacer lets them wait
+    loop.prompt_token_s = 1 / 16  # slow prompts, which the prefill budget defers
     first = loop.scheduler.shapes.all()[0]
     plain = dataclasses.replace(first, max_prompt_tokens=0)
     serving.there |= {first, plain, *loop.scheduler.shapes.draft_prefills}
@@ -199,7 +198,7 @@ def test_stages_write_nothing(changes, monkeypatch):
 
 
 def run_together(config: EngineConfig, count: int, **changes) -> Loop:
-    """`count` equal requests of 4 prompt tokens and 12 generated ones."""
+    """Run `count` equal requests, with 4 prompt tokens and 12 to generate."""
     loop = Loop(config, seed=0)
     for number in range(count):
         values: dict[str, Any] = dict(
@@ -221,7 +220,7 @@ def run_together(config: EngineConfig, count: int, **changes) -> Loop:
     return loop
 
 
-def test_first_come_first_served():
+def test_requests_are_admitted_first_come_first_served():
     loop = run_together(make_config(max_num_seqs=2), 7)
     admitted = [
         admission.seed[0]
@@ -232,7 +231,7 @@ def test_first_come_first_served():
 
 
 def test_decoding_does_not_wait_for_prompts():
-    """A long prompt is prefilled in rounds of running requests."""
+    """A long prompt is prefilled in the launches in which running requests decode."""
     loop = Loop(make_config(num_draft_tokens=0, max_num_batched_tokens=32), seed=0)
     random = np.random.default_rng(0)
     first = make_request(0, random, loop.config)
@@ -274,13 +273,13 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
         programs.add(shape)
     requests = make_requests(config, 8)
     for number, request in enumerate(requests):
-        # A tile each, without tokens that were read before.
+        # Each prompt has one tile, and no tokens with prefix hits.
         request.prompt_token_ids = [number] * 20
         request.max_total = 40
     for request in requests[:2]:
         loop.scheduler.add(request)
     loop.step()
-    assert not programs.asked  # they fit
+    assert not programs.asked  # all prompts fit into one launch
     for request in requests[2:]:
         loop.scheduler.add(request)
     loop.step()
@@ -310,7 +309,7 @@ def test_drafting_stops_above_batch_size_and_resumes():
     while loop.step():
         pass
     drafts = [int(launch.drafts.max()) for launch in loop.launches if launch.decoding]
-    assert 3 in drafts[-4:]  # the last rounds of all have no room for drafts
+    assert 3 in drafts[-4:]  # the last rounds of texts have no room for drafts
     crowded = [
         int(launch.drafts.max()) for launch in loop.launches if len(launch.decoding) > 2
     ]
@@ -343,7 +342,7 @@ def test_sequences_decode_during_draft_prefill():
         pass
     launches = loop.launches[begun:]
     turns = [launch.shape.is_draft_prefill for launch in launches]
-    # 400 tokens of two rows, up to 64 in a launch.
+    # Two rows lag by 400 tokens, and a launch reads up to 64.
     assert 6 <= sum(turns) <= 9
     runs = [len([*run]) for is_turn, run in itertools.groupby(turns) if is_turn]
     assert max(runs) == MAX_IN_A_ROW
@@ -355,7 +354,7 @@ def test_sequences_decode_during_draft_prefill():
         loop.assert_said_the_truth(request)
 
 
-def test_a_first_token_does_not_wait_for_the_draft_model():
+def test_first_token_does_not_wait_for_the_draft_prefill():
     """The draft model reads a prompt in the next launch; then all rows draft."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
     loop = Loop(config, seed=0)
@@ -367,7 +366,7 @@ def test_a_first_token_does_not_wait_for_the_draft_model():
         pass
     prompts = [one.num_prefilled for one in loop.launches[:4]]
     is_draft_prefill = [one.shape.is_draft_prefill for one in loop.launches[:4]]
-    # The second prompt is prefilled before the rest of the first one, once.
+    # The second prompt is prefilled once, before the rest of the first one.
     assert prompts[:2] == [60, 60]
     assert is_draft_prefill == [False, False, True, True]
     drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
@@ -376,7 +375,7 @@ def test_a_first_token_does_not_wait_for_the_draft_model():
         loop.assert_said_the_truth(request)
 
 
-def test_a_first_token_does_not_wait_for_streams_that_wait_for_the_draft_model():
+def test_first_token_does_not_wait_for_streams_in_draft_prefill():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
     loop = Loop(config, seed=0)
     first, second = make_requests(config, 2, num_draft_tokens=3)
@@ -395,7 +394,7 @@ def test_shared_pages_are_draft_prefilled_once():
     loop = run_traffic(config, requests)
     reading = [one for one in loop.launches if one.shape.is_draft_prefill]
     read = sum(len(tile.tokens) for one in reading for tile in one.plan.tiles)
-    # 70 tokens, of which 68 lie in full pages.
+    # Of 70 tokens, 68 lie in full pages.
     assert read == 70 + 3 * 2
 
 
@@ -448,10 +447,10 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
         loop.step()
     launches = loop.launches[begun:]
     rounds = [one for one in launches if not one.shape.is_draft_prefill]
-    # 15 rows lag by four tiles each, of which a launch takes 16.
+    # 15 rows lag by four tiles each, and a launch has room for 16 tiles.
     assert len(launches) - len(rounds) <= 6
     assert all((one.drafts == 3).all() for one in rounds[4:])
-    # Before that, no launch has room for drafts that are not made.
+    # Until then, launches use no programs with room for drafts.
     idle = [one for one in rounds if not one.drafts.any()]
     assert not any(one.shape.num_draft_tokens for one in idle)
 
@@ -461,7 +460,7 @@ def test_draft_prefill_does_not_delay_streams():
         max_num_seqs=4, num_pages=200, max_model_len=500, max_num_batched_tokens=512
     )
     loop = Loop(config, seed=0)
-    loop.prompt_token_s = 1 / 256  # 64 tokens take a quarter of a round, 512 two rounds
+    loop.prompt_token_s = 1 / 256  # 64 tokens take 1/4 round, 512 two
     stream, late = make_requests(config, 2, num_draft_tokens=3)
     stream.prompt_token_ids, stream.max_total = [1] * 20, 400
     stream.params.output_kind = RequestOutputKind.DELTA
@@ -502,7 +501,7 @@ def test_draft_model_is_unused_without_its_program():
     loop.assert_said_the_truth(request)
 
 
-def test_no_draft_prefill_without_need():
+def test_no_draft_prefill_for_requests_that_get_no_drafts():
     loop = Loop(make_config(num_pages=200), seed=0)
     (request,) = make_requests(loop.config, 1, num_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [1] * 60, 62
@@ -518,8 +517,8 @@ def time_plain_rounds(policy: SpeculationPolicy) -> None:
     policy._explore_left = CONSTANTS.explore_rounds
 
 
-def test_plain_rounds_are_timed_in_a_row():
-    """Without draft prefill between them; the first is not a measurement."""
+def test_plain_rounds_are_timed_in_consecutive_launches():
+    """No draft prefill runs between them, and the first one is not recorded."""
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
     [request] = make_requests(config, 1)
@@ -532,8 +531,8 @@ def test_plain_rounds_are_timed_in_a_row():
     begin = len(loop.launches)
     while policy.is_timing_plain:
         loop.step()
-    timed = loop.launches[begin:-1]  # the last one has not been read
-    assert len(timed) == CONSTANTS.explore_rounds - 1  # one was in flight
+    timed = loop.launches[begin:-1]  # the newest launch has not been read
+    assert len(timed) == CONSTANTS.explore_rounds - 1  # one more launch was in flight
     assert not any(one.shape.is_draft_prefill or one.drafts.any() for one in timed)
     assert [one.is_measure for one in timed] == [False] + [True] * (len(timed) - 1)
     loop.step()
@@ -541,7 +540,7 @@ def test_plain_rounds_are_timed_in_a_row():
 
 
 def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
-    """And at once after a probe of the draft model, or an admission."""
+    """It is also evaluated at once after a probe of the draft model or an admission."""
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
     [request] = make_requests(config, 1, num_draft_tokens=3, max_total=390)
@@ -574,7 +573,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     assert probed_at[0] <= 201 + CONSTANTS.idle_look_rounds
     while len(loop.launches) < probed_at[0] + 5:
         loop.step()
-    # Before the result is there and as soon as it is.
+    # Before the result of the probe is read, and as soon as it is.
     assert sum(probed_at[0] <= at for at in chosen_at) == 2
     assert policy.is_idle
     [other] = make_requests(config, 1, num_draft_tokens=3, max_total=300)
@@ -584,7 +583,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
 
 
 def test_prompts_end_the_timing_of_plain_rounds():
-    """Otherwise, with constant arrivals, nothing would be drafted or timed."""
+    """Otherwise, with constant arrivals, timing would never end."""
     config = make_config(
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
@@ -611,7 +610,7 @@ def test_prompts_end_the_timing_of_plain_rounds():
 
 
 def test_plain_rounds_between_other_launches_are_not_measured():
-    """For example during draft prefill of a long prompt."""
+    """For example, they run between the launches of a long draft prefill."""
     config = make_config(
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
@@ -639,18 +638,18 @@ def test_k_is_at_most_the_largest_requested():
     assert {shape.num_draft_tokens for shape in alone} == {0}
 
 
-def test_no_drafts_past_the_end():
-    """The last token needs no draft: the target always samples it."""
+def test_no_drafts_are_planned_past_the_end_of_a_text():
+    """The last token of a text needs no draft, because the target samples it."""
     loop = run_together(make_config(num_draft_tokens=8), 1)
     entries = [entry for launch in loop.launches for entry in launch.plan.decode]
-    # Four prompt tokens and the first generated one, then one at least per round.
+    # Four prompt tokens and the first generated one; then each round adds at least one.
     for known, (_, drafts) in enumerate(entries, 5):
         assert drafts <= 16 - known - 1
 
 
 @pytest.mark.parametrize("longest", [10, 11, 12])
-def test_long_sequences_get_no_drafts(monkeypatch, longest):
-    """No draft is beyond the draft's limit; later rounds are plain."""
+def test_sequences_beyond_the_drafts_length_limit_get_no_drafts(monkeypatch, longest):
+    """No draft is beyond the draft model's length limit; later rounds are plain."""
     known, run = [], FakeDevice.run
 
     def note(device, plan, shape):
@@ -666,7 +665,7 @@ def test_long_sequences_get_no_drafts(monkeypatch, longest):
     ]
     for tokens, (drafts, width) in zip(known, rounds, strict=True):
         assert tokens + drafts <= max(longest, tokens)
-        assert width == 3 or tokens + 3 + 1 >= longest  # a round that is not read
+        assert width == 3 or tokens + 3 + 1 >= longest  # a round that is not yet read
         assert width == 0 or tokens < longest
     assert {width for _, width in rounds} == {0, 3}
     loop.assert_said_the_truth(loop.finished[0])
@@ -686,14 +685,14 @@ def test_latest_request_is_preempted_when_pages_run_out(num_draft_tokens):
     loop = run_traffic(config, requests)
     counts = [request.stats.num_preemptions for request in requests]
     assert sum(counts) == loop.scheduler.stats.num_preemptions > 0
-    # The first is never preempted, so one request always continues.
+    # The first request is never preempted, so at least one always continues.
     assert counts[0] == 0
     ends = [int(request.request_id) for request in loop.finished]
     assert ends == sorted(ends)
 
 
 def test_plan_lists_all_allocated_pages():
-    """A row gets pages for drafts but is left out: the plan is smaller."""
+    """A plan also lists pages of a row that is not in the launch."""
     config = make_config(
         num_draft_tokens=8, num_pages=13, max_num_seqs=2, max_model_len=52
     )
@@ -716,7 +715,7 @@ def test_plan_lists_all_allocated_pages():
 
 
 def test_preempted_request_finds_its_own_pages():
-    """Pages that were not reallocated are not computed again."""
+    """Pages that no other request has overwritten are not computed again."""
     config = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
     requests = make_requests(config, 2)
     for number, request in enumerate(requests):
@@ -765,7 +764,7 @@ def test_launch_has_features_of_all_its_requests():
         if requests[1] in launch.tiled:
             expected = asked
         elif requests[1] in launch.decoding:
-            expected = Features(num_logprobs=most)  # prompt logprobs were returned
+            expected = Features(num_logprobs=most)  # without prompt logprobs
         form = loop.scheduler.shapes.form(expected)
         assert launch.shape.features == form
         assert launch.shape in loop.scheduler.shapes.all(features=[form])
@@ -789,7 +788,7 @@ def test_admissions_with_controls_are_limited():
 
 
 def test_draft_model_is_probed_once_at_a_time(monkeypatch):
-    """While nothing is drafted; the result is read one launch late."""
+    """Probes run while K is 0; the result is read one launch late."""
     config = make_config(num_pages=200, max_model_len=400, controller=ADAPTIVE)
     loop = Loop(config, seed=0)
     loop.fastest_s, loop.prompt_token_s = 1e-4, 1e-7
@@ -813,7 +812,7 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
     monkeypatch.setattr(policy, "record_draft_prefill", end)
     requests = make_requests(config, 2, num_draft_tokens=3, max_total=370)
     for request in requests:
-        request.params.temperature = 0.0  # else acceptance cannot be estimated
+        request.params.temperature = 0.0  # otherwise acceptance cannot be estimated
         loop.scheduler.add(request)
     while loop.step():
         pass

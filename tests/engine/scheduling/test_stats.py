@@ -1,4 +1,4 @@
-"""Acceptance figures equal those of a list of rounds."""
+"""Acceptance statistics equal sums over a list of rounds."""
 
 import numpy as np
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.stats import EngineStats
 
-# (drafts, accepted, generated); an ended sequence generates nothing.
+# Rounds: (drafts, accepted, generated); an ended sequence generates nothing.
 SEQUENCE = st.integers(0, 8).flatmap(
     lambda drafts: st.tuples(
         st.just(drafts), st.integers(0, drafts), st.booleans()

@@ -12,7 +12,7 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 
 ROWS, DRAFTS = 3, 4
 
-# (drafts, accepted) of every row.
+# A round: (drafts, accepted) of every row.
 ROUND = st.lists(
     st.integers(0, DRAFTS).flatmap(
         lambda drafts: st.tuples(st.just(drafts), st.integers(0, drafts))
@@ -32,7 +32,7 @@ def record(acceptance: AcceptanceRates, sequences: list[tuple[int, int]]) -> Non
 
 
 def weighted(observed: list[list[bool]], prior: float) -> float:
-    """Mean of observations, a list of them per round, the newest round last."""
+    """Return the weighted mean of observations: one list per round, the newest last."""
     total, weight = CONSTANTS.prior_weight * prior, CONSTANTS.prior_weight
     for age, one in enumerate(reversed(observed)):
         share = 0.5 ** (age / CONSTANTS.half_life_rounds)
@@ -60,7 +60,8 @@ def test_rate_is_the_weighted_mean_of_rounds(rounds):
         prior = weighted([observed(one) for one in drafting], prior)
         assert means[position] == pytest.approx(prior)
         for row in range(ROWS):
-            # A round in which a request has no drafts does not age its counts.
+            # Rounds without drafts for a request do not reduce the weight of its
+            # counts.
             own = [observed([one[row]]) for one in rounds if one[row][0]]
             assert rates[row, position] == pytest.approx(weighted(own, prior))
 
@@ -81,21 +82,22 @@ def test_drafts_are_compared_up_to_the_first_rejection(rounds):
 
 
 def test_missing_draft_of_a_lookup_counts_as_rejected():
-    """Rounds that find no draft lower the expected gain."""
+    """Rounds in which the lookup finds no draft lower the expected gain."""
     acceptance, row = make_rates(), np.array([0])
     for found, kept in [(0, 0), (2, 2), (0, 0), (2, 1)] * 20:
         acceptance.record(row, np.array([found]), np.array([kept]), np.array([DRAFTS]))
         acceptance.check()
     rates = acceptance.of_rows(row)[0]
-    # Found every second time; then the first is always kept, the second half the time.
+    # Drafts are found in every second round; the first is always accepted, the second
+    # in half of them.
     assert rates[0] == pytest.approx(0.5, abs=0.05)
     assert rates[1] == pytest.approx(0.5, abs=0.1)
     assert (rates[2:] < rates[1]).all()
-    # Only verified drafts count as compared.
+    # Only drafts that were verified count as compared.
     assert (acceptance.num_compared, acceptance.num_agreed) == (80, 60)
 
 
-def test_new_request_in_a_row_starts_with_the_mean():
+def test_new_request_in_a_row_starts_with_the_mean_rate():
     acceptance = make_rates()
     for _ in range(20):
         record(acceptance, [(3, 3), (3, 0)])
@@ -109,7 +111,7 @@ def test_new_request_in_a_row_starts_with_the_mean():
     assert (acceptance.mean() == mean).all()
 
 
-def test_each_kind_has_a_mean_without_masked_requests():
+def test_mean_of_each_kind_excludes_masked_requests():
     acceptance = make_rates()
     acceptance.admit(0, Kind.GREEDY)
     acceptance.admit(1, Kind.SAMPLED)
@@ -129,7 +131,7 @@ def test_each_kind_has_a_mean_without_masked_requests():
 
 
 @pytest.mark.parametrize("count", [0, 1, 40])
-def test_tokens_made_without_drafts_count_as_first_drafts(count):
+def test_probed_tokens_count_as_first_drafts(count):
     acceptance, plain = make_rates(), make_rates()
     acceptance_probabilities = np.random.default_rng(count).integers(0, 2, count)
     for _ in range(10):
@@ -144,7 +146,7 @@ def test_tokens_made_without_drafts_count_as_first_drafts(count):
     assert acceptance.mean() == pytest.approx(plain.mean())
 
 
-def test_change_of_text_shows_within_four_half_lives():
+def test_rate_follows_a_change_within_four_half_lives():
     acceptance = make_rates()
     for accepted in [4] * 500 + [0] * int(4 * CONSTANTS.half_life_rounds):
         record(acceptance, [(4, accepted)])
@@ -163,7 +165,7 @@ def test_side_tokens_are_a_share_of_the_main_chain():
 
 
 def test_predicted_rounds_count_as_rounds():
-    """Counted in parts of a round, for rows with different ages."""
+    """Predictions count as fractions of a round, for rows with different weights."""
     whole, parts = make_rates(), make_rates()
     for sequences in ([(3, 2), (2, 0)], [(4, 4), (4, 1)]):
         record(whole, sequences)
@@ -181,14 +183,15 @@ def test_predicted_rounds_count_as_rounds():
     assert parts.of_rows(rows) == pytest.approx(whole.of_rows(rows))
     assert parts.mean() == pytest.approx(whole.mean())
     assert parts.num_agreed == whole.num_agreed
-    # A row in which five rounds have ended is older by five, the other by none.
+    # Five rounds have ended in one row, and none in the other: weights decay
+    # accordingly.
     count(np.zeros((2, 4)), np.zeros((2, 4)), np.array([0, 5]))
     for row, age in enumerate((0, 5)):
         share = 0.5 ** (age / CONSTANTS.half_life_rounds)
         assert parts._reached[row, 0] == pytest.approx(share * whole._reached[row, 0])
 
 
-def test_match_run_shifts_the_positions():
+def test_match_run_shifts_positions_of_lookup_drafts():
     acceptance, rows = make_rates(), np.arange(ROWS)
     for _ in range(20):
         record(acceptance, [(4, 4), (4, 0), (4, 1)])
@@ -202,6 +205,6 @@ def test_match_run_shifts_the_positions():
     assert acceptance.of_rows(rows)[2].tolist() == acceptance.mean().tolist()
 
 
-def test_prior_is_the_rate_of_every_position():
+def test_prior_is_the_rate_of_every_position_without_data():
     acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=DRAFTS, prior=0.1)
     assert acceptance.mean().tolist() == pytest.approx([0.1] * DRAFTS)

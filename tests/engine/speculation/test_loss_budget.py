@@ -1,4 +1,4 @@
-"""A budget pays for explorations, and closes when drafts lose too much."""
+"""The loss budget pays for explorations, and stops drafts that lose too much time."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_budget_earns_a_share_of_the_time():
     assert not budget.can_pay(11 * CONSTANTS.max_loss)
 
 
-def test_payment_leaves_nothing_for_the_next():
+def test_payment_empties_the_budget():
     budget = LossBudget()
     budget.earn(1000.0)
     budget.pay(1.0)
@@ -49,7 +49,7 @@ def test_budget_closes_on_a_deficit_and_opens_when_it_is_repaid():
 def test_budget_stays_open_within_the_allowed_loss(won):
     budget, plain_s = LossBudget(), 0.01
     for number in range(2000):
-        # Good and bad rounds in turn, of this mean.
+        # Good and bad rounds alternate, with this mean loss.
         budget.add((won + (1 if number % 2 else -1)) * plain_s, plain_s)
         budget.earn(plain_s)
     assert not budget.num_closed

@@ -1,4 +1,4 @@
-"""K follows measured times and acceptance, and its loss is bounded."""
+"""The policy chooses K by measured times and acceptance, and its loss is bounded."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from jaxspec.engine.speculation.policy import (
     best_choice,
 )
 
-# Seconds of a round by K, of one sequence.
+# Seconds of a round of one sequence, by K.
 TIMES = [0.010, 0.013, 0.015, 0.017, 0.019, 0.021]
 PREFILL_S = 0.003
 
@@ -54,7 +54,7 @@ def estimates(
 
 
 @pytest.mark.parametrize("configured", range(1, 9))
-def test_compiled_length_serves_every_k(configured):
+def test_every_k_runs_in_a_compiled_length(configured):
     policy = make_policy(configured)
     assert policy.compiled_drafts == (0, configured)
     assert policy.compiled_for(0) == 0
@@ -87,7 +87,7 @@ def test_fixed_k_is_never_reconsidered():
     assert not policy.can_probe()
 
 
-# The formula.
+# The expected rates by the formula of `rates`.
 
 
 def test_rates_are_expected_tokens_over_seconds():
@@ -102,7 +102,7 @@ def test_rates_are_expected_tokens_over_seconds():
     assert known.rates(1)[0] == pytest.approx(expected)
 
 
-def test_side_branches_add_a_share_of_the_chain():
+def test_side_branches_add_a_share_of_the_chains_tokens():
     known = estimates(0.5, [0.010, 0.012], side_tokens=0.2, chain_seconds=[0.01, 0.011])
     expected = [[100, 1.6 / 0.012], [100, 1.5 / 0.011]]
     assert known.rates(1) == pytest.approx(np.array(expected))
@@ -116,7 +116,7 @@ def test_draft_prefill_is_charged_only_without_drafts():
 
 @pytest.mark.parametrize(("rate", "best"), [(0.05, 0), (0.3, 0), (0.5, 3), (0.9, 3)])
 def test_tree_is_drafted_whole_or_not_at_all(rate, best):
-    """At 0.3 one level at two thirds of the price would look best."""
+    """At acceptance 0.3, one level at two thirds of the time would look best."""
     times = [0.010, 0.0105, 0.016, 0.017]
     known = estimates(rate, times, is_whole_tree=True)
     assert best_choice(known, Choice()).num_draft_tokens == best
@@ -130,7 +130,7 @@ def test_best_choice_has_the_most_tokens_per_second(rate, best):
     rates = np.array(lengths) / TIMES
     choice = best_choice(estimates(rate), Choice())
     assert abs(choice.num_draft_tokens - best) <= 1
-    # Within what a change must promise.
+    # The gain is less than a change of K requires.
     assert rates[choice.num_draft_tokens] >= rates.max() / CONSTANTS.hysteresis
     assert choice.gain == pytest.approx(rates[choice.num_draft_tokens] / rates[0] - 1)
 
@@ -148,11 +148,11 @@ def test_drafts_as_configured_until_every_time_is_known():
     assert best_choice(known, Choice()).num_draft_tokens == 5
 
 
-# Round by round.
+# The policy chooses before each round.
 
 
 class World:
-    """Sequences whose drafts are accepted with a known probability.
+    """A simulation of sequences whose drafts are accepted with a known probability.
 
     The policy gets estimates, which may be wrong, and the true times of rounds.
     """
@@ -192,7 +192,7 @@ class World:
 
     @property
     def plain_s(self) -> float:
-        """Seconds that plain decoding takes for the same tokens."""
+        """Return the seconds that plain decoding takes for the same tokens."""
         return self.num_tokens / self.num_seqs * self.times[0]
 
 
@@ -200,7 +200,7 @@ class World:
     ("rate", "rounds"),
     [(0.9, CONSTANTS.look_rounds), (0.0, CONSTANTS.idle_look_rounds)],
 )
-def test_choices_are_made_once_in_some_rounds(rate, rounds):
+def test_choices_are_made_once_per_interval_of_rounds(rate, rounds):
     world = World(TIMES, rate)
     for _ in range(320):
         world.round()
@@ -243,8 +243,8 @@ def test_no_drafts_where_draft_prefill_costs_more_than_they_bring():
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_loss_is_bounded_whatever_the_estimates(data):
-    """Random times and estimates, and acceptance that changes."""
+def test_loss_is_bounded_for_any_estimates(data):
+    """Times and estimates are random, and the acceptance rate changes."""
     most = data.draw(st.integers(1, 8))
     base = data.draw(st.floats(0.002, 0.05))
     extra = data.draw(st.lists(st.floats(0, 1.5), min_size=most, max_size=most))
@@ -255,13 +255,13 @@ def test_loss_is_bounded_whatever_the_estimates(data):
     kinds = {"all": lambda: 1.0, "none": lambda: 0.0, "any": world.random.random}
     world.estimate = kinds.get(kind)
     if data.draw(st.booleans()):
-        world.estimated_times = [base] * (most + 1)  # as if drafts were free
+        world.estimated_times = [base] * (most + 1)  # as if drafts took no time
     is_observable = data.draw(st.booleans())
     for number, phase in enumerate(data.draw(st.lists(rate, min_size=1, max_size=6))):
         world.rate = phase
         world.run_until(10.0 * (number + 1), is_observable=is_observable)
-    # Losses and explorations share the earnings; a deficit that is not yet repaid,
-    # and the exploration under way, come on top.
+    # The allowed loss is what the budget earns, plus a deficit that is not yet repaid
+    # and the exploration in progress.
     shares = CONSTANTS.max_loss * world.now
     open_s = (CONSTANTS.loss_rounds + 1) * base + CONSTANTS.explore_rounds * times[-1]
     open_s += CONSTANTS.look_rounds * times[-1]
@@ -270,8 +270,8 @@ def test_loss_is_bounded_whatever_the_estimates(data):
     assert saved == pytest.approx(world.plain_s - world.now, abs=1e-6)
 
 
-def test_wrong_estimates_lose_one_percent():
-    """The estimates say that all drafts are accepted; none is."""
+def test_wrong_estimates_lose_at_most_one_percent():
+    """The estimates say that all drafts will be accepted, but none is."""
     world = World(TIMES, 0.0, estimate=lambda: 1.0)
     world.run_until(600)
     assert world.policy.num_stops > 2
@@ -304,7 +304,7 @@ def test_draft_model_is_probed_for_a_share_of_the_time():
     assert policy.num_probes == len(probed_s)
     gaps = np.diff(probed_s)[1:]
     assert gaps.min() >= 0.9 * cost / CONSTANTS.max_loss
-    # Often enough to see a change within a second.
+    # Probes are so frequent that a change shows within a second.
     assert gaps.max() <= 0.6
     world.rate = 0.9
     policy.reconsider()
@@ -327,8 +327,8 @@ def test_drafts_are_tried_where_acceptance_is_not_observable():
     assert set(observable.chosen[CONSTANTS.look_rounds :]) == {0}
 
 
-def test_trial_has_all_drafts_that_cost_no_more():
-    """As with lookups: one draft or five are verified in the same time."""
+def test_trial_has_all_drafts_that_take_no_more_time():
+    """With lookups, for example, one draft or five are verified in the same time."""
     world = World([1e-3, 2.0e-3, 2.01e-3, 2.02e-3, 2.05e-3, 4e-3], 0.0)
     world.run_until(20, is_observable=False)
     assert {k for k in world.chosen[100:] if k} == {4}
@@ -381,7 +381,7 @@ DEARER = [TIMES[0], *(1.4 * one for one in TIMES[1:])]
 
 
 def settle(side_tokens: float, seconds: Any, chain: Any) -> Choice:
-    """The choice once alternatives have been measured."""
+    """Return the choice after alternatives have been measured."""
     policy = make_policy(5)
     known = estimates(0.8, seconds, side_tokens=side_tokens, chain_seconds=chain)
     for _ in range(4):
@@ -424,7 +424,7 @@ def test_side_branches_are_measured_again():
         ({"method": "suffix", **SUFFIX_DEFAULTS}, True),
         ({"method": "suffix", "controller": FIXED, **SUFFIX_DEFAULTS}, False),
         ({"method": "suffix+draft_model", "model": "m", **SUFFIX_DEFAULTS}, False),
-        # Acceptance does not depend on the text.
+        # Here acceptance does not depend on the text.
         (
             {
                 "method": "suffix",
@@ -437,31 +437,31 @@ def test_side_branches_are_measured_again():
         ({"model": "m"}, False),
     ],
 )
-def test_lookups_are_followed_where_they_alone_draft(changes, can_follow):
+def test_lookup_estimates_are_used_only_without_a_draft_model(changes, can_follow):
     policy = SpeculationPolicy(SpeculativeConfig(**changes))
     assert policy.can_follow_lookups == can_follow
     assert not SpeculationPolicy(None).can_follow_lookups
 
 
-# Against the best fixed K.
+# The comparison is with the best fixed K.
 
 
 class Replay:
-    """A recorded text, decoded again by any policy.
+    """A simulation that decodes a recorded text under any policy.
 
-    Greedy and seeded text does not depend on K, and neither does whether the draft at a
-    position is accepted once those before it are.
+    Neither a greedy or seeded text depends on K, nor whether the draft at a position is
+    accepted if those before it are.
     """
 
     def __init__(self, accepts: np.ndarray, times: list[float] = TIMES):
         self.accepts, self.times, self.most = accepts, times, len(times) - 1
-        # Drafts in a row that are accepted from each position on.
+        # Number of consecutive drafts that are accepted from each position on.
         self.run = np.zeros(len(accepts) + 1, np.int64)
         for position in range(len(accepts) - 1, -1, -1):
             self.run[position] = accepts[position] * (self.run[position + 1] + 1)
 
     def fixed(self, k: int) -> float:
-        """Seconds with K drafts in every round."""
+        """Return the seconds with K drafts in every round."""
         position, seconds = 0, 0.0
         while position < len(self.accepts):
             position += min(k, int(self.run[position])) + 1
@@ -469,7 +469,7 @@ class Replay:
         return seconds
 
     def adaptive(self) -> tuple[float, list[int]]:
-        """Return the seconds with the policy's choices, and the choices."""
+        """Return the seconds if the policy chooses K, and its choices."""
         acceptance, now, chosen = AcceptanceRates(1, self.most), 0.0, list[int]()
         policy, row = make_policy(self.most), np.array([0])
         position, lag = 0, 0
@@ -524,13 +524,14 @@ def test_regret_with_random_times_and_texts(seed):
     assert seconds <= min(every) / 0.93
 
 
-# Greedy texts of the bundled target: which tokens are the draft's first choice.
+# Greedy texts of the bundled target, recorded as whether each token is the draft's
+# first choice.
 TRACES = json.loads(Path(__file__).with_name("traces.json").read_text())
 
 
 @pytest.mark.parametrize("name", TRACES)
 def test_regret_on_recorded_texts(name):
-    """Each text alone, in a new engine. One round is 10 % of the shortest two."""
+    """Each text has a new policy. One round is 10 % of the two shortest texts."""
     replay = Replay(np.array([mark == "1" for mark in TRACES[name]]))
     seconds, every = replay.adaptive()[0], replay.all_fixed()
     assert seconds <= every[0]
@@ -545,7 +546,7 @@ def test_regret_on_recorded_texts_in_a_row():
 
 @pytest.mark.parametrize("length", [200, 1000])
 def test_text_that_changes_is_faster_than_with_any_fixed_k(length):
-    """Parts that are easy to draft, and parts that are not, in turn."""
+    """Parts that are easy to draft alternate with parts that are not."""
     random = np.random.default_rng(2)
     parts = [random.random(length) < rate for rate in (0.95, 0.05) * 6]
     replay = Replay(np.concatenate(parts))
@@ -556,7 +557,7 @@ def test_text_that_changes_is_faster_than_with_any_fixed_k(length):
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.5])
 def test_short_request_loses_little(rate):
-    """A request of 96 tokens in a new engine, without any measurement."""
+    """The request has 96 tokens, and the policy has no measurements yet."""
     ratios = []
     for seed in range(20):
         replay = Replay(np.random.default_rng(seed).random(96) < rate)

@@ -1,4 +1,4 @@
-"""Times of rounds are moving averages, robust against stalls."""
+"""Round times are moving averages, and stalls of the machine change them little."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def test_time_is_a_mean_from_the_second_run_on():
     times.check()
 
 
-def test_untypical_time_counts_while_nothing_is_known():
+def test_first_time_counts_even_if_it_is_untypical():
     times = StepTimes()
     for seconds in (50.0, 1.0, 2.0):
         times.record(ROUND_OF_3, seconds, is_measure=False)
@@ -64,7 +64,7 @@ def test_suspension_of_the_machine_counts_as_a_slow_round():
         times.record(ROUND_OF_3, seconds)
     assert times.record(ROUND_OF_3, 1000.0) == STALL
     assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
-    # Without a time of the shape, the expected time is the limit.
+    # For a shape without a measured time, the expected time is the limit.
     other = RoundKind(dataclasses.replace(SHAPE, max_prompt_tokens=32), 3)
     assert times.record(other, 1000.0, 2.0) == 2 * STALL
 
@@ -74,7 +74,7 @@ def test_time_between_two_measured_k_is_interpolated():
     for num_draft_tokens, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
         for _ in range(2):
             times.record(RoundKind(SHAPE, num_draft_tokens), seconds)
-    # A larger batch is another round: its time does not count here.
+    # The time of a larger batch does not count for this one.
     wide = dataclasses.replace(SHAPE, num_seqs=8)
     for _ in range(2):
         times.record(RoundKind(wide, 4), 100.0)
@@ -110,7 +110,7 @@ def test_rounds_of_the_engine_are_recorded():
             loop.fastest_s + one.shape.max_prompt_tokens * loop.prompt_token_s
         )
     assert device.num_proposed
-    # The fake device accepts 0 to 3 of three drafts, each number as often.
+    # The fake device accepts 0 to 3 of three drafts with equal probability.
     assert acceptance.mean(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.2)
     (late,) = make_requests(config, 1)
     loop.scheduler.add(late)

@@ -38,7 +38,7 @@ def filled(module, config):
 
 
 @pytest.mark.slow
-def test_eagle3():
+def test_eagle3_module_equals_the_function():
     module, params = filled(Eagle3(HEADS["eagle3"], FLOAT32), HEADS["eagle3"])
     streams = [ROWS, 2 * ROWS, 3 * ROWS]
     hidden = module.fuse(streams)
@@ -63,7 +63,7 @@ def test_eagle3():
 
 
 @pytest.mark.slow
-def test_eagle():
+def test_eagle_module_equals_the_function():
     config = HEADS["eagle"]
     module, params = filled(Eagle(config, FLOAT32), config)
     pages = jnp.zeros((8, PAGE_SIZE, 2 * theirs.KV_HEADS, theirs.HEAD_DIM))
@@ -77,7 +77,7 @@ def test_eagle():
     np.testing.assert_allclose(module.logits(found, EMBEDDING), logits, atol=1e-4)
 
 
-def test_medusa():
+def test_medusa_module_equals_the_function():
     module, params = filled(Medusa(HEADS["medusa"], FLOAT32), HEADS["medusa"])
     rows = medusa.forward(module.config, params, ROWS)
     for head, found in enumerate(module(ROWS, EMBEDDING)):

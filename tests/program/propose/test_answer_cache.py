@@ -1,4 +1,4 @@
-"""The cache of answers against a search of the stored texts in Python."""
+"""The answer cache finds what a search of the stored texts in Python finds."""
 
 import dataclasses
 import functools

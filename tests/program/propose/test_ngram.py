@@ -1,4 +1,4 @@
-"""Lookups against a search written out in Python, over random and chosen texts."""
+"""N-gram lookups equal a search in Python, on random and chosen texts."""
 
 import dataclasses
 
@@ -76,13 +76,15 @@ def check_chosen_texts() -> None:
     assert found_in([full], lookup) == [[12, 13, 14, 15]]
 
 
-def test_chosen_texts():
+def test_chosen_texts_have_the_expected_drafts():
     check_chosen_texts()
 
 
 @pytest.mark.parametrize("lookup", [(1, 1), (2, 1), (3, 2), (5, 5), (9, 3), (32, 1)])
 @pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
-def test_random_texts(lookup: tuple[int, int], num_draft_tokens: int):
+def test_drafts_of_random_texts_equal_the_search(
+    lookup: tuple[int, int], num_draft_tokens: int
+):
     random = np.random.default_rng(sum(lookup) + num_draft_tokens)
     lengths = random.integers(1, TABLE_LEN * PAGE_SIZE + 1, 60)
     vocab = random.integers(2, 5, 60)

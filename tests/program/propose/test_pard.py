@@ -1,4 +1,4 @@
-"""One pass proposes all drafts, each from its own distribution, and changes no more."""
+"""One pass proposes all drafts, each from its own distribution."""
 
 import dataclasses
 from typing import Any

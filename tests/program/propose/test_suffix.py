@@ -1,4 +1,4 @@
-"""Suffix drafts against counts written out in Python, over random and chosen texts."""
+"""Suffix drafts equal those counted in Python, on random and chosen texts."""
 
 import dataclasses
 import math
@@ -95,7 +95,7 @@ def check_chosen_suffixes() -> None:
     assert found_in([FORKED], min_prob=Fraction(1, 2)) == [[3]]
 
 
-def test_chosen_suffixes():
+def test_chosen_texts_have_the_expected_drafts():
     check_chosen_suffixes()
     texts = [[4, 5, 1, 6, 1, 2, 1, 2, 4, 5, 1], FORKED]
     assert [search_suffix(text) for text in texts] == [[6, 1, 2], [3, 6]]
@@ -112,7 +112,7 @@ def test_chosen_suffixes():
         ((2, 1.0), Fraction(0), 1, 1),
     ],
 )
-def test_random_texts(
+def test_drafts_of_random_texts_equal_the_counts(
     limits: Limits, min_prob: Fraction, shortest: int, num_draft_tokens
 ):
     random = np.random.default_rng(num_draft_tokens + shortest)

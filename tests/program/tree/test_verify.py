@@ -68,7 +68,7 @@ def start(rule: str, *, temperature: float = 1.0) -> Active:
 
 
 def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
-    """The proposal of a draft model that reads only the last token."""
+    """Return the proposal of a draft model that reads only the last token."""
     drafts, probs = jnp.zeros((SEQS, tree.num_nodes), jnp.int32), []
     for level in range(tree.num_levels):
         known = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
@@ -127,7 +127,7 @@ def play_round(
 
 @functools.cache
 def program_of(tree: Tree, max_model_len: int) -> Callable[..., Any]:
-    """A compiled round of a tree; rule, distributions and draft lengths are data."""
+    """Compile a round of a tree; rule, distributions and draft lengths are data."""
     return jax.jit(
         functools.partial(play_round, tree=tree, max_model_len=max_model_len),
         compiler_options=UNOPTIMISED,
@@ -171,7 +171,7 @@ def play(
 
 
 def num_side_drafts(found: Found) -> np.ndarray:
-    """Accepted drafts of side branches."""
+    """Return the number of accepted drafts on side branches."""
     return found.depth - found.num_accepted
 
 
@@ -271,8 +271,8 @@ def test_draft_equal_to_the_target_is_fully_accepted(rule: str, name: str):
         assert (found.num_accepted == tree.main_chain.num_nodes).all()
 
 
-def test_leaves_accept_more_than_the_main_chain():
-    """For every rule."""
+def test_side_leaves_raise_the_number_of_accepted_tokens():
+    """This holds for every rule."""
     for rule in ("standard", "block", "coupled"):
         chain = play(Tree.chain(3), rule)[1][0]
         leaves = play(MANY_LEAVES, rule)[1][0]
