@@ -230,7 +230,7 @@ def test_damage_of_either_model_is_found_before_a_weight_is_read(tmp_path, role)
     write_tiny(tmp_path / "model", family="2b", **VOCABULARY)
     path = tmp_path / "model" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ConfigError, match="no readable safetensors") as error:
+    with pytest.raises(ConfigError, match="not a readable safetensors") as error:
         loader.make_runner(configure(folders["target"], folders["draft"]))
     assert error.value.parameter == {"target": "model"}.get(role, "speculative_model")
 
