@@ -299,7 +299,7 @@ def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
     with pytest.raises(CheckpointError, match=r"needs \(64, 4\)"):
         opened("coarse", compressed_packed(4, None, has_zeros=False))
     zeros = opened("zeros", compressed_packed(4, GROUP, has_zeros=True))
-    with pytest.raises(CheckpointError, match="which int4 has not"):
+    with pytest.raises(CheckpointError, match="which int4 cannot hold"):
         zeros.tensors["model.layers.0.self_attn.q_proj.weight"].whole()
 
 

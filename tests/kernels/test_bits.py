@@ -62,9 +62,9 @@ def test_rejects_other_types_of_pages(dtype):
     """Integer pages would silently truncate keys."""
     pages = jnp.zeros((2, 4, 2, 8), dtype)
     rows, slots = jnp.ones((1, 1, 8)), jnp.zeros(1, jnp.int32)
-    with pytest.raises(NotImplementedError, match="or as `ScaledPages` of int8"):
+    with pytest.raises(NotImplementedError, match="or int8 `ScaledPages`"):
         write_kv_pages(pages, rows, rows, slots)
-    with pytest.raises(NotImplementedError, match="or as `ScaledPages` of int8"):
+    with pytest.raises(NotImplementedError, match="or int8 `ScaledPages`"):
         paged_attention(
             rows[:, None], pages, jnp.zeros((1, 2), jnp.int32), slots + 1, scale=1.0
         )
