@@ -1,7 +1,8 @@
 """How drafts are proposed and verified: the speculative arguments and their limits.
 
-`jaxspec.config.methods` has the methods; `jaxspec.engine.speculative_args` makes a
-`SpeculativeConfig` of the names that three generations of arguments use.
+`jaxspec.config.methods` lists the methods. `jaxspec.engine.speculative_args` makes a
+`SpeculativeConfig` from any of the three sets of argument names that vLLM and this
+package have used.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,7 +56,7 @@ _CHOICES = {
     "draft_sample_method": ("probabilistic", "greedy"),
     "controller": (ADAPTIVE, FIXED),
 }
-# Minimum values of the integer arguments that may also be None.
+# Minimum values of the integer arguments, which may also be None.
 _LOWEST = {
     "disable_by_batch_size": 2,
     "max_model_len": 1,
@@ -202,7 +203,7 @@ class SpeculativeConfig:
 
     @property
     def is_one_tree(self) -> bool:
-        """Whether K is all levels or 0, as drafting fewer levels is not cheaper."""
+        """Whether K is either 0 or all levels: drafting fewer levels is not cheaper."""
         return self.speculative_token_tree is not None and self.parents is not None
 
     @property

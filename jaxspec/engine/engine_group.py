@@ -80,7 +80,7 @@ class EngineGroup:
 
     @property
     def config(self) -> EngineConfig:
-        """The first engine's; the others differ only in their rank."""
+        """The first engine's configuration; the others differ only in their rank."""
         return self._first.config
 
     @property
@@ -97,7 +97,7 @@ class EngineGroup:
 
     @property
     def runner(self) -> Runner:
-        """The first engine's."""
+        """The first engine's runner."""
         return self._first.runner
 
     @exclusive
@@ -180,7 +180,7 @@ class EngineGroup:
         self._collect()
 
     def _each(self, function: Callable[[LLMEngine], T]) -> list[T]:
-        """Call a function with each engine, once none runs a step."""
+        """Call a function with each engine, once no engine is running a step."""
         self._settle()
         return [function(engine) for engine in self.engines]
 

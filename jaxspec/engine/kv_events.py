@@ -3,7 +3,7 @@
 A message is (topic, number, batch): the number has 8 bytes, big-endian, from 0 on; the
 batch is msgpack of [time, events, engine], an event an array that begins with its name:
 ["BlockStored", keys, parent, token ids, tokens of a page, None, "GPU"],
-["BlockRemoved", keys, "GPU"] or ["AllBlocksCleared"]. That is what llm-d reads for
+["BlockRemoved", keys, "GPU"] or ["AllBlocksCleared"]. llm-d reads these events for
 precise prefix routing. ZeroMQ and msgpack are imported only if events are on.
 """
 
@@ -33,7 +33,8 @@ MEDIUM = "GPU"
 END = (-1).to_bytes(8, "big", signed=True)
 # Interval at which replay requests are polled.
 POLL_S = 0.1
-# Longest waits of `close`: for room in the queue, and for ZeroMQ to send its queue.
+# Maximum seconds that `close` waits for each of: room in the queue, and ZeroMQ sending
+# its own queue.
 CLOSE_S = 2.0
 
 
@@ -135,7 +136,7 @@ class KvEventPublisher:
         return socket
 
     def _address(self, address: str) -> str:
-        """Return the address for this engine's data parallel rank."""
+        """Return the address with the port of this engine's data parallel rank."""
         if not self._rank:
             return address
         if address.startswith("ipc:"):

@@ -109,7 +109,8 @@ class LLMEngine:
         self._launched: deque[tuple[Launch, Any, float]] = deque()
         self._last_read_ts = 0.0
         self._sleep = Sleep(config, self.runner)
-        # The program that must be compiled before `is_ready`; None without warm-up.
+        # The program that must be compiled before the engine `is_ready`; None without
+        # warm-up.
         self._first_program: StepShape | None = None
         self.calibrator = Calibrator(
             config, runner, self.policy, self.step_times, self._sleep
@@ -294,7 +295,8 @@ class LLMEngine:
         """Restart after a failed launch; drop its tokens."""
         self._launched.clear()
         if self.runner.followers is not None:
-            # The other processes cannot undo the launch.
+            # With several hosts the engine cannot go on: the other processes cannot
+            # undo the launch.
             reason = f"A launch failed: {error!r}"
             self.runner.followers.break_off(reason, may_be_loss=True)
             raise EngineDeadError(
@@ -488,7 +490,8 @@ class LLMEngine:
             reset_connector: Accepted for vLLM's signature; there is no KV connector.
         """
         if reset_running_requests and self.scheduler.running:
-            # Unread tokens are sampled again, from the same seeds.
+            # Tokens that were not read yet are dropped here, and sampled again later
+            # with the same seeds.
             self._drain()
             self.scheduler.restart()
         is_done = self.scheduler.reset_prefix_cache()
@@ -556,7 +559,7 @@ class LLMEngine:
         for shape in self._wanted(prompt_tokens, sampling_params, with_on_demand=True):
             self.runner.executable(shape)
         with self.lock:
-            # Steps time the programs themselves while requests of other threads run.
+            # While requests of other threads run, `step` times the programs instead.
             if not self._launched:
                 self.calibrator.run_all(self.scheduler)
 

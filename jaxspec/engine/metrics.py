@@ -35,10 +35,12 @@ _PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
 _PER_TOKEN_S += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _PER_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0)
 _PER_REQUEST_S += (50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
-# From a tiny pair on a GPU to a large one on a CPU.
+# Histogram bounds in seconds: from rounds of a tiny pair on a GPU to those of a large
+# pair on a CPU.
 _ROUND_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075)
 _ROUND_S += (0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-# The goal is below 0.001 with 64 sequences.
+# Histogram bounds of the host's time per step; the goal is below 0.001 s with 64
+# sequences.
 _HOST_S = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.0025, 0.005, 0.01)
 _HOST_S += (0.025, 0.05, 0.1, 0.25, 1.0)
 _ITERATION_TOKENS = (1, *(1 << power for power in range(3, 15)))
@@ -239,7 +241,7 @@ class EngineMetrics:
     def add_answered(self, num_texts: int, most_tokens: int) -> None:
         """Count a finished request of `num_texts` texts.
 
-        `add_finished` counts each of the texts as well.
+        `add_finished` additionally counts each of the texts.
 
         Args:
             most_tokens: Length of the longest text.

@@ -1,10 +1,11 @@
 """Compiled programs on disk: a second start neither traces nor compiles them.
 
 Builds executables: reads them from a folder, or lowers, compiles and saves them there.
-jax's own cache is keyed by the lowered program, and tracing and lowering take as long
-as reading an executable. Here the file name is a digest of the inputs of tracing: the
-packages' sources, the configuration, shapes and placement of the arguments, the
-devices, the versions, and jax's settings. None of these settings is changed.
+jax's own cache is keyed by the lowered program, so it saves neither tracing nor
+lowering, which take as long as reading an executable. Here the file name is a digest of
+the inputs of tracing: the packages' sources, the configuration, shapes and placement of
+the arguments, the devices, the versions, and jax's settings. None of these settings is
+changed.
 
 Several threads and processes may build programs at once. A folder contains code: anyone
 who can write to it can run arbitrary code in the processes that read it.
@@ -109,7 +110,8 @@ class ProgramCache:
         """
         path = self.path(program, shape, arguments, options)
         if path is None:
-            # Another name than that of saved programs: jax's cache may store this one.
+            # Named differently from saved programs, because jax's cache may store this
+            # one.
             name = f"{program_name(shape)}_unkept"
             return _compile(program, shape, arguments, options, name)
         start = time.monotonic()

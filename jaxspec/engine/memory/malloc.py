@@ -4,7 +4,8 @@ glibc divides allocations into arenas, 8 per core at most. A new thread takes an
 that has no thread, or else the next one in turn. `malloc_trim` returns the free pages
 of an arena, except those at its end in all arenas but the first.
 
-Twelve engines with different K in one process grew by 10 to 15 %, in jumps of 20 MB:
+The memory of a process that made twelve engines with different K, one after another,
+grew by 10 to 15 %, in jumps of 20 MB, for two reasons:
 
 - On machines with few cores jax's threads hold every arena. The compiler thread of each
   engine took another one, and left memory at its end. With spare arenas it takes the
@@ -25,7 +26,8 @@ from contextlib import contextmanager
 
 # On two cores, where glibc's limit is 16, the threads of one engine use 22.
 MIN_ARENAS = 64
-# Smallest allocation that is mapped while an engine is made, and glibc's largest.
+# Bytes from which an allocation is mapped: while an engine is made, and glibc's
+# maximum.
 LOW_THRESHOLD_BYTES, HIGH_THRESHOLD_BYTES = 2**20, 32 * 2**20
 # Numbers of `mallopt`, from glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8

@@ -336,7 +336,7 @@ def own_memory(config: EngineConfig, mesh: Mesh) -> tuple[int | None, int]:
 
 
 def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
-    """Compile the largest plain program, and return its bytes of temporaries.
+    """Compile the largest program of ordinary rounds; return its temporary bytes.
 
     Takes a minute or two at full size.
     """
@@ -425,7 +425,7 @@ def _programs_without(
 ) -> ProgramFacts:
     """Return the facts of programs without the draft model or head."""
     if config.speculative is not None and config.speculative.method_info.lookup:
-        # Lookups draft all the same, without distributions.
+        # Lookups still make drafts, without distributions.
         return dataclasses.replace(programs, draft_vocab_size=0)
     none: dict[str, Any] = dict.fromkeys(
         ("speculative", "draft_model_config", "head_config", "draft_token_ids")

@@ -17,7 +17,10 @@ from jaxspec.program.wire import StepResult, TokenLogprobs
 def settle(
     launch: Launch, num_run: int, rows: RowTable, *, has_draft_model: bool
 ) -> None:
-    """Undo the planned rounds that a launch did not run, before reading the others."""
+    """Undo the counts of rounds that were planned in a launch but did not run.
+
+    Must be called before the rounds that did run are committed.
+    """
     if launch.num_rounds == 1:
         return
     missing = launch.num_rounds - num_run
