@@ -92,9 +92,9 @@ class LLM:
         self._finished: dict[str, RequestOutput] = {}
         # Errors of steps that ended a request, until that request's call raises them.
         self._failures: dict[str, Exception] = {}
-        # By request: the thread that enqueued it.
+        # Maps a request's id to the thread that enqueued it.
         self._enqueued: dict[str, int] = {}
-        # Running calls, by request.
+        # Maps a request's id to the call that waits for it.
         self._calls: dict[str, _Call] = {}
         if warm_up:
             self.warm_up()
@@ -550,7 +550,7 @@ class LLM:
         return is_ours or not others or isinstance(error, EngineDeadError)
 
     def _add_again(self, call: "_Call") -> None:
-        """Restart other calls' requests, which an interrupt of this one has ended.
+        """Restart the requests of other calls that an interrupt of this call has ended.
 
         None of their outputs has been returned yet: requests are FINAL_ONLY.
         """
@@ -575,7 +575,7 @@ class _Call:
     """Requests that one call waits for.
 
     Attributes:
-        num_ended: Length of the prefix of `request_ids` that has ended.
+        num_ended: Number of leading requests of `request_ids` that have ended.
         ended: Outputs that the call has not processed yet.
     """
 

@@ -134,7 +134,7 @@ class ModelConfig(ABC):
 
     @property
     def period(self) -> int:
-        """Number of layers per loop iteration: the kinds of layers then repeat."""
+        """Number of layers per loop iteration: the period of the kinds of layers."""
         return 1
 
     @property

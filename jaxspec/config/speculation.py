@@ -215,7 +215,7 @@ class SpeculativeConfig:
         if rates is None:
             length = self.synthetic_acceptance_length
             assert length is not None
-            # in 3.5 of 5 drafts -> [1, 1, 0.5, 0, 0]
+            # mean length 3.5, K = 5 -> [1, 1, 0.5, 0, 0]
             places = range(self.num_speculative_tokens)
             rates = [min(max(length - 1 - place, 0.0), 1.0) for place in places]
         for rate in rates:

@@ -9,7 +9,7 @@ from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import TILE
 
-# Tokens of the sequences that programs are timed with.
+# Number of tokens of the dummy sequences with which programs are timed.
 CONTEXT = 256
 
 

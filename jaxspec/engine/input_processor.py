@@ -333,7 +333,10 @@ def check_supported(params: SamplingParams) -> None:
 
 
 def _may_read_cache(params: SamplingParams) -> bool:
-    """Whether cached pages may be reused: they have no prompt logprobs."""
+    """Whether the request may reuse cached pages.
+
+    One that wants prompt logprobs may not: the cache does not store them.
+    """
     return params.prompt_logprobs is None and not params.skip_reading_prefix_cache
 
 

@@ -101,7 +101,7 @@ class KvEventPublisher:
         """Wait until queued events are sent and the sockets are closed.
 
         The thread closes the sockets itself, because a socket may only be used by one
-        thread. After a timeout it is no longer waited for.
+        thread. After a timeout, `close` returns although the thread still runs.
         """
         with contextlib.suppress(queue.Full):
             self._batches.put(None, timeout=CLOSE_S)

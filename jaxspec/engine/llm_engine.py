@@ -292,7 +292,7 @@ class LLMEngine:
             self._publisher.publish(events)
 
     def _restart(self, error: Exception) -> list[RequestOutput]:
-        """Restart after a failed launch; drop its tokens."""
+        """Restart after a failed launch; drop the launch's tokens."""
         self._launched.clear()
         if self.runner.followers is not None:
             # With several hosts the engine cannot go on: the other processes cannot

@@ -285,7 +285,7 @@ class OutputProcessor:
         )
 
     def callers_of(self, requests: Iterable[Request]) -> set[str]:
-        """Return the callers' ids of requests: with n > 1, those of the parents."""
+        """Return the ids that callers gave to requests; the parents' with n > 1."""
         ids = [request.request_id for request in requests]
         parents = [self.streams[one].parent_or_none for one in ids]
         return {

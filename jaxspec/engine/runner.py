@@ -62,7 +62,7 @@ from jaxspec_kernels import native
 _log = logging.getLogger(__name__)
 
 # Environment variables that set the share of GPU memory that jax reserves: the current
-# name, and the name in future versions of jax.
+# name, and the name that is to replace it.
 POOL_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 
 

@@ -530,7 +530,10 @@ def _remedy(
 
 
 def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
-    """Return settings that need no more devices, but change texts or the context."""
+    """Return settings that help on the same devices.
+
+    They change texts, or the length of the context.
+    """
     facts, settings = plan.facts, []
     if not facts.target.form:  # not quantized yet
         for kind, share in QUANTIZED_SHARE.items():

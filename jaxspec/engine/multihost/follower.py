@@ -29,7 +29,8 @@ from jaxspec.exit import COMPILER_THREAD
 
 _log = logging.getLogger(__name__)
 
-# The leader has one launch in flight beyond the one it reads.
+# Maximum launches in flight. The leader has one launch in flight beyond the one that it
+# reads.
 MAX_IN_FLIGHT = 2
 
 
@@ -83,7 +84,7 @@ class Follower:
                 self._in_flight.append(result)
                 self._wait(MAX_IN_FLIGHT)
             case "compile":
-                # In a thread, so that launches continue, as in the leader.
+                # Compile in a thread, as the leader does, so that launches continue.
                 threading.Thread(
                     target=self._compile,
                     args=(command,),

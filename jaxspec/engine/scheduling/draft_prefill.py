@@ -104,7 +104,7 @@ class DraftPrefill:
         if policy.is_idle or not (max_draft_tokens and self._rows.wants_drafts):
             return False
         if policy.is_timing_plain:
-            return False  # draft prefill would only delay the plain rounds
+            return False  # it would slow down the plain rounds being timed
         return not self._is_probe or (policy.can_probe() and not self._is_probing)
 
     @property
@@ -250,7 +250,10 @@ class DraftPrefill:
         return self._shapes.select_draft_prefill(self._num_tiles(rows)).missing
 
     def seconds_per_round(self, rows: np.ndarray) -> float:
-        """Return the draft prefill time before all rows can draft, per round left."""
+        """Return the seconds of draft prefill that are left, per round that is left.
+
+        Draft prefill is left until all rows can have drafts.
+        """
         rows = rows[self._rows.lags(rows)]
         if not len(rows):
             return 0.0
@@ -264,7 +267,7 @@ class DraftPrefill:
         return launches * seconds / max(float(left.mean()), 1.0)
 
     def _num_tiles(self, rows: np.ndarray) -> int:
-        """Return the number of tiles that the draft model lacks for some rows."""
+        """Return the number of tiles that the draft model lacks for `rows`."""
         return int((-(-(self._rows.num_draft_uncached[rows] - 1) // TILE)).sum())
 
     def _do_most_lag(self) -> tuple[bool, int]:

@@ -250,7 +250,8 @@ class PageTables:
     def reusable_keys(self, request: Request) -> list[bytes]:
         """Return keys of the pages that a waiting request may reuse.
 
-        At least one token is left to prefill: its logits are needed.
+        The last token's page is left out: at least one token must be prefilled, because
+        its logits are needed.
         """
         if not request.can_read_prefix_cache:
             return []

@@ -226,7 +226,7 @@ class Shapes:
         return self._template
 
     def form(self, features: Features) -> Features:
-        """Return the features of the first programs that serve `features`."""
+        """Return the cheapest set of features with programs that serves `features`."""
         return next(form for form in self._forms if form.covers(features))
 
     def all(
@@ -248,13 +248,13 @@ class Shapes:
                 more than `FIRST_CHUNK` prompt tokens.
         """
         forms = list(dict.fromkeys(self.form(one) for one in features))
-        # Sampled before greedy: its programs serve both.
+        # Sampled before greedy: programs that sample serve both.
         forms.sort(key=lambda form: form.all_greedy)
         lists = [self._forms[form] for form in forms]
         listed = [
             shapes[0] for shapes in lists if shapes and shapes[0].max_prompt_tokens
         ]
-        listed += self.draft_prefills  # drafts need them
+        listed += self.draft_prefills  # needed for drafts
         listed += [shape for shapes in lists for shape in shapes]
         budget = self.max_tiles * TILE
         tokens = budget if prompt_tokens is None else prompt_tokens
@@ -444,7 +444,7 @@ class Shapes:
 def largest_chunk(
     num_batched_tokens: int, *, num_seqs: int, max_model_len: int, is_invariant: bool
 ) -> int:
-    """Return the prompt tokens that the largest program of an engine has room for.
+    """Return how many prompt tokens the largest program of an engine has room for.
 
     `num_batched_tokens`, or less: `FIRST_CHUNK`, or all prompt tokens that `num_seqs`
     sequences can have, if that is more.
