@@ -24,12 +24,12 @@ from jaxspec.program.rows import Active, ControlRows
 # (logits [seq, width, vocab], drafts [seq, draft]) -> logits; see `adjust`.
 Adjust = Callable[..., Float[Array, "seq width vocab"]]
 
-# Tokens that decide whether a bad word's last token is allowed.
+# Number of preceding tokens that decide whether a bad word's last token is allowed.
 _TAIL = MAX_BAD_WORD_LEN - 1
 
 
 class Spread(NamedTuple):
-    """Values for each token of the vocabulary; split as the logits are."""
+    """Values for each token of the vocabulary; split over devices as the logits are."""
 
     counts: Int[Array, "seq vocab"]  # occurrences in the output
     is_seen: Bool[Array, "seq vocab"]  # in prompt or output
@@ -111,7 +111,7 @@ def adjuster(
     vocab_size: int,
     backend: Backend,
 ) -> Adjust:
-    """`adjust` for a launch's sequences; see `prepare`."""
+    """Return `adjust`, bound to a launch's sequences; see `prepare`."""
     effects = prepare(
         controls, token_pages, active, vocab_size=vocab_size, backend=backend
     )
@@ -174,7 +174,8 @@ def adjust(
         drafts: Tokens after the known ones; may have no columns.
         effects: Of those sequences.
         backend: As `effects` were made with.
-        num_before: Drafts before the first row; each further row sees one more.
+        num_before: Number of drafts before the first row; each further row has one more
+            before it.
     """
     vocab_size = logits.shape[-1]
     axes = backend.vocab_axes(vocab_size)

@@ -23,7 +23,7 @@ from jaxspec_kernels.bits import FP8, KvPools, scaled_form
 
 Kept = TypeVar("Kept")
 
-# GPUs with instructions that convert fp8: Ada and Hopper.
+# Minimum compute capability of GPUs with instructions that convert fp8: Ada and Hopper.
 MIN_FP8_CAPABILITY = 8.9
 
 
@@ -54,7 +54,7 @@ def page_forms(
 ) -> tuple[Any, ...]:
     """Shapes and placement of a model's pages: an array, or `ScaledPages`, per pool.
 
-    Layers that share a pool have their pages one after the other.
+    In a pool that layers share, each layer's pages follow those of the layer before.
 
     Args:
         dtype: The type of the model's weights.
@@ -89,7 +89,7 @@ def layer_pages(
     """Shape and placement of the pages of one layer, or of layers that share them.
 
     Args:
-        num_pages: Number of pages, all layers that share them together.
+        num_pages: Number of pages of all layers that share the array, together.
         dtype: The type of the weights.
 
     Returns:
@@ -121,7 +121,7 @@ def check_kept(kept: str, device: Any, form: jax.ShapeDtypeStruct) -> None:
         form: Shape and placement of the pages.
 
     Raises:
-        UnsupportedError: The kernels cannot read it.
+        UnsupportedError: The kernels cannot read pages of this type.
     """
     assert form.sharding is not None
     heads = form.sharding.shard_shape(form.shape)[2] // 2
@@ -178,8 +178,8 @@ def _zeros(form: jax.ShapeDtypeStruct) -> Array:
 def _release_zeros(array: Array) -> None:
     """Give the memory of a zeroed array back to Linux, which maps zeros at a write.
 
-    `jax.device_put` copies, and the copy is resident: 224 MB of pages of the bundled
-    pair, few of which a server with few requests writes to.
+    `jax.device_put` copies, and the copy is resident. For the bundled pair that is 224
+    MB of pages, few of which a server with few requests writes to.
     """
     if sys.platform != "linux":
         return

@@ -336,7 +336,7 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def _gemma2_rope(config: Mapping[str, Any]) -> Rope:
-    """Find the rotary base in both generations of the file's layout."""
+    """Read the rotary base, from either layout that Gemma 2's files have used."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise wrong_argument(ConfigError, "rope_parameters", "an object", rope)

@@ -42,7 +42,7 @@ _OFFSETS, _IDS = "d2t", "token_map"
 
 
 def functions_of_head(config: HeadConfig) -> Any:
-    """Return the network module of a kind of head, which has the kind's name."""
+    """Return the network module of a kind of head; both have the same name."""
     return importlib.import_module(f"jaxspec.models.heads.{config.kind}")
 
 

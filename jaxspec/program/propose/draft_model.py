@@ -158,7 +158,7 @@ class TreeModel(DraftModel):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """None: it observes rounds for the accepted path alone."""
+        """No layers: it observes rounds only to learn the accepted path."""
         return ()
 
     def observe(
@@ -183,7 +183,7 @@ def _finite_logits(model: Network, output: ForwardOutput) -> tuple[Array, Array]
 def _next(
     token: Array, step: Array | int, active: Active, pool: PoolShape
 ) -> TokenBatch:
-    """A batch of the draft before the one that is sampled next."""
+    """Return a batch of the draft before the one that is sampled next."""
     kv_len, is_written = active.num_tokens + step, active.is_active[:, None]
     return make_token_batch(token[:, None], kv_len, active.page_table, is_written, pool)
 
@@ -191,7 +191,10 @@ def _next(
 def _whole(
     tree: Tree, drafts: Int[Array, "seq draft"], active: Active, pool: PoolShape
 ) -> TokenBatch:
-    """The newest token and all drafts; no row attends to drafts not sampled yet."""
+    """Return a batch of the newest token and all drafts.
+
+    No row attends to drafts that are not sampled yet.
+    """
     tokens = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
     kv_len = active.num_tokens + tree.num_nodes
@@ -216,8 +219,8 @@ def _level(
 def _newest(active: Active, pool: PoolShape) -> TokenBatch:
     """A batch of the two newest tokens of every sequence.
 
-    Two, since after a fully accepted round the draft model has no keys and values for
-    the last draft token. Otherwise the same values are written again.
+    Two tokens, since after a fully accepted round the draft model has no keys and
+    values for the last draft token. Otherwise the same values are written again.
     """
     tokens = active.last_tokens
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)

@@ -58,7 +58,7 @@ class Medusa(Head):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """The last hidden state after the final norm."""
+        """It reads the last hidden state, after the final norm."""
         return (NORMALISED,)
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
