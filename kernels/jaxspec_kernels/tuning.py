@@ -34,7 +34,7 @@ def attention_key(
     window: int | None,
     dtype: str,
 ) -> str:
-    """Name the shapes of a call of `paged_attention`.
+    """Return the table key of the shapes of a `paged_attention` call.
 
     Sequences, queries and context are rounded up to a power of two, as an engine's
     differ from the measured ones.
@@ -52,7 +52,7 @@ def attention_key(
 
 
 def sampling_key(*, rows: int, columns: int, dtype: str) -> str:
-    """Name the shapes of a call of `rejection_sampling`.
+    """Return the table key of the shapes of a `rejection_sampling` call.
 
     Args:
         rows: Rows of logits, sequences times (drafts + 1); rounded up likewise.
