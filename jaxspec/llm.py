@@ -70,7 +70,7 @@ class LLM:
 
         Raises:
             ConfigError: An argument is invalid or unknown.
-            NotImplementedError: An argument asks for an unsupported feature.
+            NotImplementedError: An argument needs an unsupported feature.
         """
         args = EngineArgs(
             model=model,
@@ -156,7 +156,7 @@ class LLM:
 
         Raises:
             RequestError: A prompt or its parameters are invalid; nothing was run.
-            NotImplementedError: A parameter asks for an unsupported feature.
+            NotImplementedError: A parameter needs an unsupported feature.
         """
         prompt_list = join_token_ids(prompts, prompt_token_ids)
         refuse("lora_request", lora_request)

@@ -83,13 +83,13 @@ class SpeculativeConfig:
         quantization: Quantization of the draft model's matrices, with the same values
             as the engine's `quantization`; None: as in the checkpoint.
         draft_vocab_size: Number of tokens, the most frequent ones, that a draft model
-            may propose (FR-Spec). The LM head is cut to their rows, which makes a pass
+            may propose (FR-Spec). The LM head keeps only their rows, which makes a pass
             cheaper and changes no text. None: all, or all in `draft_token_map`.
-        draft_token_map: JSON file of token ids, most frequent first, for a cut LM head.
-            Default: `draft_token_map.json` in the draft model's folder, which `python
-            -m jaxspec_checkpoints trim` writes.
+        draft_token_map: JSON file of token ids, most frequent first, for a trimmed LM
+            head. Default: `draft_token_map.json` in the draft model's folder, which
+            `python -m jaxspec_checkpoints trim` writes.
         num_speculative_tokens: Maximum number of draft tokens per step (K); a request
-            may ask for fewer. With a draft tree, the number of its drafts.
+            may set fewer. With a draft tree, the number of its drafts.
         num_side_leaves: Number of alternatives to each draft that are verified too: the
             next most likely tokens of the draft model. If the target chooses one of
             them, the step yields one token more.
@@ -252,7 +252,7 @@ class SpeculativeConfig:
 
     @property
     def is_trimmed(self) -> bool:
-        """Whether a draft model's head is cut to some of the tokens."""
+        """Whether a draft model's head is trimmed to some of the tokens."""
         return self.draft_vocab_size is not None or self.draft_token_map is not None
 
     def _check_tree(self, info: Method) -> None:

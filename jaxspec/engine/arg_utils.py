@@ -195,8 +195,8 @@ class EngineArgs:
             fewer are clearly faster and leave most of the pages.
         scheduling_policy: "fcfs": first come, first served; "priority": lower
             `priority` first.
-        max_logprobs: Maximum number of logprobs that a request may ask for per token;
-            -1 allows the whole vocabulary, if it is small.
+        max_logprobs: Maximum number of logprobs that a request may have per token; -1
+            allows the whole vocabulary, if it is small.
         load_format: Format of the weights; "dummy": random weights for a config.json.
         skip_tokenizer_init: Read no tokenizer: prompts and outputs are token ids.
         generation_config: "auto" reads the model's recommended sampling parameters,
@@ -615,7 +615,7 @@ def _is_head(folder: Path) -> bool:
 def _without_pads(
     model: ModelConfig, draft: ModelConfig | None
 ) -> tuple[ModelConfig, ModelConfig | None]:
-    """Drop the padding rows by which one of two equal vocabularies is longer.
+    """Drop padding rows that only one of two otherwise equal vocabularies has.
 
     A larger difference than exporters' padding means another vocabulary, which
     `EngineConfig` rejects. `read_tokenizer` rejects a vocabulary that has lost rows

@@ -70,7 +70,7 @@ class Compiler:
         return shape in self._programs
 
     def has_failed(self, shape: StepShape) -> bool:
-        """Whether compiling a program failed; it is not tried again."""
+        """Return whether compiling a program failed; it is not tried again."""
         return shape in self.failures
 
     @property
@@ -157,7 +157,7 @@ class Compiler:
     def clear(self) -> None:
         """Drop all programs, the queue and all errors, and return their memory."""
         with self._lock:
-            # Errors of the programs made from now on count again, also after `stop`.
+            # From now on, errors of programs count again, also after `stop`.
             self._is_stopped = False
             self._generation += 1
             self._programs = {}

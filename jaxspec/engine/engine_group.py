@@ -186,14 +186,14 @@ class EngineGroup:
 
     @exclusive
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do, or to return."""
+        """Return whether `step` has anything left to do, or to return."""
         if self._steps or self._outputs or self._error is not None:
             return True
         return any(engine.has_unfinished_requests() for engine in self.engines)
 
     @exclusive
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request waits or runs, or its outputs are still to be returned.
+        """Return whether a request waits or runs, or has outputs left to return.
 
         While steps are under way, this is also true of requests that have ended.
         """
@@ -205,7 +205,7 @@ class EngineGroup:
 
     @exclusive
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of requests that wait or run."""
         return sum(self._each(LLMEngine.get_num_unfinished_requests))
 
     @exclusive
@@ -260,7 +260,7 @@ class EngineGroup:
 
     @exclusive
     def is_sleeping(self) -> bool:
-        """Whether any part of any engine is off the devices."""
+        """Return whether any part of any engine is off the devices."""
         return any(self._each(LLMEngine.is_sleeping))
 
     def announce_compiles(self, announce: Callable[[str], None] | None) -> None:

@@ -320,7 +320,10 @@ class LLMEngine:
         return []
 
     def _at_work(self) -> list[Request]:
-        """Return the requests that a failure ends: running, else the first waiting."""
+        """Return the requests that a failure ends.
+
+        These are the running requests or, if none run, the first waiting one.
+        """
         scheduler = self.scheduler
         return scheduler.running or list(itertools.islice(scheduler.waiting, 1))
 
@@ -400,15 +403,15 @@ class LLMEngine:
         return self.output_processor.advance(advance, self.scheduler.finish)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do."""
+        """Return whether `step` has anything left to do."""
         return self.scheduler.has_unfinished() or bool(self._launched)
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request waits or runs."""
+        """Return whether a request waits or runs."""
         return request_id in self.output_processor
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of requests that wait or run."""
         return len(self.output_processor.streams)
 
     @exclusive
@@ -531,7 +534,7 @@ class LLMEngine:
         self._sleep.end(tags)
 
     def is_sleeping(self) -> bool:
-        """Whether any part is off the devices."""
+        """Return whether weights or pages are off the devices."""
         return self._sleep.level > 0
 
     def announce_compiles(self, announce: Callable[[str], None] | None) -> None:
@@ -564,7 +567,9 @@ class LLMEngine:
                 self.calibrator.run_all(self.scheduler)
 
     def start_warm_up(self, sampling_params: Iterable[SamplingParams] = ()) -> None:
-        """Compile the same programs in the background, except on-demand ones.
+        """Compile programs as `warm_up` does, but in the background.
+
+        Programs that are compiled on demand are left out.
 
         Requests are served as soon as the first program is compiled.
 

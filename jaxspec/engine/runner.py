@@ -623,7 +623,7 @@ def devices_of(config: EngineConfig, devices: Sequence[Any]) -> Sequence[Any]:
 
 
 def has_cuda_plugin() -> bool:
-    """Whether jax's plugin for NVIDIA GPUs is installed."""
+    """Return whether jax's plugin for NVIDIA GPUs is installed."""
     if find_spec("jax_plugins") is None:
         return False
     return any(find_spec(f"jax_plugins.xla_cuda{major}") for major in (12, 13))

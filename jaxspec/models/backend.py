@@ -43,7 +43,10 @@ class Backend:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether half a layer may run as one operation, not `write` and `attend`."""
+        """Whether each half of a layer may run as one operation.
+
+        Otherwise `write` and `attend` are separate operations.
+        """
         return resolve("decoder_blocks", self.implementation) == "cpu"
 
     def split(

@@ -77,7 +77,7 @@ def has_bfloat16() -> bool:
 
 @functools.cache
 def compiler_options() -> dict[str, str | bool] | None:
-    """Compile options for CPU devices; None if this XLA does not know them."""
+    """Return compiler options for CPU devices; None if this XLA does not know them."""
     nothing = jax.jit(lambda: 0, compiler_options=COMPILER_OPTIONS)  # noqa: TID251
     try:
         nothing.lower().compile()

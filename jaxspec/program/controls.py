@@ -121,7 +121,7 @@ def adjuster(
 def _slice_of(
     vocab_size: int, axes: tuple[str, ...] | None
 ) -> tuple[Int[Array, ""] | int, int]:
-    """First token and number of tokens of this device's part of the vocabulary."""
+    """Return the first token, and the number, of this device's part of the tokens."""
     if axes is None:
         return 0, vocab_size
     size = vocab_size // jax.lax.axis_size(axes)
@@ -129,7 +129,10 @@ def _slice_of(
 
 
 def _columns(tokens: Int[Array, "*batch"], part: tuple) -> Int[Array, "*batch"]:
-    """Index of tokens in a part of the vocabulary; past its end for all others."""
+    """Return the tokens' indices in a part of the vocabulary.
+
+    Tokens of other parts get an index past its end.
+    """
     first, size = part
     # Not just the difference: a negative index would count from the end.
     return jnp.where(tokens >= first, tokens - first, size)
@@ -141,7 +144,7 @@ def _spread(
     active: Active,
     part: tuple,
 ) -> Spread:
-    """The known tokens and the controls, over a part of the vocabulary."""
+    """Spread the known tokens and the controls over a part of the vocabulary."""
     first, size = part
     shape = known.shape[0], size
     row = jnp.arange(shape[0], dtype=jnp.int32)[:, None]
@@ -203,7 +206,7 @@ def _count_drafts(
     before: Int[Array, " width"],
     first: Int[Array, ""] | int,
 ) -> tuple[Int[Array, "seq _ vocab"], Bool[Array, "seq _ vocab"]]:
-    """`counts` and `is_seen` for each row, with the drafts before it."""
+    """Return `counts` and `is_seen` for each row, with the drafts before it."""
     token = first + jnp.arange(spread.counts.shape[1], dtype=jnp.int32)[None, None]
     counts = spread.counts[:, None]
     for index in range(drafts.shape[1]):

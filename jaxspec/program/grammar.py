@@ -46,7 +46,7 @@ def native_masks(*_: Any) -> NoReturn:
 
 
 def has_native_masks(mesh: Mesh) -> bool:
-    """Whether programs for these devices can call the mask source by name.
+    """Return whether programs for these devices can call the mask source by name.
 
     One device of a CPU can. Elsewhere programs call the host by `jax.pure_callback`,
     through an object of their process, so no other process can load them; jax's own

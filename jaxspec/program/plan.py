@@ -60,7 +60,7 @@ class Features:
     num_prompt_logprobs: int | None = None
 
     def __or__(self, other: "Features") -> "Features":
-        """The features of a launch that has requests of both features."""
+        """Return the features of a launch whose requests need `self` or `other`."""
         return Features(
             all_greedy=self.all_greedy and other.all_greedy,
             has_controls=self.has_controls or other.has_controls,
@@ -138,7 +138,7 @@ class StepShape:
 
     @classmethod
     def draft_prefill(cls, max_prompt_tokens: int) -> "StepShape":
-        """The program of a draft prefill."""
+        """Return the program of a draft prefill."""
         return cls(
             num_seqs=0,
             num_draft_tokens=0,
@@ -240,7 +240,7 @@ class Column:
         return dataclasses.replace(self, shape=(count, *shape))
 
     def empty(self) -> np.ndarray:
-        """Array filled with the pad value."""
+        """Return an array filled with the pad value."""
         return np.full(self.shape, self.pad, self.dtype)
 
 
@@ -251,13 +251,13 @@ def column(
     is_right_aligned: bool = False,
     default: Any = dataclasses.MISSING,
 ) -> Any:
-    """A field of a record that is sent to the device."""
+    """Declare a field of a record that is sent to the device."""
     declared = Column(dtype, shape, pad, is_right_aligned)
     return field(default=default, metadata={"column": declared})
 
 
 def columns(record: Any) -> dict[str, Column]:
-    """The columns of a record's class, by name, in order."""
+    """Return the columns of a record's class, by name, in order."""
     return {
         one.name: one.metadata["column"]
         for one in dataclasses.fields(record)
@@ -326,7 +326,7 @@ class TokenControls:
     logprob_token_ids: tuple[int, ...] = ()
 
     def values(self, vocab_size: int) -> ControlValues:
-        """The values that are sent to the device."""
+        """Return the values that are sent to the device."""
         assert len(self.bias) <= MAX_BIAS, f"{len(self.bias)} biased tokens"
         assert len(self.bad_words) <= MAX_BAD_WORDS, "too many bad words"
         num_ids = len(self.logprob_token_ids)

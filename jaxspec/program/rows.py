@@ -104,7 +104,7 @@ def dummy_rows(
     context: int,
     temperature: float,
 ) -> Rows:
-    """Rows in the middle of their texts, for timing programs, as numpy arrays.
+    """Return rows in the middle of their texts, as numpy arrays, to time programs.
 
     Args:
         pages: Page ids that all rows share, or [row, page]; the pages' contents are

@@ -52,7 +52,9 @@ def page_forms(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> tuple[Any, ...]:
-    """Shapes and placement of a model's pages: an array, or `ScaledPages`, per pool.
+    """Return the shapes and placement of a model's pages.
+
+    Each pool is an array, or `ScaledPages`.
 
     In a pool that layers share, each layer's pages follow those of the layer before.
 
@@ -86,7 +88,7 @@ def layer_pages(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> Any:
-    """Shape and placement of the pages of one layer, or of layers that share them.
+    """Return the shape and placement of one layer's pages, or of shared pages.
 
     Args:
         num_pages: Number of pages of all layers that share the array, together.
@@ -194,5 +196,5 @@ def _release_zeros(array: Array) -> None:
 
 
 def init_token_pages(pool: PoolShape) -> Int[np.ndarray, "page page_size"]:
-    """Pages without known tokens."""
+    """Return pages without known tokens."""
     return np.zeros((pool.num_pages, pool.page_size), np.int32)

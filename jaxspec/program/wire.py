@@ -117,7 +117,7 @@ class PlanLayout(Layout):
 
     @property
     def max_page_updates(self) -> int:
-        """New pages one launch can need: every sequence's lookahead, and the chunk's.
+        """Maximum new pages of a launch: for every sequence's lookahead, and prompts.
 
         Two launches may be planned before the first is read, so a sequence's bound
         can move by twice the lookahead. A prompt that shares a prefix with an earlier
@@ -222,7 +222,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def num_columns(num_top: int, num_chosen: int = 0) -> int:
-    """Number of columns for the logprobs of one token."""
+    """Return the number of columns for the logprobs of one token."""
     return 2 + 2 * num_top + num_chosen
 
 

@@ -55,7 +55,8 @@ def sampling_key(*, rows: int, columns: int, dtype: str) -> str:
     """Return the table key of the shapes of a `rejection_sampling` call.
 
     Args:
-        rows: Rows of logits, sequences times (drafts + 1); rounded up likewise.
+        rows: Rows of logits, sequences times (drafts + 1); rounded up to a power of
+            two.
         columns: Columns of the vocabulary that one device holds.
     """
     return f"rows{_power_of_two(rows)}-columns{columns}-{dtype}"

@@ -547,7 +547,7 @@ def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
 
 
 def _has_room(facts: MemoryFacts, given: GivenSizes, share: float) -> bool:
-    """Whether one sequence fits with these sizes and this share."""
+    """Return whether one sequence fits with these sizes and this share."""
     budget = facts.budget_bytes(share)
     sizes = default_sizes(facts, _room_bytes(facts, budget), given)
     return _pages_left(facts, sizes, budget) >= facts.pages_per_seq

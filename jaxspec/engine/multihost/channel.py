@@ -159,7 +159,10 @@ class Connection:
         return json.loads(body[_HEADER.size : end]), vector
 
     def is_gone(self) -> bool:
-        """Whether the other side has closed it; not while a thread receives."""
+        """Return whether the other side has closed the connection.
+
+        Must not be called while a thread receives.
+        """
         try:
             flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
             return not self._stream.recv(1, flags)

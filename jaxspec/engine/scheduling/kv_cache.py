@@ -77,7 +77,7 @@ class PagePool:
         return len(self._blank) + len(self._cached)
 
     def is_free(self, page: int) -> bool:
-        """Whether a page has no holders."""
+        """Return whether a page has no holders."""
         return not self._holders[page]
 
     def take(self, count: int) -> list[int]:

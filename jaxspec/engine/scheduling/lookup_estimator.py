@@ -47,7 +47,7 @@ RECONSIDER_RUNS = (4, 5, 6, 8, 12, 16)
 
 
 class TextIndex:
-    """Tokens of a text, with an index of where each n-gram occurred before.
+    """Tokens of a text, with an index of the earlier places of each n-gram.
 
     Invariant: `_earlier[p] < p`: the previous position of the same bucket, or -1.
     """

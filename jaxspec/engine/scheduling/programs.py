@@ -33,7 +33,7 @@ class Programs(Protocol):
     def __contains__(self, shape: StepShape, /) -> bool: ...
 
     def has_failed(self, shape: StepShape) -> bool:
-        """Whether compiling it failed."""
+        """Return whether compiling a program failed."""
         ...
 
     @property
@@ -268,7 +268,10 @@ class Shapes:
         return list(dict.fromkeys(chosen))
 
     def is_on_demand(self, shape: StepShape) -> bool:
-        """Whether a program is compiled on demand; a larger one serves until then."""
+        """Return whether a program is compiled on demand.
+
+        A larger one serves until then.
+        """
         return shape in self._on_demand
 
     @property

@@ -128,7 +128,7 @@ class Scheduler:
         )
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+        """Return whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
     def reset_prefix_cache(self) -> bool:
@@ -310,7 +310,10 @@ class Scheduler:
         return not bool(self.rows.awaits_draft(rows).all())
 
     def _may_request_on_demand(self, decode: Decode, max_k: int) -> bool:
-        """Whether many launches without drafts will follow: rows decode, and K is 0."""
+        """Return whether many launches without drafts will follow.
+
+        That is assumed if rows decode and K is 0.
+        """
         return len(decode.rows) > 0 and not min(self.policy.num_draft_tokens, max_k)
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:

@@ -262,7 +262,10 @@ def _check_alternating(config: Mapping[str, Any]) -> None:
 
 
 def _local_pattern(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Read which layers are local, from a list of kinds or global layers' period."""
+    """Return which layers are local.
+
+    The file has a list of the layers' kinds, or the period of global layers.
+    """
     kinds, num_layers = config.get("layer_types"), config["num_hidden_layers"]
     if kinds is None:
         names = "sliding_window_pattern", "_sliding_window_pattern"

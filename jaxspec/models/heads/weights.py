@@ -243,7 +243,10 @@ def random_head(
 
 
 def _drawer(seed: int) -> Callable[[ParamSpec], np.ndarray]:
-    """Draws matrices with a standard deviation of 1/sqrt(in); vectors are ones."""
+    """Return a function that draws random matrices, and makes vectors of ones.
+
+    Matrices have a standard deviation of 1/sqrt(in).
+    """
     random = np.random.default_rng(seed)
 
     def draw(spec: ParamSpec) -> np.ndarray:

@@ -56,7 +56,7 @@ class DraftModel(Model):
         )
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Pages of keys and values."""
+        """Return the shapes of the pages of keys and values."""
         return page_forms(self.config, dtype, pool, mesh, DRAFT_MESH_AXES)
 
     def draft_prefill(
@@ -175,7 +175,10 @@ class TreeModel(DraftModel):
 
 
 def _finite_logits(model: Network, output: ForwardOutput) -> tuple[Array, Array]:
-    """Logits, and which rows hold NaN or infinity, computed as zeros instead."""
+    """Return the logits, and which rows hold NaN or infinity.
+
+    Such rows are replaced by zeros before the logits are computed.
+    """
     rows = zero_broken_rows(output.hidden_states, output.is_finite)
     return model.logits(rows), ~output.is_finite
 
@@ -217,7 +220,7 @@ def _level(
 
 
 def _newest(active: Active, pool: PoolShape) -> TokenBatch:
-    """A batch of the two newest tokens of every sequence.
+    """Return a batch of the two newest tokens of every sequence.
 
     Two tokens, since after a fully accepted round the draft model has no keys and
     values for the last draft token. Otherwise the same values are written again.

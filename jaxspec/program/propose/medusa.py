@@ -62,7 +62,7 @@ class Medusa(Head):
         return (NORMALISED,)
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """One hidden state per row."""
+        """Return the shape of one hidden state per row."""
         return hidden_cache_forms(self.config.target_hidden_size, pool, mesh)
 
     def propose(

@@ -165,7 +165,7 @@ def _top_ranks(rank: Int[Array, "seq place"], count: int) -> Int[Array, "seq mat
 def _match_lengths(
     tokens: Int[Array, "seq position"], active: Active, longest: int
 ) -> Int[Array, "seq position"]:
-    """Number of tokens up to each position that equal the sequence's last ones."""
+    """Return how many tokens up to each position equal the sequence's last ones."""
     length = jnp.zeros_like(tokens)
     is_equal = jnp.ones_like(tokens, bool)
     count = min(longest, tokens.shape[1])

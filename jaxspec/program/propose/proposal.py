@@ -127,7 +127,7 @@ class Proposer(Protocol):
     is_unused_without_drafts: ClassVar[bool]
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Shapes and placement of its state, which starts as zeros.
+        """Return the shapes and placement of its state, which starts as zeros.
 
         Args:
             dtype: Type of the models' weights.

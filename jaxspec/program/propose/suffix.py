@@ -108,7 +108,7 @@ class CachedSuffix(Suffix):
         return ()
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """The cache of answers, replicated on every device."""
+        """Return the shape of the cache of answers, replicated on every device."""
         return answer_cache_forms(self.num_requests, replicated(mesh))
 
     def observe(
