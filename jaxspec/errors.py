@@ -80,7 +80,7 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def named_in(place: str) -> Iterator[None]:
-    """Prefix argument errors raised within by the place of the arguments."""
+    """Prefix argument errors raised in this block with the arguments' place."""
     try:
         yield
     except ArgumentError as error:

@@ -33,11 +33,11 @@ __all__ = ["AsyncEngineArgs", "AsyncLLMEngine", "EngineDeadError"]
 
 T = TypeVar("T")
 
-# Interval at which `sleep` checks whether requests are left.
+# Seconds between two checks of `sleep` whether requests are left.
 IDLE_POLL_S = 0.02
-# Texts that take more than some milliseconds to encode.
+# Length from which a text takes more than some milliseconds to encode.
 LONG_CHARACTERS = 20_000
-# Threads for long work: new grammars, long texts.
+# Number of threads for long work: new grammars, long texts.
 NUM_LONG_WORK = 2
 
 

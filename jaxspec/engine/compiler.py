@@ -57,7 +57,7 @@ class Compiler:
         self._making: set[StepShape] = set()
         self._thread: threading.Thread | None = None
         self.is_exiting = self._has_finished = False
-        # Programs begun in an earlier generation, before `clear`, are dropped.
+        # `clear` begins a new generation; programs begun in an earlier one are dropped.
         self._generation, self._is_stopped = 0, False
         self.version = self.num_made = 0
         self.made_s = 0.0

@@ -154,7 +154,10 @@ class TextStream:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
 
     def _match(self, before: int) -> str | None:
-        """Cut the text at the first stop string that the new part completes."""
+        """Cut the text at the first stop string that the new part completes.
+
+        Returns that stop string, or None.
+        """
         if not self._stops or len(self._text) == before:
             return None
         # The start depends on each stop string's length: otherwise a shorter one that

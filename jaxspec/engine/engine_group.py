@@ -243,7 +243,8 @@ class EngineGroup:
         """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`.
 
         Raises:
-            RequestError: Requests run, or another level; no engine sleeps then.
+            RequestError: Requests are running, or `level` is neither 1 nor 2; no engine
+                sleeps then.
         """
         count = self.get_num_unfinished_requests()
         if count:

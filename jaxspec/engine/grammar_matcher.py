@@ -22,8 +22,9 @@ from jaxspec.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-# Stack per character of a grammar. The library recurses for every rule of a chain, and
-# a full stack ends the process: 4,000 rules of 13 characters took 8 MiB.
+# Bytes of stack that are reserved per character of a grammar. The library recurses for
+# every rule of a chain, and a full stack ends the process: 4,000 rules of 13 characters
+# took 8 MiB.
 STACK_BYTES = 4096
 LEAST_STACK_BYTES = 2**24
 # Fuel of one mask: 0.1 to 0.5 s on one core of a server.
@@ -438,7 +439,7 @@ class Matcher:
     def _restart(self, tokens: list[int]) -> None:
         """Read a text with a lexer that no other matcher uses.
 
-        The time for this does not count: the fuel of a mask is separate.
+        The time for this does not count as the lexer's: a mask has fuel of its own.
 
         Raises:
             GrammarFailure: The library failed, or rejects a token.

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 MEDIUM = "GPU"
 # The number of the last message of a replay, which has no batch.
 END = (-1).to_bytes(8, "big", signed=True)
-# Interval at which replay requests are polled.
+# Seconds between two checks for replay requests.
 POLL_S = 0.1
 # Maximum seconds that `close` waits for each of: room in the queue, and ZeroMQ sending
 # its own queue.
@@ -180,7 +180,7 @@ class KvEventPublisher:
             kept = list(self._kept)
         for number, payload in kept:
             if number >= start:
-                # Send live events first: there may be thousands of old ones.
+                # First send all new events: there may be thousands of old ones.
                 while self._send_next(0.0):
                     pass
                 numbered = (number.to_bytes(8, "big"), payload)

@@ -128,8 +128,9 @@ class LLMEngine:
         """Replace the tokenizer by one that differs e.g. in its chat template.
 
         Raises:
-            RequestError: Requests run.
-            ConfigError: It is no tokenizer of this package, or has other pieces.
+            RequestError: Requests are running.
+            ConfigError: The object is not a `Tokenizer` of this package, or has other
+                pieces.
         """
         if not isinstance(tokenizer, Tokenizer):
             hint = "Tokenizer.from_folder(folder, chat_template) makes one."
@@ -510,7 +511,7 @@ class LLMEngine:
                 again. Pages are dropped in both.
 
         Raises:
-            RequestError: Requests run, or another level.
+            RequestError: Requests are running, or `level` is neither 1 nor 2.
         """
         check_level(level)
         count = self.get_num_unfinished_requests()

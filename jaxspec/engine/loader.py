@@ -51,7 +51,7 @@ _LOAD_FORMATS = {
     "orbax": ("kaggle", "orbax"),
     "gguf": ("gguf",),
 }
-# Fields that the leader decides for all hosts.
+# Fields of the configuration that the leader decides for all hosts.
 _DECIDED = ("dtype", "max_num_seqs", "max_num_batched_tokens", "num_pages")
 _DRAFT_DEVICES = "draft_tensor_parallel_size"
 _PARTS: tuple[str, ...] = ("weights", "kv_cache")
@@ -343,7 +343,7 @@ class Sleep:
         """Free weights and pages; do nothing if the engine sleeps already.
 
         Raises:
-            RequestError: Another level than 1 or 2.
+            RequestError: The level is neither 1 nor 2.
         """
         level = check_level(level)
         if self._asleep:
@@ -358,7 +358,7 @@ class Sleep:
         """Restore the parts named in `tags`, or (None) all missing parts.
 
         Raises:
-            RequestError: An unknown tag.
+            RequestError: A tag is unknown.
         """
         wanted = _PARTS if tags is None else tags
         if not isinstance(wanted, (list, tuple)):

@@ -329,7 +329,7 @@ def _part_of(mesh: Mesh) -> tuple[int, int]:
 
 
 def _parts(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
-    """Return the part of an array on each device, independent of its notation."""
+    """Return the part of an array on each device, however the sharding is written."""
     if sharding.is_fully_replicated:
         return None
     indices = sharding.devices_indices_map(shape)
@@ -381,7 +381,10 @@ def _about(devices: Sequence[Any]) -> Iterator[object]:
 
 @cache
 def _plugin_versions() -> list[str]:
-    """Return versions of GPU compilers, which a described GPU's client lacks."""
+    """Return the versions of jax's GPU plugins, which contain compilers.
+
+    The client of a described (AOT) GPU does not report them.
+    """
     return sorted(
         f"{distribution.name} {distribution.version}"
         for distribution in metadata.distributions()

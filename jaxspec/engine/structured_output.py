@@ -194,6 +194,8 @@ class GrammarState:
     def failure_in(self, text: list[int]) -> Failure | None:
         """Return a failure after which the text has further tokens, or None.
 
+        Those tokens are invalid, as no mask was computed for them.
+
         Called by the engine's thread, while other threads compute masks.
         """
         for failure in self.failures:
@@ -207,7 +209,8 @@ class GrammarState:
 
         Args:
             num_tokens: Known tokens of the sequence, its prompt included.
-            newest: The last of them; the earlier ones must be known here.
+            newest: The last of those tokens; earlier tokens must be known from previous
+                calls.
         """
         length = num_tokens - self.num_prompt
         assert length >= 0, "masks were requested before the prompt was prefilled"
@@ -372,7 +375,7 @@ class _Job:
             self._running.release()
 
     def wait(self, until: float) -> int:
-        """Wait as long as answers arrive in time; return the number of answers.
+        """Wait while answers arrive in time; return the number of answers.
 
         Args:
             until: Latest return, by `time.monotonic`.

@@ -385,7 +385,9 @@ def _random_matrix(
     block: int,
     copies: int,
 ) -> Array:
-    """Make uniform values from a hash of their indices; XLA writes no other array.
+    """Make uniform values from a hash of their indices.
+
+    XLA writes no array besides the result.
 
     Args:
         stored: Type that the values are rounded to.

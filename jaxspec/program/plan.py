@@ -95,7 +95,7 @@ class Features:
         return MAX_LOGPROB_TOKEN_IDS if has_ids else 0
 
     def covers(self, other: "Features") -> bool:
-        """Whether a program of these features serves requests that need `other`."""
+        """Return whether a program of these features serves what `other` needs."""
         return self | other == self
 
 

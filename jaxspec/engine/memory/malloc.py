@@ -8,13 +8,12 @@ The memory of a process that made twelve engines with different K, one after ano
 grew by 10 to 15 %, in jumps of 20 MB, for two reasons:
 
 - On machines with few cores jax's threads hold every arena. The compiler thread of each
-  engine took another one, and left memory at its end. With spare arenas it takes the
-  one that the previous compiler thread has left.
-- Weights were copied by threads of jax, into the arenas of these threads: glibc maps
-  allocations one by one only above a threshold, which rises to 32 MB as arrays are
-  freed. It is low while weights are loaded and programs compiled. It is not low while
-  programs run: XLA's temporaries would be mapped anew in each launch (600 page faults
-  per launch of 8 sequences).
+engine took another one, and left memory at its end. With spare arenas, the thread takes
+the arena that the previous compiler thread has left. - Weights were copied by threads
+of jax, into the arenas of these threads: glibc maps allocations one by one only above a
+threshold, which rises to 32 MB as arrays are freed. The threshold is kept low while
+weights are loaded and programs compiled, but not while programs run: XLA's temporaries
+would be mapped anew in each launch (600 page faults per launch of 8 sequences).
 """
 
 import ctypes
@@ -71,7 +70,7 @@ def trim_malloc() -> None:
 
 
 def _is_ours() -> bool:
-    """Whether the C library is glibc, and the user has set none of its limits."""
+    """Return whether the C library is glibc, and has no limits set by the user."""
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
     return _is_glibc() and not is_set and "GLIBC_TUNABLES" not in os.environ
 

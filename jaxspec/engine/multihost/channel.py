@@ -48,16 +48,16 @@ HOST_LOST = 1
 # a collective may fail before the connection to the lost process closes, and that loss
 # is the reason to report.
 NOTICE_S = 1.0
-# How long a new connection may take to send its whole, signed hello.
+# Maximum seconds for a new connection to send its whole, signed hello.
 HELLO_S = 10
 # Seconds for which the leader reads answers after END; jax's own shutdown of all
 # processes takes up to 3 * HEARTBEAT_S.
 END_S = 4 * HEARTBEAT_S
-# Pause between two attempts to reach a leader that does not listen yet.
+# Seconds between two attempts to reach a leader that does not listen yet.
 RETRY_S = 0.25
-# How often the leader checks for new hellos.
+# Seconds between the leader's checks for new hellos.
 POLL_S = 0.05
-# Connections that may be open without a hello, beyond the expected followers.
+# Maximum number of open connections without a hello, beyond the expected followers.
 MAX_STRANGERS = 64
 # The last command.
 END = "end"
@@ -66,7 +66,7 @@ NONCE_BYTES = TAG_BYTES = 32
 # A message has these parts: its number, the bytes of its JSON, the bytes of its vector,
 # the JSON, the vector, and the signature.
 _HEADER = struct.Struct("!QII")
-# Far above the size of any plan.
+# Maximum bytes of a message, far above the size of any plan.
 MAX_MESSAGE_BYTES = 2**28
 # Limit of the first message, whose memory is reserved before its signature is checked.
 MAX_FIRST_BYTES = 2**20

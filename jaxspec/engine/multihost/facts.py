@@ -92,7 +92,7 @@ def _digest(path: Path) -> str:
 
 
 def _flat(prefix: str, record: Any) -> list[tuple[str, object]]:
-    """List the fields of a record, and of records in it, by dotted names."""
+    """List the fields of a dataclass, and of dataclasses in it, by dotted names."""
     fields: list[tuple[str, object]] = []
     for one in dataclasses.fields(record):
         name, value = prefix + one.name, getattr(record, one.name)

@@ -1,9 +1,9 @@
 """Draft prefill: launches that give the draft model the keys and values it lacks.
 
-The draft model reads prompts after the target, so that it does not delay first tokens,
-and tokens that were decoded without drafts. This module decides when such a launch runs
-and for which rows. It changes state only in `begin_turn`, `apply_plan`, `commit` and
-`restart`.
+The draft model reads prompts only after the target has read them, so that it does not
+delay first tokens. It also reads tokens that were decoded without drafts. This module
+decides when such a launch runs and for which rows. It changes state only in
+`begin_turn`, `apply_plan`, `commit` and `restart`.
 """
 
 import math
@@ -32,7 +32,8 @@ class Turn(NamedTuple):
     Attributes:
         is_first: Draft prefill is the next launch.
         num_in_a_row: Draft prefill launches since the last round.
-        has_yielded: Waiting requests were already admitted first once.
+        has_yielded: Draft prefill has already let waiting requests go first, which it
+            does only once.
         num_admitted_then: Number of requests that had been admitted when more than half
             of the rows last lacked draft prefill.
     """
@@ -49,7 +50,8 @@ class DraftChunk(NamedTuple):
     Attributes:
         tiles: Tiles to read; pages that another request's tiles fill are left out.
         num_closed: Tokens by which the request's draft lag shrinks.
-        end: Leading tokens that the draft model has afterwards.
+        end: Number of leading tokens for which the draft model has keys and values
+            afterwards.
     """
 
     request: Request

@@ -188,7 +188,7 @@ class Shapes:
         return template.main_chain.num_levels == template.num_levels
 
     def _is_chain(self, shape: StepShape) -> bool:
-        """Whether a program leaves out the side branches of the engine's tree."""
+        """Return whether a program leaves out the engine tree's side branches."""
         return shape.template != self._template
 
     def _compiled_on_demand(self) -> set[StepShape]:

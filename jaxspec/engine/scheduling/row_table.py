@@ -16,7 +16,7 @@ from jaxspec.sampling_params import RequestOutputKind
 
 
 class RowTable:
-    """Rows of the device's state and the requests in them.
+    """The host's values for the rows of the device's state, and the rows' requests.
 
     A draft model lags after prompts and rounds without drafts: it has keys and values
     only for the tokens that its own passes read. The first pass of a round reads at

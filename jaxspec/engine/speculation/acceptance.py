@@ -161,7 +161,10 @@ class AcceptanceRates:
         accepted: np.ndarray,
         num_rounds: int | np.ndarray = 1,
     ) -> None:
-        """Age the sums of `rows` by `num_rounds`, and add to them."""
+        """Age the sums of some rows and of their kinds, and add new counts.
+
+        The sums age by `num_rounds` rounds: one number, or one for each row.
+        """
         each = np.zeros(len(rows), np.int64) + num_rounds
         kinds, is_typical = self._kind[rows], self._is_typical[rows]
         for sums, new in ((self._reached, reached), (self._accepted, accepted)):

@@ -11,9 +11,9 @@ position (`acceptance`). Another choice must be faster than the present one by a
 of `hysteresis`.
 
 Estimates can be wrong or old. When a `LossBudget` can pay, the alternative that ran
-least recently is run for a few rounds: plain decoding, the largest K, the other draft
-shape; with K = 0, a few drafts, where acceptance cannot be estimated otherwise. The
-same budget stops drafts that lose against plain decoding.
+least recently is run for a few rounds. Alternatives are plain decoding, the largest K,
+and the other draft shape; with K = 0, also a few drafts, if acceptance cannot be
+estimated otherwise. The same budget stops drafts that lose against plain decoding.
 
 The choice does not change the distribution of the text. Greedy and seeded text does not
 depend on K, and a choice depends only on tokens read before the round samples.
