@@ -26,7 +26,8 @@ _OWN = {
     "bench": "jaxspec.bench.__main__",
 }
 PROG = "python -m jaxspec"
-# Keys of --speculative-config that name a proposer, and that set the number of drafts.
+# Keys of --speculative-config that name a proposer, and keys that set the number of
+# drafts.
 _PROPOSER_KEYS = {"model", "method"}
 _COUNT_KEYS = {"num_speculative_tokens", TREE_KEY}
 

@@ -102,8 +102,8 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
     # Generated text may have characters that the terminal's encoding lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    # As for arguments: `check_utf8` reports a byte that is not UTF-8, and reading goes
-    # past it.
+    # A byte that is not UTF-8 must not end the read: it is read as a surrogate, as in
+    # command-line arguments, and `check_utf8` reports it.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     try:

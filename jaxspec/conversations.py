@@ -20,16 +20,17 @@ class ChatOptions(TypedDict, total=False):
         continue_final_message: Let the model continue the last message.
         chat_template: Used in place of the model's: a Jinja template, or the path of a
             file with one.
-        chat_template_kwargs: Further variables for the template. One that it does not
-            read has no effect.
+        chat_template_kwargs: Further variables for the template. A variable that the
+            template does not use has no effect.
         chat_template_content_format: "auto" or "string": contents are texts.
         parse_special_tokens: Encode special pieces in messages as special tokens.
             Without it "<end_of_turn>" in a message is text and cannot end its turn.
-        strict_roles: Refuse what the template refuses. Without it, texts of a system or
-            developer are merged into the user's turn if the template has no place for
-            them, and consecutive user messages are merged.
-        tools: Functions that the model may call, as in OpenAI's API. Outputs are texts
-            as usual: calls in them have the format that the prompt describes, a JSON
+        strict_roles: Raise an error for conversations that the template rejects.
+            Without it, texts of a system or developer are merged into the user's turn
+            if the template has no place for them, and consecutive user messages are
+            merged.
+        tools: Functions that the model may call, as in OpenAI's API. The output is
+            plain text, in which a call has the format that the prompt describes: a JSON
             list of `{"name": ..., "parameters": {...}}` unless a template has another.
         tokenization_kwargs, mm_processor_kwargs: Not supported.
     """

@@ -71,16 +71,16 @@ class NativePanicError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is pyo3's, of a panic in Rust.
+    """Return whether an error is the one that pyo3 raises for a panic in Rust.
 
-    Its type derives from BaseException alone, and cannot be imported.
+    The error's type derives from BaseException alone, and cannot be imported.
     """
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def named_in(place: str) -> Iterator[None]:
-    """Prefix argument errors raised within by the place of the arguments."""
+    """Prefix argument errors raised in this block with the arguments' place."""
     try:
         yield
     except ArgumentError as error:
@@ -107,7 +107,8 @@ def wrong_argument(
     """Make the error "`name` must be `allowed`, got `value`".
 
     Args:
-        described_as: Replaces `name` in the message, where that is too short.
+        described_as: Replaces `name` in the message, if the name alone would be
+            unclear.
     """
     called, got = described_as or name, shown(value)
     if is_secret(name):

@@ -94,8 +94,8 @@ def _block_if_exiting(thread: int) -> None:
 def finish_at_exit(one: Finishing) -> None:
     """Finish an object when the interpreter exits, if it is still alive.
 
-    Must be called after `jax` is imported, so that jax is cleaned up later. Other than
-    daemon threads have ended by then.
+    Must be called after `jax` is imported, so that jax is cleaned up later. When the
+    object is finished, all threads but daemon threads have ended.
     """
     atexit.unregister(_finish)
     atexit.register(_finish)
@@ -119,7 +119,7 @@ def _finish() -> None:
 def end(status: int) -> NoReturn:
     """Exit with a status, without waiting for a running compile.
 
-    Without one this is `sys.exit`.
+    If no compile is running, this is `sys.exit`.
     """
     if not is_compiling():
         sys.exit(status)
@@ -143,8 +143,8 @@ def interrupts_end(release: Callable[[], object] = lambda: None) -> Iterator[Non
     imported may turn it into another error, and a callback may lose it.
 
     Args:
-        release: Called first, to release what would outlive the process, such as a
-            socket's file.
+        release: Called before the exit, to release anything that would outlive the
+            process, such as a socket's file.
     """
 
     def end_now(*_: object) -> None:

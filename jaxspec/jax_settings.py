@@ -4,8 +4,8 @@ A user may set `jax_enable_x64` or `jax_disable_jit` for other code in the proce
 of these change results, others break tracing. Programs are traced, compiled and called
 under the settings below, for one thread and one block at a time.
 
-Strict dtype promotion, no rank promotion and no reuse of keys are not set: programs
-satisfy them anyway, and all tests run with these checks.
+jax's checks for strict dtype promotion, rank promotion and reuse of keys are not set
+here: all tests run with them, so programs are known to pass them.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,8 @@ OWN_SETTINGS: dict[str, Any] = {
     # The engine reports NaN per request, and logits have infinities on purpose.
     "debug_nans": False,
     "debug_infs": False,
-    # Reports objects that a trace keeps on purpose, such as a grammar callback.
+    # This check would report objects that a trace keeps on purpose, such as a grammar
+    # callback.
     "check_tracer_leaks": False,
     "transfer_guard": "allow",
 }

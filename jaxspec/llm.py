@@ -70,7 +70,7 @@ class LLM:
 
         Raises:
             ConfigError: An argument is invalid or unknown.
-            NotImplementedError: An argument asks for an unsupported feature.
+            NotImplementedError: An argument needs an unsupported feature.
         """
         args = EngineArgs(
             model=model,
@@ -92,9 +92,9 @@ class LLM:
         self._finished: dict[str, RequestOutput] = {}
         # Errors of steps that ended a request, until that request's call raises them.
         self._failures: dict[str, Exception] = {}
-        # By request: the thread that enqueued it.
+        # Maps a request's id to the thread that enqueued it.
         self._enqueued: dict[str, int] = {}
-        # Running calls, by request.
+        # Maps a request's id to the call that waits for it.
         self._calls: dict[str, _Call] = {}
         if warm_up:
             self.warm_up()
@@ -156,7 +156,7 @@ class LLM:
 
         Raises:
             RequestError: A prompt or its parameters are invalid; nothing was run.
-            NotImplementedError: A parameter asks for an unsupported feature.
+            NotImplementedError: A parameter needs an unsupported feature.
         """
         prompt_list = join_token_ids(prompts, prompt_token_ids)
         refuse("lora_request", lora_request)
@@ -550,7 +550,7 @@ class LLM:
         return is_ours or not others or isinstance(error, EngineDeadError)
 
     def _add_again(self, call: "_Call") -> None:
-        """Restart other calls' requests, which an interrupt of this one has ended.
+        """Restart the requests of other calls that an interrupt of this call has ended.
 
         None of their outputs has been returned yet: requests are FINAL_ONLY.
         """
@@ -575,7 +575,7 @@ class _Call:
     """Requests that one call waits for.
 
     Attributes:
-        num_ended: Length of the prefix of `request_ids` that has ended.
+        num_ended: Number of leading requests of `request_ids` that have ended.
         ended: Outputs that the call has not processed yet.
     """
 

@@ -93,7 +93,8 @@ class RequestStateStats:
     properties have the names of vLLM's older `RequestMetrics` and are wall-clock times.
 
     Attributes:
-        queued_ts: Time at which the engine received the request, at `arrival_time`.
+        queued_ts: Time at which the engine received the request: `arrival_time` on the
+            monotonic clock.
         first_token_latency: Seconds from arrival to the first token.
     """
 

@@ -40,7 +40,7 @@ class Progress:
 
     @contextmanager
     def watch(self, engine: Announcer) -> Iterator[None]:
-        """Also show programs that the engine compiles meanwhile."""
+        """Within the block, also show programs that the engine compiles."""
         with self._bar:
             if not self._is_shown:  # another thread's bar may show them
                 yield

@@ -68,7 +68,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-# Fields that shape the distribution and that command lines and model files set.
+# Fields of the sampling distribution that command lines and model files can set.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 _FIXED = (bool, int, float, str, type(None), RequestOutputKind)
@@ -86,7 +86,8 @@ class SamplingParams:
     Attributes:
         temperature: Divides the logits; 0 is greedy.
         top_k: Keep this many most likely tokens; 0 or -1 keeps all.
-        top_p: Keep the most likely tokens up to this much probability.
+        top_p: Keep the smallest set of most likely tokens whose probabilities add up to
+            this.
         min_p: Drop tokens less likely than this times the most likely one.
         seed: The same seed gives the same text, whatever else runs; None uses the
             engine's seed.
@@ -154,7 +155,7 @@ class SamplingParams:
     trace_decode_token_ids: list[int] | None = None
 
     def __new__(cls, **given: object):
-        """Refuse unknown names, with a hint, before the fields are set."""
+        """Reject unknown names, with a hint, before the fields are set."""
         known = {item.name for item in dataclasses.fields(cls)}
         for name in given.keys() - known:
             hint = _REPLACED.get(name) or nearest(name, known, "see SamplingParams.")
@@ -187,7 +188,8 @@ class SamplingParams:
 
     def clone(self) -> "SamplingParams":
         """Return an independent copy."""
-        # Called for every request; `deepcopy` of the whole takes ten times as long.
+        # Copied by hand because every request is copied: `deepcopy` takes ten times as
+        # long.
         made = object.__new__(type(self))
         for name, value in vars(self).items():
             is_fixed = isinstance(value, _FIXED)
@@ -390,8 +392,8 @@ class BeamSearchParams:
         ignore_eos: Continue after an end of text.
         temperature: No effect: nothing is sampled, and texts are compared by the
             model's unmodified log-probabilities, as in vLLM.
-        length_penalty: Log-probabilities are divided by the length, with the prompt's,
-            to this power: above 0 longer texts are preferred.
+        length_penalty: Log-probabilities are divided by this power of the length, which
+            includes the prompt. Above 0, longer texts are preferred.
         include_stop_str_in_output: The server's texts include the token that ends them.
     """
 

@@ -29,7 +29,8 @@ from jaxspec_checkpoints import CheckpointError, files, model_files, read_config
 from jaxspec_checkpoints.reading import GGUF
 
 DTYPES = ("auto", "float32", "bfloat16")
-# Types of keys and values in pages; "auto" is the type of the weights.
+# Types that keys and values may have in pages; with "auto" they have the type of the
+# weights.
 KV_INT8, KV_FP8 = "int8", "fp8"
 KV_CACHE_DTYPES = ("auto", KV_INT8, KV_FP8)
 # Accepted names, with vLLM's second name of fp8.
@@ -51,7 +52,7 @@ def draft_hint(target: ModelConfig) -> str:
 
 
 def kv_widths(kv_cache_dtype: str, dtype_bytes: int) -> tuple[int, int]:
-    """Return the bytes of a value in the pages, and of the scale per token and head.
+    """Return the bytes of a value in the KV pages, and of a scale per token and head.
 
     Args:
         dtype_bytes: Bytes of a value of the weights.
@@ -62,7 +63,7 @@ def kv_widths(kv_cache_dtype: str, dtype_bytes: int) -> tuple[int, int]:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class GivenSizes:
-    """The sizes that the user has set; None: chosen for the devices.
+    """The sizes that the user has set; None if a size is chosen for the devices.
 
     Attributes:
         num_pages: `num_gpu_blocks_override`.
@@ -95,8 +96,8 @@ class GivenSizes:
 class EngineConfig:
     """The configuration of an engine.
 
-    Fields without a line here are arguments of the engine, which `EngineArgs` explains
-    under the same names, with their defaults.
+    Fields that are not listed here are arguments of the engine: `EngineArgs` documents
+    them under the same names, with their defaults.
 
     Attributes:
         model: Folder of the target model.

@@ -12,7 +12,7 @@ from jaxspec.errors import ConfigError, check_flag, check_integer, wrong_argumen
 MAX_HOSTS = 1024
 # The control channel uses the port after that of jax.distributed.
 MAX_MASTER_PORT = 2**16 - 2
-# The default of jax.distributed.
+# Seconds; the default of jax.distributed.
 DEFAULT_TIMEOUT_S = 300
 MIN_SECRET_BYTES = 16
 

@@ -1,7 +1,7 @@
 """The rule by which a lookup turns the matches it finds into drafts, as data.
 
-The device applies it (`jaxspec.program.propose`), and so does the host to estimate the
-acceptance of lookups (`jaxspec.engine.scheduling.lookup_estimator`).
+The device applies the rule (`jaxspec.program.propose`); the host applies it too, to
+estimate the acceptance of lookups (`jaxspec.engine.scheduling.lookup_estimator`).
 """
 
 import math

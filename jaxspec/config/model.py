@@ -125,7 +125,7 @@ class ModelConfig(ABC):
     ) -> "ModelConfig":
         """Read the content of a HuggingFace `config.json` of the class's family.
 
-        End tokens in `generation`, that of `generation_config.json`, are added.
+        End tokens in `generation`, the content of `generation_config.json`, are added.
 
         Raises:
             ConfigError: A size is missing, or a value is not allowed.
@@ -134,7 +134,7 @@ class ModelConfig(ABC):
 
     @property
     def period(self) -> int:
-        """Number of layers per loop iteration: the kinds of layers then repeat."""
+        """Number of layers per loop iteration: the period of the kinds of layers."""
         return 1
 
     @property
@@ -170,7 +170,10 @@ class ModelConfig(ABC):
 def end_tokens(
     config: Mapping[str, Any], generation: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Join the end tokens of both files: copies of one model differ in them."""
+    """Return the end tokens that either of the two files lists.
+
+    Both are read because copies of one model list different end tokens in them.
+    """
     tokens: list[Any] = []
     for source in (config, generation):
         given = source.get("eos_token_id")

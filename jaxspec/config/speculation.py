@@ -1,7 +1,8 @@
 """How drafts are proposed and verified: the speculative arguments and their limits.
 
-`jaxspec.config.methods` has the methods; `jaxspec.engine.speculative_args` makes a
-`SpeculativeConfig` of the names that three generations of arguments use.
+`jaxspec.config.methods` lists the methods. `jaxspec.engine.speculative_args` makes a
+`SpeculativeConfig` from any of the three sets of argument names that vLLM and this
+package have used.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,7 +56,7 @@ _CHOICES = {
     "draft_sample_method": ("probabilistic", "greedy"),
     "controller": (ADAPTIVE, FIXED),
 }
-# Minimum values of the integer arguments that may also be None.
+# Minimum values of the integer arguments, which may also be None.
 _LOWEST = {
     "disable_by_batch_size": 2,
     "max_model_len": 1,
@@ -82,13 +83,13 @@ class SpeculativeConfig:
         quantization: Quantization of the draft model's matrices, with the same values
             as the engine's `quantization`; None: as in the checkpoint.
         draft_vocab_size: Number of tokens, the most frequent ones, that a draft model
-            may propose (FR-Spec). The LM head is cut to their rows, which makes a pass
+            may propose (FR-Spec). The LM head keeps only their rows, which makes a pass
             cheaper and changes no text. None: all, or all in `draft_token_map`.
-        draft_token_map: JSON file of token ids, most frequent first, for a cut LM head.
-            Default: `draft_token_map.json` in the draft model's folder, which `python
-            -m jaxspec_checkpoints trim` writes.
+        draft_token_map: JSON file of token ids, most frequent first, for a trimmed LM
+            head. Default: `draft_token_map.json` in the draft model's folder, which
+            `python -m jaxspec_checkpoints trim` writes.
         num_speculative_tokens: Maximum number of draft tokens per step (K); a request
-            may ask for fewer. With a draft tree, the number of its drafts.
+            may set fewer. With a draft tree, the number of its drafts.
         num_side_leaves: Number of alternatives to each draft that are verified too: the
             next most likely tokens of the draft model. If the target chooses one of
             them, the step yields one token more.
@@ -202,7 +203,7 @@ class SpeculativeConfig:
 
     @property
     def is_one_tree(self) -> bool:
-        """Whether K is all levels or 0, as drafting fewer levels is not cheaper."""
+        """Whether K is either 0 or all levels: drafting fewer levels is not cheaper."""
         return self.speculative_token_tree is not None and self.parents is not None
 
     @property
@@ -214,7 +215,7 @@ class SpeculativeConfig:
         if rates is None:
             length = self.synthetic_acceptance_length
             assert length is not None
-            # in 3.5 of 5 drafts -> [1, 1, 0.5, 0, 0]
+            # mean length 3.5, K = 5 -> [1, 1, 0.5, 0, 0]
             places = range(self.num_speculative_tokens)
             rates = [min(max(length - 1 - place, 0.0), 1.0) for place in places]
         for rate in rates:
@@ -251,7 +252,7 @@ class SpeculativeConfig:
 
     @property
     def is_trimmed(self) -> bool:
-        """Whether a draft model's head is cut to some of the tokens."""
+        """Whether a draft model's head is trimmed to some of the tokens."""
         return self.draft_vocab_size is not None or self.draft_token_map is not None
 
     def _check_tree(self, info: Method) -> None:

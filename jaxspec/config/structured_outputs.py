@@ -1,4 +1,4 @@
-"""Structured outputs: the form of a generated text, with vLLM's names and rules.
+"""Structured outputs: constraints on a generated text, with vLLM's names and rules.
 
 `StructuredOutputsParams` belongs to a request, `StructuredOutputsConfig` to an engine.
 Owns the fields and their combinations; `jaxspec.engine.structured_output` turns them
@@ -33,11 +33,11 @@ DEFAULT_WHITESPACE_PATTERN = r" |\r?\n( {0,16}|\t{0,8})"
 @no_type_check
 @dataclass(kw_only=True)
 class StructuredOutputsParams:
-    """The form of a generated text: exactly one of the first five fields.
+    """The constraint on a generated text: exactly one of the first five fields is set.
 
-    Once a text matches the form and cannot be continued, only the model's end tokens
-    may follow. A text that ends early, by `max_tokens` or a stop string, is a prefix of
-    a matching text.
+    Once a text satisfies the constraint and cannot be continued, only the model's end
+    tokens may follow. A text that ends early, by `max_tokens` or a stop string, is a
+    prefix of a matching text.
 
     Attributes:
         json: A JSON schema, as a dict or as its text.

@@ -128,7 +128,7 @@ class Place(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """How often drafts at a place were compared with the target's token, and kept.
+    """How often drafts at a place were compared with the target's token, and accepted.
 
     A draft counts as compared if its parent was accepted, also if a sibling was: `rate`
     is the probability that the target's token is this draft, not the probability after

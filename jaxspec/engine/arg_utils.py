@@ -71,7 +71,7 @@ BUNDLED_DRAFT_TOKENS = 5
 _DRAFT_ARGUMENTS = ("speculative_config", "spec_model", "spec_method")
 _DRAFT_ARGUMENTS += ("speculative_model",)
 
-# First fields of the argument groups of a command line.
+# First field of each argument group in the command line's help.
 _FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "pipeline_parallel_size"
 _SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
 _DTYPES = {
@@ -167,7 +167,8 @@ class EngineArgs:
             most 512 MiB, but at least for one sequence.
         kv_cache_memory_bytes: Bytes of each device for the pages of both models,
             instead of the rest of `gpu_memory_utilization`.
-        num_gpu_blocks_override: Number of pages, instead of either of these.
+        num_gpu_blocks_override: Number of pages, instead of `gpu_memory_utilization`
+            and `kv_cache_memory_bytes`.
         kv_cache_dtype: Type of the keys and values of all models: "auto" is the type of
             the weights; "int8", with a scale for each token and head, and "fp8" (or
             "fp8_e4m3"), without scales, take half of bfloat16's memory. They change
@@ -194,8 +195,8 @@ class EngineArgs:
             fewer are clearly faster and leave most of the pages.
         scheduling_policy: "fcfs": first come, first served; "priority": lower
             `priority` first.
-        max_logprobs: Maximum number of logprobs that a request may ask for per token;
-            -1 allows the whole vocabulary, if it is small.
+        max_logprobs: Maximum number of logprobs that a request may have per token; -1
+            allows the whole vocabulary, if it is small.
         load_format: Format of the weights; "dummy": random weights for a config.json.
         skip_tokenizer_init: Read no tokenizer: prompts and outputs are token ids.
         generation_config: "auto" reads the model's recommended sampling parameters,
@@ -264,7 +265,7 @@ class EngineArgs:
     structured_outputs_config: dict[str, Any] | None = None
     kv_events_config: dict[str, Any] | None = None
 
-    # Speculation, three generations of it; see `jaxspec.engine.speculative_args`.
+    # Three ways to configure speculation; see `jaxspec.engine.speculative_args`.
     speculative_config: dict[str, Any] | None = None
     spec_method: str | None = None
     spec_model: str | None = None
@@ -449,7 +450,7 @@ class EngineArgs:
             )
         elif self.max_num_seqs is None and isinstance(num_pages, int):
             sizes["max_num_seqs"] = max(min(CPU_SIZES.num_seqs, num_pages), 1)
-        # Arguments without a line here are passed unchanged.
+        # Arguments that are not set below are passed unchanged.
         values: dict[str, Any] = _passed_on(self, EngineConfig)
         values |= dict(
             model=str(folder),
@@ -516,7 +517,7 @@ def _tokenizer_folder(args: EngineArgs, folder: Path) -> Path:
 
 
 def _passed_on(args: EngineArgs, record: Any) -> dict[str, Any]:
-    """Return the arguments for which a record has fields of the same names."""
+    """Return the arguments that are also fields of the dataclass `record`."""
     names = {item.name for item in fields(record)}
     return {
         item.name: getattr(args, item.name)
@@ -614,7 +615,7 @@ def _is_head(folder: Path) -> bool:
 def _without_pads(
     model: ModelConfig, draft: ModelConfig | None
 ) -> tuple[ModelConfig, ModelConfig | None]:
-    """Drop the padding rows by which one of two equal vocabularies is longer.
+    """Drop padding rows that only one of two otherwise equal vocabularies has.
 
     A larger difference than exporters' padding means another vocabulary, which
     `EngineConfig` rejects. `read_tokenizer` rejects a vocabulary that has lost rows

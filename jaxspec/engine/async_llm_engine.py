@@ -33,11 +33,11 @@ __all__ = ["AsyncEngineArgs", "AsyncLLMEngine", "EngineDeadError"]
 
 T = TypeVar("T")
 
-# Interval at which `sleep` checks whether requests are left.
+# Seconds between two checks of `sleep` whether requests are left.
 IDLE_POLL_S = 0.02
-# Texts that take more than some milliseconds to encode.
+# Length from which a text takes more than some milliseconds to encode.
 LONG_CHARACTERS = 20_000
-# Threads for long work: new grammars, long texts.
+# Number of threads for long work: new grammars, long texts.
 NUM_LONG_WORK = 2
 
 
@@ -231,7 +231,7 @@ class AsyncLLMEngine:
         return self.engine.choice
 
     async def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of requests that wait or run."""
         return sum(await self._each(LLMEngine.get_num_unfinished_requests))
 
     async def get_metrics(self) -> list[Metric]:
@@ -296,7 +296,7 @@ class AsyncLLMEngine:
         await self._each(lambda engine: engine.wake_up(tags))
 
     async def is_sleeping(self) -> bool:
-        """Whether any part is off the devices."""
+        """Return whether any part of an engine is off the devices."""
         return any(await self._each(LLMEngine.is_sleeping))
 
     async def pause_generation(self) -> None:
@@ -357,7 +357,7 @@ async def _add_prepared(
     try:
         await _done(driver.add_prepared(prepared, collector))
     except asyncio.CancelledError:
-        # The request may be admitted already: abort it.
+        # The request may have been admitted already, so it must be aborted.
         driver.take_back(collector)
         raise
 

@@ -9,7 +9,7 @@ from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import TILE
 
-# Tokens of the sequences that programs are timed with.
+# Number of tokens of the dummy sequences with which programs are timed.
 CONTEXT = 256
 
 
@@ -17,7 +17,7 @@ class Calibrator:
     """Times each program once, while no launch is in flight.
 
     Attributes:
-        timed: Rounds that were timed, or skipped for lack of pages.
+        timed: Kinds of rounds that were timed, or skipped because pages were lacking.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Calibrator:
         self._version = -1
 
     def run_next(self, scheduler: Scheduler, *, is_busy: bool) -> bool:
-        """Time one new program; most calls do nothing.
+        """Time one round of a new program; most calls have nothing to time.
 
         Nothing is timed while a program is being compiled, which slows the machine, or
         while a launch is in flight, whose time would include the calibration.
@@ -43,7 +43,8 @@ class Calibrator:
             is_busy: A launch is in flight.
 
         Returns:
-            Whether that launch must be read before another one starts.
+            Whether the launch in flight must be read before another one starts: a round
+            is left to time, which needs an idle device.
         """
         compiler = self._runner.compiler
         version = compiler.version
@@ -73,7 +74,7 @@ class Calibrator:
             if shape.is_draft_prefill or not (
                 shape.max_prompt_tokens or shape.features.has_grammar
             ):
-                # 0 drafts: while all rows wait for the draft model.
+                # 0 drafts: programs also run while all rows wait for draft prefill.
                 drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, max_k)})
                 rounds += [RoundKind(shape, k) for k in drafts]
         return [one for one in rounds if one not in self.timed]

@@ -1,8 +1,8 @@
 """Compiles programs in a background thread, so that requests need not wait.
 
 Owns the compiled programs and the queue of missing ones. A function passed in does the
-compiling. XLA releases Python's lock, so the engine meanwhile runs with the programs
-that it has.
+compiling. XLA releases the GIL while it compiles, so the engine keeps running with the
+programs that it already has.
 """
 
 import logging
@@ -19,9 +19,10 @@ from jaxspec.program.plan import StepShape
 
 _log = logging.getLogger(__name__)
 
-# Tracing and lowering hold Python's lock for seconds. A step of the engine acquires it
-# several times, each time after up to 5 ms with Python's default: during a trace, a
-# stream had 107 to 153 tokens/s with the default, and 141 to 175 with this.
+# Thread switch interval while a program is compiled. Tracing and lowering hold the GIL
+# for seconds. A step of the engine acquires it several times, each time after up to 5
+# ms with Python's default: during a trace, a stream had 107 to 153 tokens/s with the
+# default, and 141 to 175 with this.
 SWITCH_S = 0.0005
 
 
@@ -56,7 +57,7 @@ class Compiler:
         self._making: set[StepShape] = set()
         self._thread: threading.Thread | None = None
         self.is_exiting = self._has_finished = False
-        # Programs begun in an earlier generation, before `clear`, are dropped.
+        # `clear` begins a new generation; programs begun in an earlier one are dropped.
         self._generation, self._is_stopped = 0, False
         self.version = self.num_made = 0
         self.made_s = 0.0
@@ -69,7 +70,7 @@ class Compiler:
         return shape in self._programs
 
     def has_failed(self, shape: StepShape) -> bool:
-        """Whether compiling a program failed; it is not tried again."""
+        """Return whether compiling a program failed; it is not tried again."""
         return shape in self.failures
 
     @property
@@ -156,7 +157,7 @@ class Compiler:
     def clear(self) -> None:
         """Drop all programs, the queue and all errors, and return their memory."""
         with self._lock:
-            # Errors of the programs made from now on count again, also after `stop`.
+            # From now on, errors of programs count again, also after `stop`.
             self._is_stopped = False
             self._generation += 1
             self._programs = {}
@@ -190,7 +191,11 @@ class Compiler:
             thread.join()
 
     def _may_begin(self) -> bool:
-        """Whether this thread may begin a program: the exit would not interrupt it."""
+        """Return whether this thread may start to compile a program.
+
+        Once `finish_exit` has run, only the main thread may, because the exit does not
+        wait for other threads.
+        """
         is_main = threading.current_thread() is threading.main_thread()
         return is_main or not self._has_finished
 

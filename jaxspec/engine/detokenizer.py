@@ -14,7 +14,7 @@ _BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomp
 _CONTEXT = 6
 # Once the context has more tokens than this, it is cut to the last `_CONTEXT`.
 _MOST_CONTEXT = 18
-# Logprobs by position, in either of vLLM's two forms.
+# Logprobs by position, in either of vLLM's two representations.
 Logprobs = list[Any] | FlatLogprobs
 
 
@@ -132,7 +132,9 @@ class TextStream:
         self._known, self._read = whole, len(self._ids)
 
     def _append_plain(self) -> bool:
-        """Append the new tokens' texts, if none depends on context; most do not.
+        """Append the new tokens' texts; return False if one depends on its context.
+
+        Most tokens' texts do not.
 
         Bytes of an incomplete character are still among the new tokens.
         """
@@ -152,7 +154,10 @@ class TextStream:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
 
     def _match(self, before: int) -> str | None:
-        """Cut the text at the first stop string that the new part completes."""
+        """Cut the text at the first stop string that the new part completes.
+
+        Returns that stop string, or None.
+        """
         if not self._stops or len(self._text) == before:
             return None
         # The start depends on each stop string's length: otherwise a shorter one that
@@ -173,8 +178,8 @@ class TextStream:
 def _start_of_stop(text: str, stop: str) -> int:
     """Return the start of the longest suffix of `text` that is a prefix of `stop`.
 
-    Only positions of the stop's first character are compared: a stop string may be
-    very long, and this runs in every round.
+    Only positions of the stop string's first character are compared: a stop string may
+    be very long, and this runs in every round.
     """
     start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
     while start >= 0:
@@ -187,8 +192,8 @@ def _start_of_stop(text: str, stop: str) -> int:
 class LogprobStream:
     """Logprobs of one growing text and of its prompt.
 
-    Launches return `max_logprobs` candidates, and values for the most ids that a
-    request may name; here they are cut to the number that the request wants.
+    Launches return `max_logprobs` candidates, and values for as many ids as any request
+    may name in `logprob_token_ids`; this class keeps only those that the request wants.
 
     Attributes:
         cumulative: Sum of the logprobs of the text's tokens; None if not requested.
@@ -237,7 +242,7 @@ class LogprobStream:
         return None if self.cumulative is None else self._logprobs[count:]
 
     def push_prompt(self, values: TokenLogprobs) -> None:
-        """Add the next part of the prompt."""
+        """Append the logprobs of the next prompt tokens, if they were requested."""
         num_requested = self._params.prompt_logprobs
         if num_requested is None:
             return
@@ -268,7 +273,7 @@ class LogprobStream:
         count = values.top_ids.shape[-1] if returns_all else num_requested
         top_ids = values.top_ids[index, :count].tolist()
         if chosen:
-            # The rank of a token is known only among the most probable ones.
+            # Only tokens among the most probable ones have a known rank.
             ranks = {candidate: rank for rank, candidate in enumerate(top_ids, 1)}
             own = values.chosen[index, : len(chosen)].tolist()
             for candidate, value in zip(chosen, own, strict=True):

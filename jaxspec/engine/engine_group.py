@@ -80,7 +80,7 @@ class EngineGroup:
 
     @property
     def config(self) -> EngineConfig:
-        """The first engine's; the others differ only in their rank."""
+        """The first engine's configuration; the others differ only in their rank."""
         return self._first.config
 
     @property
@@ -97,7 +97,7 @@ class EngineGroup:
 
     @property
     def runner(self) -> Runner:
-        """The first engine's."""
+        """The first engine's runner."""
         return self._first.runner
 
     @exclusive
@@ -180,20 +180,20 @@ class EngineGroup:
         self._collect()
 
     def _each(self, function: Callable[[LLMEngine], T]) -> list[T]:
-        """Call a function with each engine, once none runs a step."""
+        """Call a function with each engine, once no engine is running a step."""
         self._settle()
         return [function(engine) for engine in self.engines]
 
     @exclusive
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do, or to return."""
+        """Return whether `step` has anything left to do, or to return."""
         if self._steps or self._outputs or self._error is not None:
             return True
         return any(engine.has_unfinished_requests() for engine in self.engines)
 
     @exclusive
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request waits or runs, or its outputs are still to be returned.
+        """Return whether a request waits or runs, or has outputs left to return.
 
         While steps are under way, this is also true of requests that have ended.
         """
@@ -205,7 +205,7 @@ class EngineGroup:
 
     @exclusive
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of requests that wait or run."""
         return sum(self._each(LLMEngine.get_num_unfinished_requests))
 
     @exclusive
@@ -243,7 +243,8 @@ class EngineGroup:
         """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`.
 
         Raises:
-            RequestError: Requests run, or another level; no engine sleeps then.
+            RequestError: Requests are running, or `level` is neither 1 nor 2; no engine
+                sleeps then.
         """
         count = self.get_num_unfinished_requests()
         if count:
@@ -260,7 +261,7 @@ class EngineGroup:
 
     @exclusive
     def is_sleeping(self) -> bool:
-        """Whether any part of any engine is off the devices."""
+        """Return whether any part of any engine is off the devices."""
         return any(self._each(LLMEngine.is_sleeping))
 
     def announce_compiles(self, announce: Callable[[str], None] | None) -> None:

@@ -17,8 +17,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# The class of reentrant locks in C. A `with` statement calls its `__exit__` directly.
-# In a method written in Python, an interrupt could prevent the release of the lock.
+# The class of reentrant locks, which is written in C: a `with` statement calls its
+# `__exit__` directly. In a method written in Python, an interrupt could prevent the
+# release of the lock.
 _RLock: Any = type(threading.RLock())
 
 

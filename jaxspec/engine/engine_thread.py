@@ -120,7 +120,7 @@ class EngineThread:
                     self._deliver(outputs)
 
     def _handle_calls(self, *, waits: bool) -> None:
-        """Run the queued calls; `waits` blocks until there is one."""
+        """Run the queued calls; if `waits`, block until there is at least one."""
         try:
             command = self._commands.get(block=waits, timeout=LOG_INTERVAL_S)
             while True:
@@ -138,7 +138,8 @@ class EngineThread:
         try:
             result.set_result(function(self._engine))
         except BaseException as error:
-            # Also for a panic: otherwise the caller would wait forever.
+            # Also for a Rust panic, which is no `Exception`: otherwise the caller would
+            # wait forever.
             result.set_exception(error)
             if not (isinstance(error, Exception) or is_panic(error)):
                 raise
@@ -195,7 +196,7 @@ class EngineDriver:
     def take_back(self, collector: "RequestOutputCollector") -> None:
         """Abort a request whose caller has left.
 
-        The collector identifies it: its id may belong to another request by then.
+        The collector identifies the request: another request may have its id by then.
         """
 
         def take_back(engine: LLMEngine) -> None:

@@ -22,8 +22,9 @@ from jaxspec.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-# Stack per character of a grammar. The library recurses for every rule of a chain, and
-# a full stack ends the process: 4,000 rules of 13 characters took 8 MiB.
+# Bytes of stack that are reserved per character of a grammar. The library recurses for
+# every rule of a chain, and a full stack ends the process: 4,000 rules of 13 characters
+# took 8 MiB.
 STACK_BYTES = 4096
 LEAST_STACK_BYTES = 2**24
 # Fuel of one mask: 0.1 to 0.5 s on one core of a server.
@@ -200,7 +201,7 @@ class _Lexer:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether its time, above 50 ms, may have used the fuel of one mask."""
+        """Whether it ran so long (50 ms) that it may have used the fuel of one mask."""
         return self.spent_s > MASK_FUEL / FUEL_PER_S
 
 
@@ -220,7 +221,8 @@ class Grammar:
     def __init__(self, text: str, vocabulary: Vocabulary):
         self._text, self.vocabulary = text, vocabulary
         self.warnings: list[str] = []
-        # None once it is used up, so that its memory is freed with its last matcher.
+        # None once the lexer is used up: its memory is then freed together with the
+        # last matcher that uses it.
         self._shared: _Lexer | None = self._with_stack(self._compile)
         self.drop_used_lexer()
 
@@ -312,10 +314,11 @@ class Matcher:
     A mask, and whether it can be computed, depends only on the tokens before it, not on
     other masks. The library's limits violate this: a lexer with more cached states uses
     less fuel for a mask and is nearer to its limit on states, and a lexer that has
-    failed never recovers. So the result that counts is that of a new lexer, which reads
-    the text and computes this mask. A new lexer is used when the present one fails, and
-    when the present one's time could have used the fuel of a mask. Before that a new
-    lexer cannot fail: the present one has already done all of its work.
+    failed never recovers. So the correct result is, by definition, that of a new lexer
+    which reads the text and computes only this mask. A new lexer is used when the
+    present one fails, and when the present one's time could have used the fuel of a
+    mask. Before that a new lexer cannot fail: the present one has already done all of
+    its work.
 
     Attributes:
         tokens: Tokens consumed so far.
@@ -337,7 +340,7 @@ class Matcher:
         return self._grammar.vocabulary.end_mask
 
     def read(self, token: int) -> bool:
-        """Consume a token that the mask before it allows; return whether it was.
+        """Consume a token that the mask allows; return whether it was consumed.
 
         Tokens after a complete text, and end tokens that the library does not accept,
         are not consumed.
@@ -395,7 +398,7 @@ class Matcher:
         return np.frombuffer(bits, np.uint32)
 
     def _certain_bits(self) -> bytes | None:
-        """Compute a mask; return None if a new lexer must confirm it."""
+        """Return the mask's bits; None if a new lexer must compute it again."""
         if self._lexer.is_used_up:
             if self._has_own_lexer:
                 return None
@@ -436,7 +439,7 @@ class Matcher:
     def _restart(self, tokens: list[int]) -> None:
         """Read a text with a lexer that no other matcher uses.
 
-        The time for this does not count: the fuel of a mask is separate.
+        The time for this does not count as the lexer's: a mask has fuel of its own.
 
         Raises:
             GrammarFailure: The library failed, or rejects a token.
@@ -447,7 +450,7 @@ class Matcher:
         self._lexer.spent_s, self._has_own_lexer = 0.0, True
 
     def _start(self, lexer: _Lexer, tokens: list[int]) -> None:
-        """Read a text with another lexer."""
+        """Read a text with `lexer`, in place of the present one."""
         self._lexer, self.tokens, self._has_own_lexer = lexer, tokens, False
         self._native = call_library(lexer.native.deep_copy)
         if not tokens:

@@ -58,7 +58,7 @@ class Prepared(NamedTuple):
     """A checked request of a caller, before it is queued."""
 
     request_id: str
-    requests: list[Request]  # one per text
+    requests: list[Request]  # one per text (`n`)
     parent: ParentRequest | None = None  # where there are several
 
 
@@ -139,7 +139,7 @@ class InputProcessor:
         return Prepared(request_id, children, parent)
 
     def _check_priority(self, priority: Any) -> None:
-        # As in vLLM, "fcfs" ignores it.
+        # As in vLLM, the policy "fcfs" ignores the priority.
         check_integer(RequestError, "priority", priority, low=-(2**31), high=2**31 - 1)
 
     @no_type_check
@@ -190,7 +190,7 @@ class InputProcessor:
         params.detokenize = False
 
     def check_form(self, form: StructuredOutputsParams) -> None:
-        """Check that a grammar can be compiled; it is cached for requests.
+        """Check that the grammar of `form` compiles; cache it for later requests.
 
         Raises:
             RequestError: It cannot.
@@ -333,12 +333,18 @@ def check_supported(params: SamplingParams) -> None:
 
 
 def _may_read_cache(params: SamplingParams) -> bool:
-    """Whether cached pages may be reused: they have no prompt logprobs."""
+    """Whether the request may reuse cached pages.
+
+    One that wants prompt logprobs may not: the cache does not store them.
+    """
     return params.prompt_logprobs is None and not params.skip_reading_prefix_cache
 
 
 def _compiled_logprobs(requested: int | None, num_logprobs: int) -> int | None:
-    """Return all candidates or none, so that one program serves any number."""
+    """Round the number of logprobs up to `num_logprobs`; None if none are requested.
+
+    So one program serves any number of them.
+    """
     return None if requested is None else num_logprobs
 
 

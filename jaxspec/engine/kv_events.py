@@ -3,7 +3,7 @@
 A message is (topic, number, batch): the number has 8 bytes, big-endian, from 0 on; the
 batch is msgpack of [time, events, engine], an event an array that begins with its name:
 ["BlockStored", keys, parent, token ids, tokens of a page, None, "GPU"],
-["BlockRemoved", keys, "GPU"] or ["AllBlocksCleared"]. That is what llm-d reads for
+["BlockRemoved", keys, "GPU"] or ["AllBlocksCleared"]. llm-d reads these events for
 precise prefix routing. ZeroMQ and msgpack are imported only if events are on.
 """
 
@@ -31,9 +31,10 @@ _log = logging.getLogger(__name__)
 MEDIUM = "GPU"
 # The number of the last message of a replay, which has no batch.
 END = (-1).to_bytes(8, "big", signed=True)
-# Interval at which replay requests are polled.
+# Seconds between two checks for replay requests.
 POLL_S = 0.1
-# Longest waits of `close`: for room in the queue, and for ZeroMQ to send its queue.
+# Maximum seconds that `close` waits for each of: room in the queue, and ZeroMQ sending
+# its own queue.
 CLOSE_S = 2.0
 
 
@@ -100,7 +101,7 @@ class KvEventPublisher:
         """Wait until queued events are sent and the sockets are closed.
 
         The thread closes the sockets itself, because a socket may only be used by one
-        thread. After a timeout it is no longer waited for.
+        thread. After a timeout, `close` returns although the thread still runs.
         """
         with contextlib.suppress(queue.Full):
             self._batches.put(None, timeout=CLOSE_S)
@@ -135,7 +136,7 @@ class KvEventPublisher:
         return socket
 
     def _address(self, address: str) -> str:
-        """Return the address for this engine's data parallel rank."""
+        """Return the address with the port of this engine's data parallel rank."""
         if not self._rank:
             return address
         if address.startswith("ipc:"):
@@ -179,7 +180,7 @@ class KvEventPublisher:
             kept = list(self._kept)
         for number, payload in kept:
             if number >= start:
-                # Send live events first: there may be thousands of old ones.
+                # First send all new events: there may be thousands of old ones.
                 while self._send_next(0.0):
                     pass
                 numbered = (number.to_bytes(8, "big"), payload)

@@ -109,7 +109,8 @@ class LLMEngine:
         self._launched: deque[tuple[Launch, Any, float]] = deque()
         self._last_read_ts = 0.0
         self._sleep = Sleep(config, self.runner)
-        # The program that must be compiled before `is_ready`; None without warm-up.
+        # The program that must be compiled before the engine `is_ready`; None without
+        # warm-up.
         self._first_program: StepShape | None = None
         self.calibrator = Calibrator(
             config, runner, self.policy, self.step_times, self._sleep
@@ -127,8 +128,9 @@ class LLMEngine:
         """Replace the tokenizer by one that differs e.g. in its chat template.
 
         Raises:
-            RequestError: Requests run.
-            ConfigError: It is no tokenizer of this package, or has other pieces.
+            RequestError: Requests are running.
+            ConfigError: The object is not a `Tokenizer` of this package, or has other
+                pieces.
         """
         if not isinstance(tokenizer, Tokenizer):
             hint = "Tokenizer.from_folder(folder, chat_template) makes one."
@@ -291,10 +293,11 @@ class LLMEngine:
             self._publisher.publish(events)
 
     def _restart(self, error: Exception) -> list[RequestOutput]:
-        """Restart after a failed launch; drop its tokens."""
+        """Restart after a failed launch; drop the launch's tokens."""
         self._launched.clear()
         if self.runner.followers is not None:
-            # The other processes cannot undo the launch.
+            # With several hosts the engine cannot go on: the other processes cannot
+            # undo the launch.
             reason = f"A launch failed: {error!r}"
             self.runner.followers.break_off(reason, may_be_loss=True)
             raise EngineDeadError(
@@ -318,7 +321,10 @@ class LLMEngine:
         return []
 
     def _at_work(self) -> list[Request]:
-        """Return the requests that a failure ends: running, else the first waiting."""
+        """Return the requests that a failure ends.
+
+        These are the running requests or, if none run, the first waiting one.
+        """
         scheduler = self.scheduler
         return scheduler.running or list(itertools.islice(scheduler.waiting, 1))
 
@@ -398,15 +404,15 @@ class LLMEngine:
         return self.output_processor.advance(advance, self.scheduler.finish)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do."""
+        """Return whether `step` has anything left to do."""
         return self.scheduler.has_unfinished() or bool(self._launched)
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request waits or runs."""
+        """Return whether a request waits or runs."""
         return request_id in self.output_processor
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of requests that wait or run."""
         return len(self.output_processor.streams)
 
     @exclusive
@@ -488,7 +494,8 @@ class LLMEngine:
             reset_connector: Accepted for vLLM's signature; there is no KV connector.
         """
         if reset_running_requests and self.scheduler.running:
-            # Unread tokens are sampled again, from the same seeds.
+            # Tokens that were not read yet are dropped here, and sampled again later
+            # with the same seeds.
             self._drain()
             self.scheduler.restart()
         is_done = self.scheduler.reset_prefix_cache()
@@ -504,7 +511,7 @@ class LLMEngine:
                 again. Pages are dropped in both.
 
         Raises:
-            RequestError: Requests run, or another level.
+            RequestError: Requests are running, or `level` is neither 1 nor 2.
         """
         check_level(level)
         count = self.get_num_unfinished_requests()
@@ -528,7 +535,7 @@ class LLMEngine:
         self._sleep.end(tags)
 
     def is_sleeping(self) -> bool:
-        """Whether any part is off the devices."""
+        """Return whether weights or pages are off the devices."""
         return self._sleep.level > 0
 
     def announce_compiles(self, announce: Callable[[str], None] | None) -> None:
@@ -556,12 +563,14 @@ class LLMEngine:
         for shape in self._wanted(prompt_tokens, sampling_params, with_on_demand=True):
             self.runner.executable(shape)
         with self.lock:
-            # Steps time the programs themselves while requests of other threads run.
+            # While requests of other threads run, `step` times the programs instead.
             if not self._launched:
                 self.calibrator.run_all(self.scheduler)
 
     def start_warm_up(self, sampling_params: Iterable[SamplingParams] = ()) -> None:
-        """Compile the same programs in the background, except on-demand ones.
+        """Compile programs as `warm_up` does, but in the background.
+
+        Programs that are compiled on demand are left out.
 
         Requests are served as soon as the first program is compiled.
 

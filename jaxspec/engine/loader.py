@@ -44,14 +44,14 @@ from jaxspec_checkpoints.reading import GGUF
 _log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json"}
-# vLLM's names, and the formats of checkpoints that they mean.
+# Maps vLLM's names of load formats to formats of checkpoints.
 _LOAD_FORMATS = {
     "auto": ("hf", "kaggle", "orbax", "gguf"),
     "safetensors": ("hf",),
     "orbax": ("kaggle", "orbax"),
     "gguf": ("gguf",),
 }
-# Fields that the leader decides for all hosts.
+# Fields of the configuration that the leader decides for all hosts.
 _DECIDED = ("dtype", "max_num_seqs", "max_num_batched_tokens", "num_pages")
 _DRAFT_DEVICES = "draft_tensor_parallel_size"
 _PARTS: tuple[str, ...] = ("weights", "kv_cache")
@@ -149,7 +149,8 @@ def _make_leading(config: EngineConfig, followers: Followers | None) -> Runner:
     config, mesh, sharding = spread_draft(config, mesh, others=others)
     config, plan = fit(config, mesh, others=others)
     if followers is not None:
-        # "auto" depends on the host's CPU, so the leader resolves it for all.
+        # The type that "auto" means depends on the host's CPU, so the leader resolves
+        # it for all hosts.
         dtype = str(resolve_dtype(config.dtype, mesh))
         config = dataclasses.replace(config, dtype=dtype)
         followers.send("load", _decided(config))
@@ -178,7 +179,7 @@ def _load(config: EngineConfig, mesh: Mesh, followers: Followers | None) -> Runn
 
 
 def _decided(config: EngineConfig) -> dict[str, Any]:
-    """Return fields that the leader decides; `make_following_runner` applies them."""
+    """Return the leader's decisions; `make_following_runner` applies them."""
     values = {name: getattr(config, name) for name in _DECIDED}
     if config.speculative is not None:
         devices = config.speculative.draft_tensor_parallel_size
@@ -304,7 +305,8 @@ def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tens
     try:
         checkpoint = open_checkpoint(folder, layouts()).resolved()
     except CheckpointError as error:
-        # Name the argument: target and draft have the same errors.
+        # Name the argument: otherwise the message would not say whether the target or
+        # the draft is meant.
         message = f"{argument}: {error}"
         raise ConfigError(message, parameter=argument, value=folder) from error
     load_format = config.load_format
@@ -341,7 +343,7 @@ class Sleep:
         """Free weights and pages; do nothing if the engine sleeps already.
 
         Raises:
-            RequestError: Another level than 1 or 2.
+            RequestError: The level is neither 1 nor 2.
         """
         level = check_level(level)
         if self._asleep:
@@ -356,7 +358,7 @@ class Sleep:
         """Restore the parts named in `tags`, or (None) all missing parts.
 
         Raises:
-            RequestError: An unknown tag.
+            RequestError: A tag is unknown.
         """
         wanted = _PARTS if tags is None else tags
         if not isinstance(wanted, (list, tuple)):

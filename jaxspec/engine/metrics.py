@@ -35,16 +35,19 @@ _PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
 _PER_TOKEN_S += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _PER_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0)
 _PER_REQUEST_S += (50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
-# From a tiny pair on a GPU to a large one on a CPU.
+# Histogram bounds in seconds: from rounds of a tiny pair on a GPU to those of a large
+# pair on a CPU.
 _ROUND_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075)
 _ROUND_S += (0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-# The goal is below 0.001 with 64 sequences.
+# Histogram bounds of the host's time per step; the goal is below 0.001 s with 64
+# sequences.
 _HOST_S = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.0025, 0.005, 0.01)
 _HOST_S += (0.025, 0.05, 0.1, 0.25, 1.0)
 _ITERATION_TOKENS = (1, *(1 << power for power in range(3, 15)))
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-# Acceptance is checked over this many draft tokens; below this rate it is low.
+# Number of draft tokens over which acceptance is checked, and the rate below which a
+# warning is logged.
 _COMPARED, _LOW_ACCEPTANCE = 2000, 0.3
 _CAUSES = (
     "a chat template that is missing or not the model's own; a draft model of another "
@@ -139,7 +142,7 @@ class EngineMetrics:
         self._config, self._stats, self._memory = config, stats, memory
         rank, count = config.data_parallel_rank, config.data_parallel_size
         self._labels = {"model_name": config.served_model_name, "engine": str(rank)}
-        # Prefix of log lines, if there are several engines.
+        # Prefix of log lines; empty if there is a single engine.
         self._place = f"Engine {rank:03d}: " if count > 1 else ""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -163,7 +166,8 @@ class EngineMetrics:
         self._seen = {name: Distribution(edges) for name, edges in bounds.items()}
         self._round_s, self._host_s = Distribution(_ROUND_S), Distribution(_HOST_S)
         self._expected_s, self._error_s = Distribution(_ROUND_S), 0.0
-        # All K from the start, so that rates include the first launch of each.
+        # Launches by K. All K are present from the start, so that rates include the
+        # first launch of each.
         self._launches = dict.fromkeys(range(config.num_draft_tokens + 1), 0)
         self._last_log = (time.monotonic(), 0, copy.deepcopy(stats))
         self._was_busy = False
@@ -239,7 +243,7 @@ class EngineMetrics:
     def add_answered(self, num_texts: int, most_tokens: int) -> None:
         """Count a finished request of `num_texts` texts.
 
-        `add_finished` counts each of the texts as well.
+        `add_finished` additionally counts each of the texts.
 
         Args:
             most_tokens: Length of the longest text.
@@ -406,8 +410,8 @@ class EngineMetrics:
     def _cache(self) -> dict[str, str]:
         """Return the labels of `cache_config_info`, with vLLM's names.
 
-        vLLM's metric has all fields of its `CacheConfig`; those of features that do not
-        exist here (state-space models, shared keys, offloading) are left out.
+        vLLM's metric has all fields of its `CacheConfig`. Fields of features that do
+        not exist here (state-space models, shared keys, offloading) are left out.
         """
         config, given = self._config, self._config.given
         share = given and given.gpu_memory_utilization

@@ -44,7 +44,7 @@ _ALLOWED = (
     "files owner/name:Q4_K_M), a Kaggle handle owner/model/framework/variation, or "
     f"{one_of(_BUNDLED)}"
 )
-# Names in generation_config.json, and ours.
+# Maps names in generation_config.json to names of SamplingParams.
 _OUR_NAMES = {name: name for name in (*SAMPLING_FIELDS, "repetition_penalty")}
 _OUR_NAMES["max_new_tokens"] = "max_tokens"
 

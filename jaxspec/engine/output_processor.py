@@ -72,10 +72,10 @@ class ParentRequest:
         self._num_running -= output.finished
 
     def make_output(self) -> RequestOutput | None:
-        """Merge the new outputs into one; None if `output_kind` returns none now.
+        """Merge the new outputs into one; None if `output_kind` has no output now.
 
-        The final output has all texts. Deltas have only texts with new tokens; other
-        outputs repeat those without.
+        The final output has all texts. Deltas have only the texts with new tokens;
+        cumulative outputs also repeat the texts without new tokens.
         """
         kind = self._params.output_kind
         is_finished = not self._num_running
@@ -113,7 +113,7 @@ class OriginStream:
     ) -> None:
         """Add the tokens of one round: accepted drafts, then the target's token.
 
-        A text that an accepted draft ended has no token of the target.
+        If an accepted draft ended the text, no token of the target follows.
 
         Args:
             num_side_tokens: Accepted draft tokens of side branches. The token after
@@ -285,7 +285,7 @@ class OutputProcessor:
         )
 
     def callers_of(self, requests: Iterable[Request]) -> set[str]:
-        """Return the callers' ids of requests: with n > 1, those of the parents."""
+        """Return the ids that callers gave to requests; the parents' with n > 1."""
         ids = [request.request_id for request in requests]
         parents = [self.streams[one].parent_or_none for one in ids]
         return {
@@ -337,7 +337,8 @@ class OutputProcessor:
             stream = self.streams[part.request.request_id]
             if part.is_done or not stream.is_fast:
                 self._read(stream, part, finish)
-                # Prompt logprobs alone are no output: the first token follows.
+                # Prompt logprobs alone make no output: they are returned with the first
+                # token.
                 has_news = part.is_done or part.token_ids
                 output = self._make_output(stream) if has_news else None
             else:
@@ -485,7 +486,7 @@ def _origins(
 
 
 def _is_stop(request: Request) -> bool:
-    """Whether the newest token ended the request, rather than its length."""
+    """Return whether the newest token ended the request, rather than its length."""
     last = request.num_tokens - 1
     is_allowed = last >= request.min_total
     return is_allowed and request.output_token_ids[-1] in request.stop_ids

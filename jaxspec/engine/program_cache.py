@@ -1,10 +1,11 @@
 """Compiled programs on disk: a second start neither traces nor compiles them.
 
 Builds executables: reads them from a folder, or lowers, compiles and saves them there.
-jax's own cache is keyed by the lowered program, and tracing and lowering take as long
-as reading an executable. Here the file name is a digest of the inputs of tracing: the
-packages' sources, the configuration, shapes and placement of the arguments, the
-devices, the versions, and jax's settings. None of these settings is changed.
+jax's own cache is keyed by the lowered program, so it saves neither tracing nor
+lowering, which take as long as reading an executable. Here the file name is a digest of
+the inputs of tracing: the packages' sources, the configuration, shapes and placement of
+the arguments, the devices, the versions, and jax's settings. None of these settings is
+changed.
 
 Several threads and processes may build programs at once. A folder contains code: anyone
 who can write to it can run arbitrary code in the processes that read it.
@@ -109,7 +110,8 @@ class ProgramCache:
         """
         path = self.path(program, shape, arguments, options)
         if path is None:
-            # Another name than that of saved programs: jax's cache may store this one.
+            # Named differently from saved programs, because jax's cache may store this
+            # one.
             name = f"{program_name(shape)}_unkept"
             return _compile(program, shape, arguments, options, name)
         start = time.monotonic()
@@ -327,7 +329,7 @@ def _part_of(mesh: Mesh) -> tuple[int, int]:
 
 
 def _parts(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
-    """Return the part of an array on each device, independent of its notation."""
+    """Return the part of an array on each device, however the sharding is written."""
     if sharding.is_fully_replicated:
         return None
     indices = sharding.devices_indices_map(shape)
@@ -379,7 +381,10 @@ def _about(devices: Sequence[Any]) -> Iterator[object]:
 
 @cache
 def _plugin_versions() -> list[str]:
-    """Return versions of GPU compilers, which a described GPU's client lacks."""
+    """Return the versions of jax's GPU plugins, which contain compilers.
+
+    The client of a described (AOT) GPU does not report them.
+    """
     return sorted(
         f"{distribution.name} {distribution.version}"
         for distribution in metadata.distributions()

@@ -61,8 +61,8 @@ from jaxspec_kernels import native
 
 _log = logging.getLogger(__name__)
 
-# Variables with the share of GPU memory that jax reserves: the current name, and the
-# next one.
+# Environment variables that set the share of GPU memory that jax reserves: the current
+# name, and the name that is to replace it.
 POOL_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 
 
@@ -81,7 +81,7 @@ class Runner:
         memory: Memory plan of the devices; None if there is none.
         temporary_bytes: Temporaries of the largest program on one device, as compiled;
             0 if the plan has no limit.
-        code_bytes: The same for the code of all programs.
+        code_bytes: Bytes of the code of all programs on one device.
     """
 
     def __init__(
@@ -178,7 +178,8 @@ class Runner:
         built = self.cache.build(self.program, shape, arguments, self.compiler_options)
         self._compare_with_plan(built.executable)
         if self.followers is not None:
-            # Otherwise a launch would wait for a follower, and count as slow.
+            # Wait for the followers: otherwise a launch would wait for them, and its
+            # time would count as slow.
             self.followers.wait(number)
         return built.executable, layout
 
@@ -283,11 +284,11 @@ class Runner:
         plan, placement = vector, self._plan_placement
         if not placement.is_fully_addressable:
             plan = put(vector, placement)
-        # The plan is the only copy to the devices. If they all belong to this process,
-        # the call copies it: `jax.device_put` would take a fifth of a small model's
-        # host time (0.13 of 0.64 ms, the bundled target on two cores).
-        # These are the settings of `own_settings` that calls read; setting all of them
-        # would take 20 us.
+        # The plan is the only copy to the devices. If all devices belong to this
+        # process, the compiled call copies the plan: `jax.device_put` would take a
+        # fifth of a small model's host time (0.13 of 0.64 ms, the bundled target on two
+        # cores). These are the settings of `own_settings` that calls read; setting all
+        # of them would take 20 us.
         with (
             jax.transfer_guard_host_to_device("allow"),
             jax.disable_jit(False),
@@ -310,7 +311,8 @@ class Runner:
 
         Args:
             pages: Pages to write to, with room for some tokens more than `context`.
-            num_runs: Consecutive rounds of one measurement; the faster of two counts.
+            num_runs: Consecutive rounds of one measurement; the faster of two
+                measurements counts.
         """
         values = dict(
             shape=shape_values(round_kind.shape),
@@ -546,7 +548,7 @@ def join(hosts: HostsConfig) -> None:
     Raises:
         ConfigError: The leader's port is in use, or a process did not connect.
     """
-    # Its handler of SIGTERM would replace the server's.
+    # The service's handler of SIGTERM would replace the server's.
     jax.config.update("jax_enable_preemption_service", False)
     where = f"{hosts.master_addr}:{hosts.master_port}"
     try:
@@ -555,7 +557,7 @@ def join(hosts: HostsConfig) -> None:
             hosts.nnodes,
             hosts.node_rank,
             cluster_detection_method="deactivate",
-            # jax's default is all networks of the host.
+            # By default, jax would listen on all networks of the host.
             coordinator_bind_address=where,
             initialization_timeout=hosts.timeout_s,
             # A process counts as lost after two missed heartbeats.
@@ -621,7 +623,7 @@ def devices_of(config: EngineConfig, devices: Sequence[Any]) -> Sequence[Any]:
 
 
 def has_cuda_plugin() -> bool:
-    """Whether jax's plugin for NVIDIA GPUs is installed."""
+    """Return whether jax's plugin for NVIDIA GPUs is installed."""
     if find_spec("jax_plugins") is None:
         return False
     return any(find_spec(f"jax_plugins.xla_cuda{major}") for major in (12, 13))

@@ -1,4 +1,4 @@
-"""Owns the merge of the speculative arguments: three generations, one meaning.
+"""Merges the three ways to configure speculation into one dict of settings.
 
 `speculative_model=` and its companions, `speculative_config={...}` and `spec_model=`
 may be mixed as long as they do not contradict each other. Knows nothing about folders
@@ -73,7 +73,7 @@ _SPECULATIVE_LATER = (
     "use_heterogeneous_vocab",
     "num_speculative_tokens_per_batch_size",
 )
-# Keys of removed features, and the alternatives.
+# Keys of removed features, and what to use instead.
 _DYNAMIC = (
     "Dynamic trees were removed: they reached 0.59 to 1.05 of plain decoding. Use a "
     f"static tree ({TREE_KEY}), num_side_leaves or a chain."
@@ -97,7 +97,10 @@ _PARALLEL = "parallel_drafting"
 def merge_speculative_arguments(
     arguments: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Join the three generations of `arguments` into keys of `SpeculativeConfig`.
+    """Merge the three ways to configure speculation into `SpeculativeConfig` keys.
+
+    The ways are `speculative_model=` and its companions, `speculative_config=`, and
+    `spec_model=`.
 
     Returns:
         None if no argument enables speculation.
@@ -312,7 +315,7 @@ def _refuse_keys_of_others(merged: Mapping[str, Any], method: str) -> None:
 
 
 def _settle_lookup(merged: dict[str, Any], *, is_first_generation: bool) -> None:
-    """Fill in the lookup lengths, by the rules of the arguments' generation.
+    """Fill in the lookup lengths, by the rules of the arguments that were used.
 
     `speculative_model="[ngram]"` requires the longest length, and the shortest defaults
     to 1. With method NGRAM in the dict, both default to the one that is given, or to 5.

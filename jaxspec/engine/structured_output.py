@@ -56,12 +56,13 @@ SLOW_MASK_S = 0.02
 # Wall time that a program waits for the masks of one row, and of all rows. A round with
 # 5 drafts requests masks 6 times: other rows wait 0.9 s at most.
 MAX_ROW_WAIT_S, MAX_WAIT_S = 0.05, 0.15
-# Masks computed between launches after the first late mask of a text; n times this
-# number after the n-th.
+# After the first late mask of a text, this many of its masks are computed between
+# launches; after the n-th late mask, n times as many.
 NUM_SLOW_MASKS = 16
-# Threads that still compute masks for which a program has stopped waiting.
+# Maximum number of threads that still compute masks for which a program has stopped
+# waiting.
 MAX_LATE_THREADS = 4
-# CPU time for all masks of one text: 10,000 tokens at 1 ms.
+# Maximum CPU time for all masks of one text: enough for 10,000 tokens at 1 ms.
 MAX_TEXT_S = 10.0
 # Threads that compute masks between launches.
 NUM_MASK_THREADS = 2
@@ -77,7 +78,7 @@ _DEFAULTS = StructuredOutputsConfig()
 
 
 class Failure(NamedTuple):
-    """Where the grammar of a text failed, and why.
+    """The place where the grammar of a text failed, and the reason.
 
     Attributes:
         tokens: Tokens of the text before the mask that could not be computed.
@@ -106,8 +107,8 @@ class GrammarState:
         spent_s: CPU time spent on the text so far.
         late_length: Number of tokens before the late mask, until the mask has been
             computed. Later tokens are invalid.
-        ready: Number of tokens of a slow text, and the mask after them: its next launch
-            has no drafts.
+        ready: Number of tokens of a slow text, and the mask after them. It is the only
+            mask that the next launch needs, because slow texts have no drafts.
     """
 
     matcher: Matcher
@@ -117,7 +118,8 @@ class GrammarState:
     grammar_id: int = 0
     tokens: list[int] = field(default_factory=list)
     failures: tuple[Failure, ...] = ()
-    # Masks by the drafts before them: the target's pass requests the draft's again.
+    # Masks by the drafts before them, because the target's pass requests the same masks
+    # as the draft model's passes.
     known_masks: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     spent_s: float = 0.0
@@ -192,6 +194,8 @@ class GrammarState:
     def failure_in(self, text: list[int]) -> Failure | None:
         """Return a failure after which the text has further tokens, or None.
 
+        Those tokens are invalid, as no mask was computed for them.
+
         Called by the engine's thread, while other threads compute masks.
         """
         for failure in self.failures:
@@ -205,7 +209,8 @@ class GrammarState:
 
         Args:
             num_tokens: Known tokens of the sequence, its prompt included.
-            newest: The last of them; the earlier ones must be known here.
+            newest: The last of those tokens; earlier tokens must be known from previous
+                calls.
         """
         length = num_tokens - self.num_prompt
         assert length >= 0, "masks were requested before the prompt was prefilled"
@@ -248,7 +253,7 @@ class GrammarState:
                 self._fail(failure)
 
     def _read(self, token: int) -> None:
-        """Read a token that the mask before it allows."""
+        """Let the matcher consume a token that the mask before it allows."""
         is_next = len(self.matcher.tokens) == len(self.tokens)
         self.tokens.append(token)
         if not is_next or self._has_failed:
@@ -370,7 +375,7 @@ class _Job:
             self._running.release()
 
     def wait(self, until: float) -> int:
-        """Wait as long as answers arrive in time; return the number of answers.
+        """Wait while answers arrive in time; return the number of answers.
 
         Args:
             until: Latest return, by `time.monotonic`.
@@ -397,7 +402,7 @@ class _Worker:
         self._thread = threading.Thread(
             target=_run_jobs, args=(self._jobs,), name="jaxspec-launch-masks"
         )
-        # At exit, only its calls into the library are waited for.
+        # A daemon: at exit, only its calls into the library are waited for.
         self._thread.daemon = True
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
@@ -473,7 +478,8 @@ class TokenMasks:
             ready = state.ready_mask(int(num_tokens[row]))
             is_late = state.late_length is not None
             if is_late or ready is not None or (is_of_draft and state.is_slow):
-                # Its drafts are rejected or not used: masks after them are not needed.
+                # The row allows only the end token, so its drafts are rejected or not
+                # used: masks after them are not needed.
                 masks[row] = state.matcher.end_mask[: self._words]
                 if ready is not None and not (is_late or is_of_draft):
                     masks[row, 0] = ready[: self._words]
@@ -513,7 +519,8 @@ class TokenMasks:
             if worker is not None:
                 self._late_threads.append(worker.stop())
                 self._worker = None
-            # The first one is slow; the others may be fast: use another thread.
+            # The first question is slow; the others may be fast, so another thread
+            # answers them.
             has_time = worker is not None and time.monotonic() < until
             for one in left[:1] if has_time else left:
                 one.state.set_late(one.num_tokens)

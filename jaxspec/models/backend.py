@@ -1,9 +1,9 @@
-"""Where a model's operations run: which kernels, split over which devices.
+"""Where a model's operations run: in which kernels, split over which devices.
 
 XLA splits matrix products by itself, following the placement of the weights. It cannot
-split a kernel, so attention runs under `shard_map` on each device's heads. So does the
-reference implementation, so that tests on eight CPU devices cover the split that every
-backend uses.
+split a kernel, so attention runs under `shard_map` on each device's heads. The
+reference implementation also runs there, so that tests on eight CPU devices cover the
+split that every backend uses.
 """
 
 import functools
@@ -43,7 +43,10 @@ class Backend:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether half a layer may run as one operation, not `write` and `attend`."""
+        """Whether each half of a layer may run as one operation.
+
+        Otherwise `write` and `attend` are separate operations.
+        """
         return resolve("decoder_blocks", self.implementation) == "cpu"
 
     def split(

@@ -1,4 +1,4 @@
-"""The input of a forward pass: one flat batch of tokens, cut into regions.
+"""The input of a forward pass: one flat batch of tokens, divided into regions.
 
 Projections take all rows at once, so that weights are read once; attention is called
 per region, because each has its own number of queries per sequence.

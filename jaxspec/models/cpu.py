@@ -1,8 +1,8 @@
 """Code that networks need to be fast and bit-exact on CPUs.
 
 Owns the matrix layouts that the C++ operations read, calls of those operations, and
-workarounds for XLA:CPU where they are not available. Each names its reason and the test
-that fails without it. Three more are elsewhere: the sums of norms in
+workarounds for XLA:CPU where they are not available. Each workaround names its reason
+and the test that fails without it. Three more are elsewhere: the sums of norms in
 `jaxspec_kernels.sums` (`tests/models/test_same_bits.py`), bf16 pages as uint16 in
 `jaxspec_kernels.bits` (`tests/program/test_step.py`), and the largest value by two
 maxima instead of argmax in `passes.lowest` (`tests/models/test_cpu.py`).
@@ -77,7 +77,7 @@ def has_bfloat16() -> bool:
 
 @functools.cache
 def compiler_options() -> dict[str, str | bool] | None:
-    """Compile options for CPU devices; None if this XLA does not know them."""
+    """Return compiler options for CPU devices; None if this XLA does not know them."""
     nothing = jax.jit(lambda: 0, compiler_options=COMPILER_OPTIONS)  # noqa: TID251
     try:
         nothing.lower().compile()
@@ -229,12 +229,13 @@ class NativeMatrix(Matrix):
 class HalfMatrix(NativeMatrix):
     """A float32 matrix stored as bfloat16: exact, and half the bytes to read.
 
-    For checkpoints that were published in bfloat16, run with float32 arithmetic.
+    Used for checkpoints that were published in bfloat16 and run with float32
+    arithmetic.
     """
 
     @classmethod
     def of(cls, values: Any) -> "HalfMatrix":
-        """Raise `ValueError` for values that are not exact in bfloat16."""
+        """Convert the values; raise `ValueError` if one is not exact in bfloat16."""
         made = cls(_panels_of(values, jnp.bfloat16), *values.shape)
         is_there = not isinstance(values, jax.ShapeDtypeStruct)
         if is_there and not np.array_equal(made.values, values, equal_nan=True):

@@ -1,4 +1,4 @@
-"""Registry of model families, and the way from a `config.json` to its family.
+"""Registry of model families, and the lookup of a `config.json`'s family.
 
 Modules that import jax are given by name, so that configs can be read without jax.
 
@@ -33,7 +33,7 @@ from jaxspec_checkpoints.gemma.published import GEMMA2, GEMMA3
 
 @runtime_checkable
 class Turns(Protocol):
-    """Writes conversations for a model without a chat template.
+    """Formats conversations as prompts, for a model without a chat template.
 
     Attributes:
         markers: Pieces that begin and end a turn.
@@ -78,7 +78,7 @@ class Family:
         architecture: HuggingFace's class name of its models.
         network: Module with the functions of `jaxspec.models.network.Functions`.
         layout: The tensors of a checkpoint, and which sizes were published.
-        turns: Writes chats for a model without a template; None if not supported.
+        turns: Formats chats for a model without a template; None if not supported.
     """
 
     config: type[ModelConfig]
@@ -88,7 +88,7 @@ class Family:
     turns: Turns | None = None
 
 
-# Turns for tokenizers without a model, whose family is unknown.
+# Turns for a tokenizer that is used without a model, so that the family is unknown.
 DEFAULT_TURNS = GemmaTurns()
 
 _FAMILIES = (

@@ -71,7 +71,10 @@ def rotate(
 
 
 def gate_block(intermediate_size: int) -> int:
-    """Return how many rows of the gate, then of up, alternate in the fused matrix."""
+    """Return the number of rows of a block in the fused matrix.
+
+    Blocks of gate rows and of up rows alternate in it.
+    """
     return math.gcd(intermediate_size, 128)
 
 

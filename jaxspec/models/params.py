@@ -45,7 +45,7 @@ class ParamSpec:
 
     @property
     def num_values(self) -> int:
-        """Number of values, without those that a form adds."""
+        """Number of values, without those that a storage form adds, such as padding."""
         return math.prod(self.shape)
 
     def sharding(self, mesh: Mesh, mesh_axes: tuple[str, ...]) -> NamedSharding:

@@ -37,7 +37,8 @@ class Quantized:
 def scales_sharding(sharding: NamedSharding, num_groups: int) -> NamedSharding:
     """Return the placement of [out, group] scales, from that of the values.
 
-    Split as the outputs are, and as the features are if groups divide likewise.
+    Outputs are split as those of the values are. Groups are split as the features are,
+    if their number divides evenly.
     """
     outputs, features = sharding.spec
     names = (features,) if isinstance(features, str) else features or ()

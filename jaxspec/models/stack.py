@@ -1,4 +1,4 @@
-"""The two forms of a network's layers: separate, or scanned.
+"""Runs a network's layers in one of two forms: separate, or scanned.
 
 A separate layer has its own parameters, its own pages and its own operations in a
 program. Scanned (`ModelConfig.scan_layers`), layers of the same kind share one array
@@ -170,7 +170,7 @@ def stacked_place(config: ModelConfig, path: ParamPath) -> tuple[ParamPath, int]
 def put(whole: Any, part: Any, entry: int, count: int) -> Any:
     """Write `part` into a stack of `count` entries, which the first call creates.
 
-    In place: no parameter ever has two whole stacks in memory.
+    The write is in place: no parameter ever has two whole stacks in memory.
 
     Args:
         whole, part: Trees of arrays, or of their shapes.

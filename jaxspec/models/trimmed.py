@@ -1,9 +1,9 @@
 """A trimmed vocabulary: keep some rows of a draft's head, and widen its logits again.
 
-A small model spends much of a pass on the logits of rare tokens. A head cut to the most
-frequent tokens is a fraction of the matrix. Tokens without a row have probability 0 in
-the draft's distribution, so rules that compare it with the target's remain exact. Any
-token may be an input: the embedding is complete.
+A small model spends much of a pass on the logits of rare tokens. A head with the rows
+of the most frequent tokens only is a fraction of the matrix. Tokens without a row have
+probability 0 in the draft's distribution, so rules that compare it with the target's
+remain exact. Any token may be an input: the embedding is complete.
 
 References: Zhao et al. 2025, arXiv:2502.14856 (FR-Spec).
 """
@@ -75,7 +75,7 @@ def with_kept_rows(
 
 
 def _kept(name: str) -> str:
-    """Name of a trimmed head among canonical tensors; no checkpoint contains it."""
+    """Return the name of a trimmed head among tensors; no checkpoint contains it."""
     return f"{name}, kept rows"
 
 

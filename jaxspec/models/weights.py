@@ -1,4 +1,4 @@
-"""Makes a network's parameters of canonical tensors (HuggingFace names, (out, in)).
+"""Makes a network's parameters from canonical tensors: HuggingFace names, (out, in).
 
 Loaded, random and abstract parameters all follow from `declare`. `jaxspec_checkpoints`
 reads files and places each device's shard.
@@ -61,7 +61,8 @@ def declare(
     """Return the declarations of all parameters, as these devices store them.
 
     Args:
-        are_bfloat16: As for `choose_forms`; None: as the model's files say.
+        are_bfloat16: As for `choose_forms`; None if the type in the model's files
+            decides.
         is_trained: As for `choose_forms`.
     """
     parts = num_parts(mesh, mesh_axes)
@@ -349,7 +350,8 @@ def random_params(
                 make = _quantizing(make, spec.scheme)
                 groups = spec.scheme.num_groups(spec.shape[1])
                 placed = sharding, scales_sharding(sharding, groups)
-            # Compiled: only a compiled function allocates the shards alone.
+            # Compiled, because only a compiled function allocates the shards without
+            # the whole array.
             makers[kind] = jax.jit(make, out_shardings=placed)  # noqa: TID251
         key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
         made = makers[kind](jax.random.key_data(key))
@@ -383,7 +385,9 @@ def _random_matrix(
     block: int,
     copies: int,
 ) -> Array:
-    """Make uniform values from a hash of their indices; XLA writes no other array.
+    """Make uniform values from a hash of their indices.
+
+    XLA writes no array besides the result.
 
     Args:
         stored: Type that the values are rounded to.

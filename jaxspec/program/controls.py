@@ -24,12 +24,12 @@ from jaxspec.program.rows import Active, ControlRows
 # (logits [seq, width, vocab], drafts [seq, draft]) -> logits; see `adjust`.
 Adjust = Callable[..., Float[Array, "seq width vocab"]]
 
-# Tokens that decide whether a bad word's last token is allowed.
+# Number of preceding tokens that decide whether a bad word's last token is allowed.
 _TAIL = MAX_BAD_WORD_LEN - 1
 
 
 class Spread(NamedTuple):
-    """Values for each token of the vocabulary; split as the logits are."""
+    """Values for each token of the vocabulary; split over devices as the logits are."""
 
     counts: Int[Array, "seq vocab"]  # occurrences in the output
     is_seen: Bool[Array, "seq vocab"]  # in prompt or output
@@ -111,7 +111,7 @@ def adjuster(
     vocab_size: int,
     backend: Backend,
 ) -> Adjust:
-    """`adjust` for a launch's sequences; see `prepare`."""
+    """Return `adjust`, bound to a launch's sequences; see `prepare`."""
     effects = prepare(
         controls, token_pages, active, vocab_size=vocab_size, backend=backend
     )
@@ -121,7 +121,7 @@ def adjuster(
 def _slice_of(
     vocab_size: int, axes: tuple[str, ...] | None
 ) -> tuple[Int[Array, ""] | int, int]:
-    """First token and number of tokens of this device's part of the vocabulary."""
+    """Return the first token, and the number, of this device's part of the tokens."""
     if axes is None:
         return 0, vocab_size
     size = vocab_size // jax.lax.axis_size(axes)
@@ -129,7 +129,10 @@ def _slice_of(
 
 
 def _columns(tokens: Int[Array, "*batch"], part: tuple) -> Int[Array, "*batch"]:
-    """Index of tokens in a part of the vocabulary; past its end for all others."""
+    """Return the tokens' indices in a part of the vocabulary.
+
+    Tokens of other parts get an index past its end.
+    """
     first, size = part
     # Not just the difference: a negative index would count from the end.
     return jnp.where(tokens >= first, tokens - first, size)
@@ -141,7 +144,7 @@ def _spread(
     active: Active,
     part: tuple,
 ) -> Spread:
-    """The known tokens and the controls, over a part of the vocabulary."""
+    """Spread the known tokens and the controls over a part of the vocabulary."""
     first, size = part
     shape = known.shape[0], size
     row = jnp.arange(shape[0], dtype=jnp.int32)[:, None]
@@ -174,7 +177,8 @@ def adjust(
         drafts: Tokens after the known ones; may have no columns.
         effects: Of those sequences.
         backend: As `effects` were made with.
-        num_before: Drafts before the first row; each further row sees one more.
+        num_before: Number of drafts before the first row; each further row has one more
+            before it.
     """
     vocab_size = logits.shape[-1]
     axes = backend.vocab_axes(vocab_size)
@@ -202,7 +206,7 @@ def _count_drafts(
     before: Int[Array, " width"],
     first: Int[Array, ""] | int,
 ) -> tuple[Int[Array, "seq _ vocab"], Bool[Array, "seq _ vocab"]]:
-    """`counts` and `is_seen` for each row, with the drafts before it."""
+    """Return `counts` and `is_seen` for each row, with the drafts before it."""
     token = first + jnp.arange(spread.counts.shape[1], dtype=jnp.int32)[None, None]
     counts = spread.counts[:, None]
     for index in range(drafts.shape[1]):

@@ -64,8 +64,9 @@ class Arrays:
         self._params = params
         self._leaves, self._structure = jax.tree.flatten(state)
         numbers = jax.tree.unflatten(self._structure, range(len(self._leaves)))
-        # For programs without drafts, then for those with: the parameters, and the
-        # number of state arrays used. Arrays that plain programs do not use come last.
+        # One entry for programs without drafts, then one for programs with drafts: the
+        # parameters, and the number of state arrays used. State arrays that plain
+        # programs do not use come last.
         self._calls: list[tuple[list[Array], int]] = []
         for num_drafts in (0, 1):
             shape = StepShape(

@@ -5,7 +5,7 @@ on the device, in the middle of the program. So the program calls the host: it s
 known tokens and drafts and receives masks, as bits. Only the host knows the grammars.
 
 The draft model requests a mask for each of its tokens: without it, it would propose
-tokens that cannot be accepted. The target requests those of all rows of a round at
+tokens that cannot be accepted. The target requests the masks of all rows of a round at
 once.
 """
 
@@ -37,24 +37,26 @@ MaskSource = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 def native_masks(*_: Any) -> NoReturn:
-    """Placeholder `MaskSource` for the process's own function, which C++ calls by name.
+    """Stand-in `MaskSource`: C++ calls the process's own function by name instead.
 
-    Such a program refers to no Python object of a process and can be cached on disk.
+    A program with it refers to no Python object of a process, and can be cached on
+    disk.
     """
     raise AssertionError("a placeholder: C++ calls the function by name")
 
 
 def has_native_masks(mesh: Mesh) -> bool:
-    """Whether programs for these devices can call the mask source by name.
+    """Return whether programs for these devices can call the mask source by name.
 
-    One device of a CPU can. Elsewhere programs ask by `jax.pure_callback`, through an
-    object of their process, so that no other process can load them; jax's own cache
-    leaves such programs out as well.
+    One device of a CPU can. Elsewhere programs call the host by `jax.pure_callback`,
+    through an object of their process, so no other process can load them; jax's own
+    cache leaves such programs out as well.
 
     On several devices the operation would run once on each, and masks may differ from
     call to call: one that takes too long allows the end token only. Devices would then
-    sample different tokens. `jax.pure_callback` asks on the first device alone. On
-    GPUs and TPUs a named operation is code of the device, which cannot call Python.
+    sample different tokens. `jax.pure_callback` calls the host on the first device
+    alone. On GPUs and TPUs a named operation is code of the device, which cannot call
+    Python.
     """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return is_cpu and mesh.size == 1 and native.is_available()

@@ -18,11 +18,11 @@ def slots(
     num_pages: int,
     page_size: int,
 ) -> Int[Array, "seq query"]:
-    """Slots of positions in the pool; pads get the index past the last slot.
+    """Return the pool's slots of positions; pads get the index past the last slot.
 
     Args:
-        is_kept: Valid positions. One without a page (its table entry is the pad page)
-            or outside the table is invalid, too.
+        is_kept: Which positions are valid. A position without a page (its table entry
+            is the pad page) or outside the table is invalid, too.
     """
     num_positions = page_table.shape[1] * page_size
     index = jnp.clip(position // page_size, 0, page_table.shape[1] - 1)
@@ -44,7 +44,8 @@ def write(
     slot = slots(
         page_table, position, is_kept, num_pages=num_pages, page_size=page_size
     )
-    # Not through a flat view, for which a TPU pads a page's few tokens to 128.
+    # Index by page and offset: for a flat view, a TPU would pad each page's few tokens
+    # to 128.
     return token_pages.at[slot // page_size, slot % page_size].set(tokens, mode="drop")
 
 
@@ -53,7 +54,7 @@ def read(
     page_table: Int[Array, "seq table"],
     position: Int[Array, "seq query"],
 ) -> Int[Array, "seq query"]:
-    """Tokens at positions; junk for a position outside or without a page."""
+    """Return the tokens at positions; junk for a position outside or without a page."""
     page_size = token_pages.shape[1]
     index = jnp.clip(position // page_size, 0, page_table.shape[1] - 1)
     pages = jnp.take_along_axis(page_table, index, axis=1)
@@ -63,6 +64,6 @@ def read(
 def whole(
     token_pages: TokenPages, page_table: Int[Array, "seq table"]
 ) -> Int[Array, "seq position"]:
-    """All tokens of sequences; junk past a sequence's length."""
+    """Return all tokens of sequences; junk past a sequence's length."""
     tokens = token_pages.at[page_table].get(mode="clip")
     return tokens.reshape(page_table.shape[0], -1)

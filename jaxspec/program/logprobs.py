@@ -112,7 +112,8 @@ def maybe_logprobs(
     """Return `token_logprobs` if the shape has logprobs, else None.
 
     Args:
-        logits: Row i of a sequence is what its i-th token was sampled from.
+        logits: Row i of a sequence has the logits from which its i-th token was
+            sampled.
         chosen: `chosen_ids` of the sequences.
     """
     num_top = shape.features.num_logprobs
@@ -129,7 +130,7 @@ def maybe_logprobs(
 def chosen_ids(
     controls: ControlRows, active: Active, *, shape: StepShape
 ) -> Int[Array, "seq id"] | None:
-    """Token ids whose logprobs each sequence's request returns.
+    """Return the token ids whose logprobs each sequence's request returns.
 
     Junk for a request without such ids; None if the shape has none.
     """
@@ -141,7 +142,7 @@ def chosen_ids(
 def empty_logprobs(
     tokens: Int[Array, "seq width"], *, shape: StepShape
 ) -> Int[Array, "seq width column"] | None:
-    """Zeros of the shape that `maybe_logprobs` returns."""
+    """Return zeros of the shape that `maybe_logprobs` returns."""
     num_top = shape.features.num_logprobs
     if num_top is None:
         return None
@@ -160,7 +161,8 @@ def prompt_logprobs(
 ) -> Int[Array, "tile token column"]:
     """Return the logprobs of the token after each token of the prompt tiles.
 
-    Tile by tile: the logits of a whole chunk would be the launch's largest array.
+    Computed tile by tile, because the logits of a whole chunk would be the launch's
+    largest array.
 
     Args:
         after: The token after each tile's last.

@@ -1,4 +1,4 @@
-"""The request for one launch: static sizes, and a plan of the sequences in it.
+"""The input of one launch: static sizes, and a plan of the sequences in it.
 
 A value that the device stores for a request is declared here, as a column of a record,
 and nowhere else: the plan's layout, the rows of the state and the arrays that a launch
@@ -24,7 +24,7 @@ MAX_GROUP_BYTES = 2**28
 # End-of-text ids plus a request's own stop_token_ids.
 MAX_STOP_IDS = 40
 
-# Admissions with controls in one launch, and the limits of each.
+# Maximum number of admissions with controls in one launch, and the limits of each.
 MAX_CONTROLLED = 4
 MAX_BIAS = 1024
 MAX_BAD_WORDS = 64
@@ -60,7 +60,7 @@ class Features:
     num_prompt_logprobs: int | None = None
 
     def __or__(self, other: "Features") -> "Features":
-        """The features of a launch with requests of both."""
+        """Return the features of a launch whose requests need `self` or `other`."""
         return Features(
             all_greedy=self.all_greedy and other.all_greedy,
             has_controls=self.has_controls or other.has_controls,
@@ -73,7 +73,7 @@ class Features:
 
     @property
     def needs_one_path(self) -> bool:
-        """Whether requests need the drafts to be a chain."""
+        """Whether the features require that the drafts are a chain."""
         return self.has_controls or self.has_grammar or self.num_logprobs is not None
 
     @property
@@ -95,7 +95,7 @@ class Features:
         return MAX_LOGPROB_TOKEN_IDS if has_ids else 0
 
     def covers(self, other: "Features") -> bool:
-        """Whether a program of these features serves requests that need `other`."""
+        """Return whether a program of these features serves what `other` needs."""
         return self | other == self
 
 
@@ -109,14 +109,14 @@ class StepShape:
 
     Attributes:
         num_seqs: Rows of the decode region.
-        num_draft_tokens: K, the most drafts of a sequence, which may want fewer; 0
-            leaves the draft model out of the program.
+        num_draft_tokens: K, the maximum number of drafts of a sequence; a sequence may
+            have fewer. 0 leaves the draft model out of the program.
         max_prompt_tokens: Room for prompt tokens, a multiple of `TILE`; 0 for none.
         features: Optional parts that the requests of the launch need.
         is_draft_prefill: No sequence decodes. The draft model reads prompts and tokens
             that only the target has read, and compares the tokens with its own.
-        max_rounds: Most rounds of a launch; their number is data. With 1 there is no
-            loop.
+        max_rounds: Maximum number of rounds of a launch; the actual number is data.
+            With 1 there is no loop.
         template: The engine's tree of drafts, of K levels; None: a chain.
     """
 
@@ -138,7 +138,7 @@ class StepShape:
 
     @classmethod
     def draft_prefill(cls, max_prompt_tokens: int) -> "StepShape":
-        """The program of a draft prefill."""
+        """Return the program of a draft prefill."""
         return cls(
             num_seqs=0,
             num_draft_tokens=0,
@@ -177,7 +177,7 @@ class StepShape:
 
     @property
     def num_slots(self) -> int:
-        """Most slots that a sequence reserves, from the newest token's on."""
+        """Maximum number of slots that a sequence reserves, the newest token's too."""
         return (self.template or self.tree).num_rows
 
     @property
@@ -187,7 +187,7 @@ class StepShape:
 
     @property
     def max_controlled(self) -> int:
-        """Most admissions with controls; each has at least one tile."""
+        """Maximum number of admissions with controls; each has at least one tile."""
         return min(MAX_CONTROLLED, self.num_tiles) if self.features.has_controls else 0
 
 
@@ -223,9 +223,9 @@ class Column:
     """One array of a vector or of the state.
 
     Attributes:
-        shape: Of one entry, or of the whole in a vector's layout.
+        shape: Shape of one entry or, in a vector's layout, of the whole array.
         pad: Value of unset entries.
-        is_right_aligned: Shorter entries are aligned to the end.
+        is_right_aligned: Whether shorter entries are aligned to the end.
     """
 
     dtype: Any = np.int32
@@ -240,7 +240,7 @@ class Column:
         return dataclasses.replace(self, shape=(count, *shape))
 
     def empty(self) -> np.ndarray:
-        """Array filled with the pad value."""
+        """Return an array filled with the pad value."""
         return np.full(self.shape, self.pad, self.dtype)
 
 
@@ -251,13 +251,13 @@ def column(
     is_right_aligned: bool = False,
     default: Any = dataclasses.MISSING,
 ) -> Any:
-    """A field of a record that is sent to the device."""
+    """Declare a field of a record that is sent to the device."""
     declared = Column(dtype, shape, pad, is_right_aligned)
     return field(default=default, metadata={"column": declared})
 
 
 def columns(record: Any) -> dict[str, Column]:
-    """The columns of a record's class, by name, in order."""
+    """Return the columns of a record's class, by name, in order."""
     return {
         one.name: one.metadata["column"]
         for one in dataclasses.fields(record)
@@ -305,7 +305,7 @@ class TokenControls:
     """Penalties, logit bias, allowed ids, bad words; the defaults change nothing.
 
     Attributes:
-        presence_penalty: Taken from the logit of every token of the output so far.
+        presence_penalty: Subtracted from the logit of every token of the output so far.
         frequency_penalty: The same, once per occurrence.
         repetition_penalty: Divides the positive logits, and multiplies the negative
             ones, of every token of prompt and output so far.
@@ -326,7 +326,7 @@ class TokenControls:
     logprob_token_ids: tuple[int, ...] = ()
 
     def values(self, vocab_size: int) -> ControlValues:
-        """The values that are sent to the device."""
+        """Return the values that are sent to the device."""
         assert len(self.bias) <= MAX_BIAS, f"{len(self.bias)} biased tokens"
         assert len(self.bad_words) <= MAX_BAD_WORDS, "too many bad words"
         num_ids = len(self.logprob_token_ids)
@@ -390,7 +390,8 @@ class StepPlan:
     Attributes:
         decode: (row, draft tokens) of every decoding sequence.
         pages: (row, index in the row's page table, page id).
-        num_rounds: Most rounds of these sequences; fewer run if one of them ends.
+        num_rounds: Maximum number of rounds of these sequences; fewer run if one of
+            them ends.
         grammars: By row, the object whose `grammar_id` names the grammar's state.
     """
 

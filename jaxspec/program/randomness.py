@@ -18,7 +18,7 @@ NUM_ROLES = 3
 
 
 def purpose(role: int, index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-    """Combine a role and the index of a token in its round; index 0 gives the role."""
+    """Combine a role and a token's index in its round; with index 0, it is the role."""
     return role + NUM_ROLES * index
 
 
@@ -27,7 +27,7 @@ def words(
     position: Int[Array, "*batch"],
     purpose: Int[Array, "*batch"],
 ) -> UInt32[Array, "*batch 2"]:
-    """Two random words per entry: threefry of (seed; position, purpose)."""
+    """Return two random words per entry: threefry of (seed; position, purpose)."""
 
     def single(seed: Array, position: Array, purpose: Array) -> Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
@@ -46,7 +46,7 @@ def uniform(
     role: int,
     index: Int[Array, "*batch"] | None = None,
 ) -> Float[Array, "*batch"]:
-    """Float32 uniforms in [0, 1).
+    """Return float32 uniforms in [0, 1).
 
     Args:
         position: Where the round starts, not the token's: block verification uses the
@@ -59,6 +59,6 @@ def uniform(
 
 
 def to_uniform(words: UInt32[Array, "*batch 2"]) -> Float[Array, "*batch"]:
-    """Float32 uniforms in [0, 1) from `words`."""
+    """Convert `words` to float32 uniforms in [0, 1)."""
     # 24 bits: every value is exact in float32 and 1.0 cannot come out.
     return (words[..., 0] >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)

@@ -68,16 +68,16 @@ class Active(RequestValues):
 
     @property
     def is_coupled(self) -> Bool[Array, " seq"]:
-        """Sampled sequences with the same noise for draft and target."""
+        """Sampled sequences under the rule "coupled": draft and target share noise."""
         return self.is_sampled & (self.rule == COUPLED)
 
     def repeat(self, times: int) -> "Active":
-        """Every sequence `times` times in a row: one entry per token."""
+        """Repeat the entry of every sequence `times` times, for one entry per token."""
         return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), self)
 
 
 def init_rows(pool: PoolShape) -> Rows:
-    """Rows without requests, as numpy arrays, which need no compilation.
+    """Return rows without requests, as numpy arrays, which need no compilation.
 
     Every leaf is an array of its own, as donation requires.
     """
@@ -104,10 +104,11 @@ def dummy_rows(
     context: int,
     temperature: float,
 ) -> Rows:
-    """Rows in the middle of their texts, for timing programs, as numpy arrays.
+    """Return rows in the middle of their texts, as numpy arrays, to time programs.
 
     Args:
-        pages: Those that all rows share, or [row, page]; their contents are lost.
+        pages: Page ids that all rows share, or [row, page]; the pages' contents are
+            lost.
         context: Tokens of each text.
     """
     rows = init_rows(pool)
@@ -147,7 +148,7 @@ class Tiles(NamedTuple):
 
 
 def read_tiles(fields: dict[str, Array]) -> Tiles:
-    """The plan's prompt tiles."""
+    """Return the plan's prompt tiles."""
     return Tiles(**{name: fields[f"tile_{name}"] for name in Tiles._fields})
 
 
@@ -175,7 +176,7 @@ def apply_plan(
         controls=_admit_controls(rows.controls, fields),
         **values,
     )
-    # A new request must not reach the pages of the row's last one.
+    # A new request must not reach the pages of the row's previous request.
     no_pages = jnp.full((row.shape[0], pool.table_len), pool.num_pages, jnp.int32)
     page_table = admit(rows.page_table, no_pages)
     update_row, update_index, update_page = fields["page_update"]
@@ -191,7 +192,7 @@ def apply_plan(
 
 
 def _admit_controls(controls: ControlRows, fields: dict[str, Array]) -> ControlRows:
-    """Clear the controls of each admitted row's last request, then store the new."""
+    """Clear the controls of each admitted row's previous request; store the new."""
     row = fields["admit_row"]
     cleared = controls.is_controlled.at[row].set(jnp.zeros_like(row, bool), mode="drop")
     controls = dataclasses.replace(controls, is_controlled=cleared)
@@ -216,7 +217,7 @@ def gather(
     *,
     all_greedy: bool = False,
 ) -> Active:
-    """Entries of the given rows; a row index past the end gives an inactive pad.
+    """Return the entries of some rows; a row index past the end gives an inactive pad.
 
     Args:
         num_tokens: Replaces the rows' own count (a prompt that was just read).
@@ -254,8 +255,8 @@ def truncate(
 ) -> Emitted:
     """Cut a round's tokens at the first that ends the sequence, that one included.
 
-    A stop id below the request's `min_tokens` does not end it; it can only be there
-    when everything else is masked too.
+    A stop id before the request's `min_tokens` does not end the sequence. It can only
+    occur if all other tokens are masked too.
     """
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     position = active.num_tokens[:, None] + offset

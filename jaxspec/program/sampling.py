@@ -44,9 +44,9 @@ def draw_numbers(
     All words come from one call, since each call adds to the compile time.
 
     Args:
-        purposes: `randomness.purpose` of each uniform; their keys depend on the
+        purposes: `randomness.purpose` of each uniform; its key also contains the
             round's start.
-        first: Distance from there to the first position of the noise.
+        first: Distance from the round's start to the first position of the noise.
         width: Number of positions.
     """
     if active.all_greedy:

@@ -23,7 +23,7 @@ from jaxspec_kernels.bits import FP8, KvPools, scaled_form
 
 Kept = TypeVar("Kept")
 
-# GPUs with instructions that convert fp8: Ada and Hopper.
+# Minimum compute capability of GPUs with instructions that convert fp8: Ada and Hopper.
 MIN_FP8_CAPABILITY = 8.9
 
 
@@ -52,9 +52,11 @@ def page_forms(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> tuple[Any, ...]:
-    """Shapes and placement of a model's pages: an array, or `ScaledPages`, per pool.
+    """Return the shapes and placement of a model's pages.
 
-    Layers that share a pool have their pages one after the other.
+    Each pool is an array, or `ScaledPages`.
+
+    In a pool that layers share, each layer's pages follow those of the layer before.
 
     Args:
         dtype: The type of the model's weights.
@@ -86,10 +88,10 @@ def layer_pages(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> Any:
-    """Shape and placement of the pages of one layer, or of layers that share them.
+    """Return the shape and placement of one layer's pages, or of shared pages.
 
     Args:
-        num_pages: Number of pages, all layers that share them together.
+        num_pages: Number of pages of all layers that share the array, together.
         dtype: The type of the weights.
 
     Returns:
@@ -121,7 +123,7 @@ def check_kept(kept: str, device: Any, form: jax.ShapeDtypeStruct) -> None:
         form: Shape and placement of the pages.
 
     Raises:
-        UnsupportedError: The kernels cannot read it.
+        UnsupportedError: The kernels cannot read pages of this type.
     """
     assert form.sharding is not None
     heads = form.sharding.shard_shape(form.shape)[2] // 2
@@ -178,8 +180,8 @@ def _zeros(form: jax.ShapeDtypeStruct) -> Array:
 def _release_zeros(array: Array) -> None:
     """Give the memory of a zeroed array back to Linux, which maps zeros at a write.
 
-    `jax.device_put` copies, and the copy is resident: 224 MB of pages of the bundled
-    pair, few of which a server with few requests writes to.
+    `jax.device_put` copies, and the copy is resident. For the bundled pair that is 224
+    MB of pages, few of which a server with few requests writes to.
     """
     if sys.platform != "linux":
         return
@@ -194,5 +196,5 @@ def _release_zeros(array: Array) -> None:
 
 
 def init_token_pages(pool: PoolShape) -> Int[np.ndarray, "page page_size"]:
-    """Pages without known tokens."""
+    """Return pages without known tokens."""
     return np.zeros((pool.num_pages, pool.page_size), np.int32)

@@ -78,7 +78,7 @@ def _run_round(
     state: EngineState,
     context: StepContext,
 ) -> tuple[EngineState, dict[str, Array]]:
-    """Run one round; the state after it, and the parts of its result."""
+    """Run one round; return the state after it, and the parts of its result."""
     active, shape = context.active, context.shape
     proposal, num_draft_tokens, proposers = _propose(
         context, target_params, proposer_params, state.proposers
@@ -200,7 +200,8 @@ def _draft_prefill(
     )
     is_known = tiles.is_token & (next_tokens != NO_TOKEN)
     is_known &= (tiles.row < num_rows)[:, None]
-    # The user chose the tokens of the prompt: only the one after its last counts.
+    # The user chose the tokens of the prompt, so they say nothing about acceptance:
+    # only tokens after the prompt count.
     num_prompt = rows.num_prompt.at[tiles.row].get(mode="clip")
     is_known &= tiles.position + 1 >= num_prompt[:, None]
     active = gather(rows, context.token_pages, tiles.row).repeat(TILE)
@@ -241,7 +242,7 @@ def _observe(
     """Pass the target's hidden states to the proposers that read them.
 
     Args:
-        first_tokens: Sampled after each tile, where it ends its prompt.
+        first_tokens: The token sampled after each tile that ends its prompt.
 
     Returns:
         The states of all proposers.

@@ -40,7 +40,7 @@ class ProgramConfig:
     mask_source: grammar.MaskSource | None = None
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
-        """Where a model runs whose heads are split over these axes."""
+        """Return where a model runs whose heads are split over these axes."""
         platform = self.mesh.devices.flat[0].platform
         return Backend(
             implementation=implementation_for(platform),
@@ -104,7 +104,7 @@ class StepContext:
         )
 
     def next_round(self, state: EngineState) -> "StepContext":
-        """The same launch after one of its rounds."""
+        """Return the same launch after one of its rounds."""
         active = gather(
             state.rows,
             state.token_pages,
@@ -126,7 +126,7 @@ class StepContext:
         return self.config.backend(TARGET_MESH_AXES)
 
     def prompts(self) -> TokenBatch | None:
-        """The prompt tiles as a batch for a model; None in a program without."""
+        """The prompt tiles as a batch for a model; None in a program without tiles."""
         if not self.shape.max_prompt_tokens:
             return None
         tiles, pool = self.tiles, self.pool
@@ -143,7 +143,7 @@ class StepContext:
     def adjuster(
         self, mesh_axes: tuple[str, ...] = TARGET_MESH_AXES
     ) -> controls.Adjust | None:
-        """Apply the requests' controls, then their grammars, to logits.
+        """Return a function that applies the requests' controls and grammars to logits.
 
         Args:
             mesh_axes: Of the model whose logits are adjusted.
@@ -174,7 +174,7 @@ class StepContext:
         return adjust
 
     def for_proposers(self, target: Params | None) -> ProposerContext:
-        """The part of the launch that proposers read.
+        """Return the part of the launch that proposers read.
 
         Args:
             target: The target's parameters; None where it does not run.

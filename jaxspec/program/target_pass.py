@@ -26,8 +26,8 @@ from jaxspec.program.tree.tree import Tree
 from jaxspec.program.tree.verify import verify_tree
 from jaxspec_kernels.bits import KvPools
 
-# Drafts of a narrow pass: with the newest token, a number of rows that takes no longer
-# than the one row of a plain round.
+# Number of drafts of a narrow pass. Together with the newest token's row, they take no
+# longer than the single row of a plain round.
 FEW = FREE_ROWS - 1
 
 
@@ -183,7 +183,7 @@ class TargetPass:
         inputs: Int[Array, "seq width"],
         pages: KvPools,
     ) -> Verified:
-        """`run_and_verify` at the smallest width with room for all valid drafts.
+        """Call `run_and_verify` at the smallest width with room for all valid drafts.
 
         Args:
             fewer: `fewer_drafts` of the proposers.
@@ -237,26 +237,27 @@ class TargetPass:
 
 
 def fewer_drafts(proposers: tuple[Proposer, ...], shape: StepShape) -> tuple[int, ...]:
-    """Numbers of drafts, fewer than the tree's, that the program has passes for.
+    """Return the smaller numbers of drafts for which the program has passes as well.
 
-    Each pass is as much code as the widest, so there are few. With prompts there are
-    none.
+    Each pass is as much code as the widest one, so there are few. Programs with prompts
+    have no such passes.
     """
     tree = shape.tree
     if shape.max_prompt_tokens or not all(one.may_find_none for one in proposers):
         return ()
     has_few = any(one.may_find_few for one in proposers) and tree.num_nodes > 2 * FEW
-    # The first nodes of a tree are a chain, which has no side branches.
+    # Not for a tree: its first nodes are a chain, so a narrow pass would lose the side
+    # branches.
     return (0, FEW) if has_few and tree.is_chain else (0,)
 
 
 def logits_of(
     model: Network, hidden: Float[Array, "token model"], num_decode: int
 ) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
-    """Logits of all decode rows and of the last row of every tile.
+    """Return the logits of all decode rows and of the last row of every tile.
 
-    One product reads the matrix once. With hundreds of sequences the logits are the
-    larger array: splitting it would copy it, so there are two products.
+    One product reads the matrix once. With hundreds of sequences the logits are larger
+    than the matrix, and splitting them would copy them: then there are two products.
     """
     last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]
     if last.shape[0] and 4 * num_decode * model.config.vocab_size > MAX_GROUP_BYTES:
@@ -266,7 +267,7 @@ def logits_of(
 
 
 def _is_used(tree: Tree, tree_row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
-    """Rows whose logits decided tokens: up to the last accepted draft."""
+    """Return which rows' logits decided tokens: those up to the last accepted draft."""
     if tree.is_chain:
         return jnp.arange(tree.num_rows)[None] <= tree_row[:, None]
     return jnp.asarray(tree.ancestor_mask)[tree_row]
@@ -275,7 +276,7 @@ def _is_used(tree: Tree, tree_row: Int[Array, " seq"]) -> Bool[Array, "seq width
 def _accepted_nodes(
     tree: Tree, tree_row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
 ) -> Float[Array, "seq _ model"]:
-    """Rows of the accepted drafts, in order; in a chain, all rows."""
+    """Return the rows of the accepted drafts, in order; in a chain, all rows."""
     if tree.is_chain:
         return nodes
     path = jnp.asarray(tree.paths)[tree_row]
@@ -285,7 +286,7 @@ def _accepted_nodes(
 def _broken(
     is_finite: Bool[Array, " token"], tree: Tree, tree_row: Int[Array, " seq"]
 ) -> tuple[Bool[Array, " seq"], Bool[Array, " tile"]]:
-    """Sequences and tiles whose tokens were decided by NaN or infinity."""
+    """Return the sequences and tiles whose tokens NaN or infinity decided."""
     is_broken, seqs, width = ~is_finite, tree_row.shape[0], tree.num_rows
     decode = is_broken[: seqs * width].reshape(seqs, width)
     is_used = _is_used(tree, tree_row)

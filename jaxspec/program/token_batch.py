@@ -24,7 +24,8 @@ def make_token_batch(
         is_written: Tokens whose keys and values are stored; a sequence with none
             attends to nothing. A position without a reserved page (its table entry is
             the pad page) is not written either.
-        tree: Which query continues which; None is a chain of them all.
+        tree: Tree whose rows are the queries; None if each query continues the one
+            before it.
     """
     count = tokens.shape[1]
     tree = Tree.chain(count - 1) if tree is None else tree

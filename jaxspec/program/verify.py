@@ -34,7 +34,7 @@ from jaxspec_kernels.rejection_sampling import (
 
 
 class _Inputs(NamedTuple):
-    """Inputs of a verdict per sequence, besides logits and probabilities."""
+    """The inputs of a verdict besides logits and probabilities, per sequence."""
 
     tokens: Int[Array, "seq draft"]
     num_draft_tokens: Int[Array, " seq"]
@@ -164,14 +164,15 @@ def verify_groups(
 
     Args:
         verify_one: `verify_group` of this batch.
-        size: Sequences of a group; divides their number.
+        size: Number of sequences per group; it divides the number of all sequences.
     """
     seqs = logits.shape[0]
     groups = jax.tree.map(
         lambda part: part.reshape(seqs // size, size, *part.shape[1:]),
         (logits, inputs),
     )
-    # Draft-major, as they were made: reordering all of them would be a copy.
+    # The probabilities are draft-major, as they were made: reordering them would make a
+    # copy.
     num_drafts, rows = 0, None
     if probs is not None:
         num_drafts = probs.shape[1]
@@ -194,9 +195,9 @@ def verify_groups(
 
 
 def _group_size(shape: tuple[int, ...]) -> int:
-    """Sequences of a group, for logits [seq, width, vocab] on one device.
+    """Return the sequences per group, for logits [seq, width, vocab] on one device.
 
-    All of them, or their number halved until the logits fit `MAX_GROUP_BYTES`.
+    It is the number of all sequences, halved until their logits fit `MAX_GROUP_BYTES`.
     """
     seqs, width, vocab = shape
     size = seqs
@@ -210,10 +211,11 @@ def force(
     num_draft_tokens: Int[Array, " seq"],
     active: Active,
 ) -> Int[Array, " seq"]:
-    """Number of drafts to accept in each sequence, whatever the models compute.
+    """Return the number of drafts to accept, whatever the models compute.
 
-    Draft i is accepted with probability i if the drafts before it are. The uniforms are
-    those of the rules, keyed by the request's seed and where the round starts.
+    If the drafts before it are accepted, draft i is accepted with probability
+    `probabilities[i]`. The uniforms are those of the rules, keyed by the request's seed
+    and where the round starts.
     """
     shape = num_draft_tokens.shape[0], probabilities.shape[0]
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
@@ -227,7 +229,7 @@ def force(
 def force_one(
     probabilities: Float[Array, " draft"], active: Active
 ) -> Bool[Array, " seq"]:
-    """Whether `force` would accept a first draft of each sequence."""
+    """Return whether `force` would accept a first draft of each sequence."""
     start = active.num_tokens
     return randomness.uniform(active.seed, start, randomness.ACCEPT) < probabilities[0]
 
@@ -235,7 +237,7 @@ def force_one(
 def place_next(
     drafts: Int[Array, "seq draft"], verdict: Verdict
 ) -> Int[Array, "seq draft+1"]:
-    """Accepted drafts, then the target's token."""
+    """Return the accepted drafts, followed by the target's token."""
     seqs = drafts.shape[0]
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     row = jnp.arange(seqs, dtype=jnp.int32)

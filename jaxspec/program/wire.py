@@ -1,7 +1,7 @@
 """The formats of a plan and of a result: one int32 vector each.
 
-Both halves of both formats, writing and reading, for host and device. It uses methods
-that numpy and jax arrays share, so that the engine imports it without jax.
+This module writes and reads both formats, on host and device. It uses methods that
+numpy and jax arrays share, so that the engine can import it without jax.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ class Layout:
         ends = itertools.accumulate(sizes, initial=0)
         self.offsets = dict(zip(fields, ends, strict=False))
         self.size = sum(sizes)
-        # For `view`, which runs in every round: a slice; a shape, unless it is flat; a
-        # type, unless it is int32 or bool.
+        # Precomputed because `view` runs in every round. For each array: its slice; its
+        # shape, or None if it is flat; its type, or None if it is read as int32.
         self._parts = {
             name: (
                 slice(start, start + size),
@@ -59,7 +59,7 @@ class Layout:
         return part if dtype is None else part.view(dtype)
 
     def read(self, vector: Any) -> dict[str, Any]:
-        """All arrays of a vector, in their own types."""
+        """Return all arrays of a vector, in their own types."""
         found = {name: self.view(vector, name) for name in self.fields}
         return {name: x != 0 if name in self._flags else x for name, x in found.items()}
 
@@ -117,7 +117,7 @@ class PlanLayout(Layout):
 
     @property
     def max_page_updates(self) -> int:
-        """New pages one launch can need: every sequence's lookahead, and the chunk's.
+        """Maximum new pages of a launch: for every sequence's lookahead, and prompts.
 
         Two launches may be planned before the first is read, so a sequence's bound
         can move by twice the lookahead. A prompt that shares a prefix with an earlier
@@ -133,7 +133,7 @@ class PlanLayout(Layout):
         return self.shape.num_seqs * per_seq + prompts + shared
 
     def pack(self, plan: StepPlan) -> np.ndarray:
-        """Write a plan into a fresh vector; absent entries are pads."""
+        """Write a plan into a new vector; absent entries are pads."""
         vector = self._empty.copy()
         if plan.decode:
             decode = np.array(plan.decode, np.int32)
@@ -222,17 +222,17 @@ class TokenLogprobs(NamedTuple):
 
 
 def num_columns(num_top: int, num_chosen: int = 0) -> int:
-    """Number of columns for the logprobs of one token."""
+    """Return the number of columns for the logprobs of one token."""
     return 2 + 2 * num_top + num_chosen
 
 
 def _part(sizes: str, dtype: Any = np.int32, default: Any = dataclasses.MISSING) -> Any:
-    """A field of a result; its sizes are words of `_sizes`."""
+    """Declare a field of a result; its sizes are names of `_sizes`."""
     return dataclasses.field(default=default, metadata={"part": (sizes, dtype)})
 
 
 def _sizes(shape: StepShape) -> dict[str, int]:
-    """Values of the size words; a part with a missing word is left out."""
+    """Return sizes by name; a part whose size has no value is left out."""
     features, seqs = shape.features, shape.num_seqs
     sizes = dict(seq=seqs, emitted=shape.tree.max_emitted, tile=shape.num_tiles)
     sizes["token"] = TILE
@@ -254,7 +254,7 @@ class StepResult:
     The device fills it in by name (`step._result`); the vector's layout follows.
 
     Attributes:
-        tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
+        tokens: `[seq, K + 1]`, of which the first `num_emitted[s]` of row s are valid.
         num_draft_tokens: Draft tokens proposed: a lookup may find fewer than requested.
         num_accepted: Draft tokens among `tokens`, the first ones, on the main chain.
         num_accepted_nodes: Accepted drafts, side branches included, even past the end
@@ -333,7 +333,7 @@ class DraftPrefillResult:
 
     @property
     def rounds(self) -> tuple["DraftPrefillResult"]:
-        """Itself: a launch has one."""
+        """The result itself: such a launch has one round."""
         return (self,)
 
     @classmethod

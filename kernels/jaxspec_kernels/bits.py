@@ -2,8 +2,8 @@
 
 XLA:CPU has no gather or scatter of bf16 or fp8: it converts the whole operand to a
 wider type and back, every page of the pool on every call, and a bitcast of the pool is
-a copy too. A pool of uint16 or uint8 is read and written in place; only the accessed
-rows are bitcast.
+a copy too. So on CPU a pool has type uint16 or uint8: it is read and written in place,
+and only the accessed rows are bitcast.
 
 A quantized key or value depends on its own token and head only. (With one scale per
 page it would depend on the page's other tokens.) So the stored values of a token are
@@ -18,9 +18,9 @@ the same whether it was written alone, among drafts or with a prompt.
 On TPU scales have a layout of their own. The attention kernel copies page by page, so
 the scales of a page must be contiguous. XLA would store `[page, page_size,
 two_kv_head]` with the pages in the lanes, and copy all scales in every layer for the
-kernel. It stores `[page, 1, lane]` page by page, in whole rows of 128 lanes. Only
-kernels read and write it: for a scatter, XLA would copy all scales to on-chip memory
-and back if they fit, and else read and write 4 KiB per number.
+kernel. An array `[page, 1, lane]`, however, is stored page by page, in whole rows of
+128 lanes. Only kernels read and write this array: for a scatter, XLA would copy all
+scales to on-chip memory and back if they fit, and else read and write 4 KiB per number.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ MAX_FP8, MAX_INT8 = 448.0, 127.0
 # Integer types of pools that store raw bits, and the float types of these bits.
 _BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, FP8)
-LANES = 128  # of a TPU's registers, and numbers in a row of a tile
+LANES = 128  # lanes of a TPU's registers, and numbers in a row of a tile
 
 
 @no_type_check
@@ -99,7 +99,7 @@ def scaled_form(values: jax.ShapeDtypeStruct, platform: str) -> ScaledPages:
 
 
 def scale_lanes(page_size: int, two_kv_heads: int) -> int:
-    """Return the lanes of a page's scales on one device: whole rows."""
+    """Return the number of lanes for a page's scales on one device, in whole rows."""
     return -(-page_size * two_kv_heads // LANES) * LANES
 
 

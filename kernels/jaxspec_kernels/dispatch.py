@@ -1,7 +1,7 @@
 """Chooses the implementation of an operation from the platform it will run on.
 
 Neither an implementation that the caller names nor that of the platform is ever
-replaced by another one: it raises an error for calls that it cannot run.
+replaced by another one: an implementation raises an error for calls that it cannot run.
 """
 
 import functools
@@ -75,8 +75,9 @@ def choose(
 ) -> Callable[..., Any]:
     """Return the function that runs `operation`.
 
-    It has the operation's name, or that of `function`, and is in a module of the
-    operation's folder. Only the chosen module is imported: importing Pallas is slow.
+    The function has the operation's name, or the name `function`, and is in a module of
+    the operation's folder. Only the chosen module is imported: importing Pallas is
+    slow.
 
     Args:
         available: The module of each existing implementation; `reference` always

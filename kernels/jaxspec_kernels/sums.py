@@ -20,8 +20,8 @@ def row_sums(rows: Float[Array, "... number"]) -> Float[Array, "... 1"]:
 
 
 def _by_product(rows: Float[Array, "... number"]) -> Float[Array, "... 1"]:
-    # Not reshaped to two axes: where devices split the second of three (the heads),
-    # that would gather all rows on every device.
+    # Keep the axes: if devices split the second of three (the heads), a reshape to two
+    # axes would gather all rows on every device.
     wide = jnp.atleast_2d(rows)
     missing = max(0, MIN_ROWS - wide.shape[0])
     wide = jnp.pad(wide, [(0, missing)] + [(0, 0)] * (wide.ndim - 1))

@@ -34,7 +34,7 @@ def attention_key(
     window: int | None,
     dtype: str,
 ) -> str:
-    """Name the shapes of a call of `paged_attention`.
+    """Return the table key of the shapes of a `paged_attention` call.
 
     Sequences, queries and context are rounded up to a power of two, as an engine's
     differ from the measured ones.
@@ -52,10 +52,11 @@ def attention_key(
 
 
 def sampling_key(*, rows: int, columns: int, dtype: str) -> str:
-    """Name the shapes of a call of `rejection_sampling`.
+    """Return the table key of the shapes of a `rejection_sampling` call.
 
     Args:
-        rows: Rows of logits, sequences times (drafts + 1); rounded up likewise.
+        rows: Rows of logits, sequences times (drafts + 1); rounded up to a power of
+            two.
         columns: Columns of the vocabulary that one device holds.
     """
     return f"rows{_power_of_two(rows)}-columns{columns}-{dtype}"

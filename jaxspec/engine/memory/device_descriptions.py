@@ -41,7 +41,8 @@ from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 
 _TARGETS = Path(__file__).parent / "targets"
-# jax adds this to LIBTPU_INIT_ARGS if there is a TPU, and it is in program digests.
+# With a TPU present, jax adds this to LIBTPU_INIT_ARGS, which is part of a program's
+# digest. Adding it here gives the same digests without a TPU.
 _TPU_ARGUMENT = "--xla_tpu_use_enhanced_launch_barrier=true"
 
 
@@ -61,7 +62,8 @@ TPUS = {
 _GPU = re.compile(r"(h200)(?:-([1-8]))?")
 DEVICES = (*TPUS, "h200", "h200-2 to h200-8")
 
-# Memory of one device as jax finds it, in bytes; of GPUs 1 GiB less than CUDA reports.
+# Bytes of memory of one device, as jax reports them; for GPUs, 1 GiB less than CUDA
+# reports.
 MEMORY_BYTES = {
     "v5e": int(15.75 * GIB),
     "v6e": int(31.25 * GIB),
@@ -82,7 +84,7 @@ def check_device(name: str) -> None:
     """Reject devices for which no compiler is available.
 
     Raises:
-        ConfigError: They are unknown, or their compiler is not installed.
+        ConfigError: The name is unknown, or the devices' compiler is not installed.
     """
     if name in TPUS:
         lacks, extra = find_spec("libtpu") is None, "tpu"
@@ -147,7 +149,7 @@ def named_mesh(name: str, config: EngineConfig) -> Mesh:
     """Return the mesh of a configuration on devices known by name only.
 
     Raises:
-        ConfigError: They are unknown or too few.
+        ConfigError: The name is unknown, or there are too few devices.
     """
     draft = config.speculative and config.speculative.draft_tensor_parallel_size
     devices: Any = devices_of(config, named_devices(name))

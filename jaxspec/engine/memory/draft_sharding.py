@@ -1,8 +1,8 @@
 """Chooses the number of the target's devices that share a copy of the draft model.
 
-With many, each device reads less of the weights, but every layer ends in an all-reduce.
-With few, several devices store and read the same weights. The estimate uses published
-speeds of devices; none was measured here.
+With many devices per copy, each reads less of the weights, but every layer ends in an
+all-reduce. With few, several devices store and read the same weights. The estimate uses
+published speeds of devices; none was measured here.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ SPEEDS = {
     ),
     "NVIDIA H200": Speeds(operations=989e12, memory=4.8e12, link=450e9, start_s=9e-6),
 }
-# Common names of devices, and jax's.
+# Maps common names of devices to the names that jax reports.
 _KINDS = {
     "v5e": "TPU v5 lite",
     "v6e": "TPU v6 lite",
@@ -143,9 +143,9 @@ class DraftSharding:
     """The choice of the draft model's devices.
 
     Attributes:
-        sizes: The estimates that were compared, the most devices first.
+        sizes: The estimates that were compared, the one with the most devices first.
         devices: The choice.
-        is_given: The user has set it.
+        is_given: Whether the user has set the number of devices.
     """
 
     sizes: tuple[DraftSize, ...]

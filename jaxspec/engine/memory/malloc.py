@@ -4,16 +4,16 @@ glibc divides allocations into arenas, 8 per core at most. A new thread takes an
 that has no thread, or else the next one in turn. `malloc_trim` returns the free pages
 of an arena, except those at its end in all arenas but the first.
 
-Twelve engines with different K in one process grew by 10 to 15 %, in jumps of 20 MB:
+The memory of a process that made twelve engines with different K, one after another,
+grew by 10 to 15 %, in jumps of 20 MB, for two reasons:
 
 - On machines with few cores jax's threads hold every arena. The compiler thread of each
-  engine took another one, and left memory at its end. With spare arenas it takes the
-  one that the previous compiler thread has left.
-- Weights were copied by threads of jax, into the arenas of these threads: glibc maps
-  allocations one by one only above a threshold, which rises to 32 MB as arrays are
-  freed. It is low while weights are loaded and programs compiled. It is not low while
-  programs run: XLA's temporaries would be mapped anew in each launch (600 page faults
-  per launch of 8 sequences).
+engine took another one, and left memory at its end. With spare arenas, the thread takes
+the arena that the previous compiler thread has left. - Weights were copied by threads
+of jax, into the arenas of these threads: glibc maps allocations one by one only above a
+threshold, which rises to 32 MB as arrays are freed. The threshold is kept low while
+weights are loaded and programs compiled, but not while programs run: XLA's temporaries
+would be mapped anew in each launch (600 page faults per launch of 8 sequences).
 """
 
 import ctypes
@@ -25,7 +25,8 @@ from contextlib import contextmanager
 
 # On two cores, where glibc's limit is 16, the threads of one engine use 22.
 MIN_ARENAS = 64
-# Smallest allocation that is mapped while an engine is made, and glibc's largest.
+# Bytes from which an allocation is mapped: while an engine is made, and glibc's
+# maximum.
 LOW_THRESHOLD_BYTES, HIGH_THRESHOLD_BYTES = 2**20, 32 * 2**20
 # Numbers of `mallopt`, from glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -69,7 +70,7 @@ def trim_malloc() -> None:
 
 
 def _is_ours() -> bool:
-    """Whether the C library is glibc, and the user has set none of its limits."""
+    """Return whether the C library is glibc, and has no limits set by the user."""
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
     return _is_glibc() and not is_set and "GLIBC_TUNABLES" not in os.environ
 

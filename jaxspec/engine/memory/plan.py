@@ -1,7 +1,7 @@
 """The memory plan of a device: weights, programs, and the rest for KV pages.
 
-Arithmetic over facts of one device; with several, each has the same. Imports neither
-jax nor models: `jaxspec.engine.memory.probe` finds the facts.
+Arithmetic over facts of one device; with several devices, the same plan holds for each.
+Imports neither jax nor models: `jaxspec.engine.memory.probe` finds the facts.
 """
 
 import math
@@ -15,9 +15,9 @@ from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 
 GIB, MIB = 2**30, 2**20
-# vLLM's. The rest is for unplanned memory: libraries, fragmentation.
+# vLLM's default. The rest is for unplanned memory: libraries, fragmentation.
 DEFAULT_UTILIZATION = 0.92
-# The most that pages take of a CPU's memory by default.
+# Maximum bytes of a CPU's memory that pages take by default.
 MAX_CPU_KV_BYTES = 512 * MIB
 # Largest size of a quantized target of 2B or more, relative to bfloat16: the embedding
 # is not quantized, and matrices have scales (docs/quantization.md).
@@ -39,7 +39,8 @@ class Sizes(NamedTuple):
 
 
 CPU_SIZES = Sizes(8, 512)
-# As in vLLM. Users may have more prompt tokens in a launch.
+# The defaults of TPUs and GPUs, as in vLLM. Users may allow more prompt tokens in a
+# launch.
 ACCELERATOR_SIZES = Sizes(256, FIRST_CHUNK)
 
 
@@ -142,14 +143,15 @@ class MemoryFacts:
         num_devices: Number of such devices; all have the same contents.
         limit_bytes: Bytes that jax may use of it; None if there is no limit to plan
             with, as on a CPU.
-        limit_share: Share of the device's memory that `limit_bytes` is: below 1 on a
-            GPU.
-        most_share: The share if the engine planned with all of the memory: on a GPU jax
-            reserves little more than `gpu_memory_utilization`.
+        limit_share: `limit_bytes` as a share of the device's memory: below 1 on a GPU.
+        most_share: The share that `limit_share` would be with the largest
+            `gpu_memory_utilization`: on a GPU, jax reserves little more than that
+            setting.
         used_bytes: Bytes that other programs use already.
         draft: Bytes of the draft model or head; zero without one.
         draft_name: "draft model" or "head".
-        programs_without: `programs` without the draft; None if they are the same.
+        programs_without: As `programs`, but for an engine without the draft; None if
+            they are the same.
         kv_dtype: Type of the KV cache.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
@@ -362,7 +364,10 @@ class MemoryPlan:
 
 
 def default_cpu_pages(pages_per_seq: int, num_seqs: int, page_bytes: int) -> int:
-    """Return the pages for a batch of full sequences, capped, but at least for one."""
+    """Return the pages for `num_seqs` full sequences, in at most `MAX_CPU_KV_BYTES`.
+
+    Pages for one full sequence are always included.
+    """
     cap = MAX_CPU_KV_BYTES // page_bytes
     return max(pages_per_seq, min(num_seqs * pages_per_seq, cap))
 
@@ -395,8 +400,8 @@ def plan_memory(facts: MemoryFacts, given: GivenSizes) -> MemoryPlan:
     Without a limit, the user's settings determine the number of pages.
 
     Raises:
-        ConfigError: It does not fit. The error has all numbers, and a setting that
-            helps.
+        ConfigError: The engine does not fit. The error has all numbers, and a setting
+            with which it fits.
     """
     share = given.gpu_memory_utilization or DEFAULT_UTILIZATION
     limit = facts.limit_bytes
@@ -504,7 +509,8 @@ def _remedy(
     num_tokens = _pages_left(facts, plan.sizes, budget) * facts.page_size
     if num_tokens >= facts.max_model_len // 4:
         return "max_model_len", num_tokens
-    # A larger share can raise the default sizes, which need more: try each share.
+    # Try each share: a larger share can raise the default sizes, which then need more
+    # memory.
     for percent in range(1, int(98 * most.most_share) + 1):
         share = percent / 100
         if most.budget_bytes(share) >= needed and _has_room(most, given, share):
@@ -524,7 +530,10 @@ def _remedy(
 
 
 def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
-    """Return settings that need no more devices, but change texts or the context."""
+    """Return settings that help on the same devices.
+
+    They change texts, or the length of the context.
+    """
     facts, settings = plan.facts, []
     if not facts.target.form:  # not quantized yet
         for kind, share in QUANTIZED_SHARE.items():
@@ -538,7 +547,7 @@ def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
 
 
 def _has_room(facts: MemoryFacts, given: GivenSizes, share: float) -> bool:
-    """Whether one sequence fits with these sizes and this share."""
+    """Return whether one sequence fits with these sizes and this share."""
     budget = facts.budget_bytes(share)
     sizes = default_sizes(facts, _room_bytes(facts, budget), given)
     return _pages_left(facts, sizes, budget) >= facts.pages_per_seq

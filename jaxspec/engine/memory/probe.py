@@ -293,7 +293,7 @@ def find_facts(
     elif config.head_config is not None:
         draft_params = abstract_head(config.head_config, dtype=dtype, mesh=mesh)
     kv_dtype = config.kv_cache_dtype
-    # Proposers' state has a part per page, and a fixed part.
+    # Proposers' state has a part per page and a fixed part: the difference is one page.
     draft_page = bytes_of(proposer_state(2)) - bytes_of(proposer_state(1))
     fixed_bytes = bytes_of(proposer_state(1)) - draft_page
     programs = _program_facts(config, mesh)
@@ -336,7 +336,7 @@ def own_memory(config: EngineConfig, mesh: Mesh) -> tuple[int | None, int]:
 
 
 def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
-    """Compile the largest plain program, and return its bytes of temporaries.
+    """Compile the largest program of ordinary rounds; return its temporary bytes.
 
     Takes a minute or two at full size.
     """
@@ -423,9 +423,9 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
 def _programs_without(
     config: EngineConfig, mesh: Mesh, programs: ProgramFacts
 ) -> ProgramFacts:
-    """Return the facts of programs without the draft model or head."""
+    """Return the facts of the programs if the engine had no draft model or head."""
     if config.speculative is not None and config.speculative.method_info.lookup:
-        # Lookups draft all the same, without distributions.
+        # Lookups still make drafts, without distributions.
         return dataclasses.replace(programs, draft_vocab_size=0)
     none: dict[str, Any] = dict.fromkeys(
         ("speculative", "draft_model_config", "head_config", "draft_token_ids")

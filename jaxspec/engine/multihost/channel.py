@@ -2,11 +2,12 @@
 
 The leader has the engine. It sends each command (a program to compile, a launch with
 its plan, ...) to all followers before it runs the command itself. When one process
-ends, all of them do: Kubernetes or the user starts them again.
+ends, all others end too; Kubernetes or the user restarts all of them.
 
-A message is JSON and a vector of int32. Each is numbered, and signed with a key that
-both sides derive from a shared secret and from a random number of each side: a process
-without the secret cannot add, change, repeat or omit one. Nothing is encrypted.
+A message consists of JSON and a vector of int32. Each message is numbered, and signed
+with a key that both sides derive from a shared secret and from a random number of each
+side: a process without the secret cannot add, change, repeat or omit one. Nothing is
+encrypted.
 """
 
 import dataclasses
@@ -43,28 +44,29 @@ HEARTBEAT_S = 10
 # Exit code of a process that ends because another one has. jax.distributed may end a
 # follower first, with SIGABRT: jax has no setting for that.
 HOST_LOST = 1
-# A collective may fail before the connection to the lost process closes: how long to
-# wait for that before the leader reports its own failure.
+# Seconds that the leader waits, after a failure of its own, for a connection to close:
+# a collective may fail before the connection to the lost process closes, and that loss
+# is the reason to report.
 NOTICE_S = 1.0
-# How long a new connection may take to send its whole, signed hello.
+# Maximum seconds for a new connection to send its whole, signed hello.
 HELLO_S = 10
-# How long the leader reads answers after END; jax's own shutdown of all processes takes
-# up to 3 * HEARTBEAT_S.
+# Seconds for which the leader reads answers after END; jax's own shutdown of all
+# processes takes up to 3 * HEARTBEAT_S.
 END_S = 4 * HEARTBEAT_S
-# Pause between two attempts to reach a leader that does not listen yet.
+# Seconds between two attempts to reach a leader that does not listen yet.
 RETRY_S = 0.25
-# How often the leader checks for new hellos.
+# Seconds between the leader's checks for new hellos.
 POLL_S = 0.05
-# Connections that may be open without a hello, beyond the expected followers.
+# Maximum number of open connections without a hello, beyond the expected followers.
 MAX_STRANGERS = 64
 # The last command.
 END = "end"
 MAGIC = b"jaxspec hosts 1\n"
 NONCE_BYTES = TAG_BYTES = 32
-# A message is its number, the sizes of its JSON and of its vector in bytes, both of
-# these, and the signature.
+# A message has these parts: its number, the bytes of its JSON, the bytes of its vector,
+# the JSON, the vector, and the signature.
 _HEADER = struct.Struct("!QII")
-# Far above the size of any plan.
+# Maximum bytes of a message, far above the size of any plan.
 MAX_MESSAGE_BYTES = 2**28
 # Limit of the first message, whose memory is reserved before its signature is checked.
 MAX_FIRST_BYTES = 2**20
@@ -157,7 +159,10 @@ class Connection:
         return json.loads(body[_HEADER.size : end]), vector
 
     def is_gone(self) -> bool:
-        """Whether the other side has closed it; not while a thread receives."""
+        """Return whether the other side has closed the connection.
+
+        Must not be called while a thread receives.
+        """
         try:
             flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
             return not self._stream.recv(1, flags)
@@ -211,7 +216,7 @@ def _set_options(stream: socket.socket) -> None:
     """Send without delay, and notice a silent host after three heartbeats."""
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Systems without these options take hours.
+    # Systems without these options notice a silent host only after hours.
     for name, value in (
         ("TCP_KEEPIDLE", HEARTBEAT_S),
         ("TCP_KEEPINTVL", HEARTBEAT_S),
@@ -344,7 +349,7 @@ class Followers:
     def wait(self, number: int) -> list[dict[str, Any]]:
         """Wait until all followers have answered a command; return answers by rank.
 
-        Returns an empty list after `end`.
+        After `end`, the list is empty.
 
         Raises:
             EngineDeadError: A process has ended.
@@ -586,7 +591,7 @@ def _accept(
         )
         connection.refuse(str(error))
         raise error
-    # Before the check: a refusal goes to all in it.
+    # Added before the check: if it fails, all processes in `connected` get the reason.
     connected[rank] = connection, address
     differs = difference(facts, hello["facts"])
     if differs is not None:
@@ -664,7 +669,8 @@ class Leader:
             deadline = max(deadline, time.monotonic() + HELLO_S)
             connection = Connection(stream, secret, is_leader=False, deadline=deadline)
             connection.send({"node_rank": hosts.node_rank, "facts": dict(facts)})
-            # Other followers may be late; the leader answers when it stops waiting.
+            # Other followers may be late: the leader answers only when all have come,
+            # or its time is over.
             connection.set_timeout(hosts.timeout_s + HELLO_S)
             answer, _ = connection.receive()
         except TimeoutError as error:

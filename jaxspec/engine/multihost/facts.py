@@ -19,11 +19,12 @@ LOCAL_FIELDS = (
     *("structured_outputs", "speculative.model", "hosts.node_rank"),
     *("hosts.master_addr", "hosts.headless", "hosts.secret_file", "hosts.timeout_s"),
 )
-# Fields that users set by another name.
+# Maps fields to the names of the arguments with which users set them.
 _ARGUMENTS = {"page_size": "block_size", "num_pages": "num_gpu_blocks_override"}
 # Longest fact that is sent in full; a digest replaces the rest of a longer one.
 _MAX_FACT = 120
-# Samples of a file of weights, besides its header: number, and bytes of each.
+# Number of samples that are read from a file of weights, besides its header, and the
+# bytes of each.
 NUM_SAMPLES, SAMPLE_BYTES = 32, 2**16
 # The limit of safetensors itself.
 MAX_SAFETENSORS_HEADER_BYTES = 100 * 10**6
@@ -91,7 +92,7 @@ def _digest(path: Path) -> str:
 
 
 def _flat(prefix: str, record: Any) -> list[tuple[str, object]]:
-    """List the fields of a record, and of records in it, by dotted names."""
+    """List the fields of a dataclass, and of dataclasses in it, by dotted names."""
     fields: list[tuple[str, object]] = []
     for one in dataclasses.fields(record):
         name, value = prefix + one.name, getattr(record, one.name)

@@ -1,8 +1,8 @@
 """A process that runs the leader's commands on the devices of another host.
 
-It has a runner, and neither scheduler nor tokenizer: the leader sends which programs to
-run, in order, with their plans. Only the leader reads results, which are the same
-everywhere.
+The process has a runner, but neither scheduler nor tokenizer: the leader sends which
+programs to run, in order, with their plans. Only the leader reads results, which are
+the same everywhere.
 """
 
 import logging
@@ -29,7 +29,8 @@ from jaxspec.exit import COMPILER_THREAD
 
 _log = logging.getLogger(__name__)
 
-# The leader has one launch in flight beyond the one it reads.
+# Maximum launches in flight. The leader has one launch in flight beyond the one that it
+# reads.
 MAX_IN_FLIGHT = 2
 
 
@@ -83,7 +84,7 @@ class Follower:
                 self._in_flight.append(result)
                 self._wait(MAX_IN_FLIGHT)
             case "compile":
-                # In a thread, so that launches continue, as in the leader.
+                # Compile in a thread, as the leader does, so that launches continue.
                 threading.Thread(
                     target=self._compile,
                     args=(command,),
@@ -106,7 +107,10 @@ class Follower:
                 raise AssertionError(f"unknown command {command.name!r}")
 
     def _wait(self, max_in_flight: int) -> None:
-        """Wait until this many launches are in flight; a failed launch raises here."""
+        """Wait until at most this many launches are in flight.
+
+        A failed launch raises its error here.
+        """
         while len(self._in_flight) > max_in_flight:
             self._in_flight.popleft().block_until_ready()
 

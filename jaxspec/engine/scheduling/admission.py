@@ -80,7 +80,8 @@ class Admitter:
             num_controlled += request.controls is not None
             if num_controlled > MAX_CONTROLLED:
                 break
-            # The program may have less room for prompts than the previous request's.
+            # The program for this request's features may have less room for prompts
+            # than the one for the requests before it.
             features = features_with(request, running)
             shapes = self._shapes.with_prompts(len(running) + 1, 0, features)
             room = min(room, shapes[-1].num_tiles - num_tiles)
@@ -141,7 +142,8 @@ class Admitter:
         ]
         num_seqs = min(len(running) + len(waiting), max_seqs)
         tokens = sum(padded(other.num_tokens) for other in waiting[:max_seqs])
-        # Until others are compiled it serves all launches, also those with few tokens.
+        # Until other programs are compiled, this one serves all launches, also those
+        # with few tokens.
         tokens = min(tokens, FIRST_CHUNK)
         return self._shapes.select(
             num_seqs, 0, tokens, features, may_request_on_demand=False

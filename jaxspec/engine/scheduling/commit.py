@@ -17,7 +17,10 @@ from jaxspec.program.wire import StepResult, TokenLogprobs
 def settle(
     launch: Launch, num_run: int, rows: RowTable, *, has_draft_model: bool
 ) -> None:
-    """Undo the planned rounds that a launch did not run, before reading the others."""
+    """Undo the counts of rounds that were planned in a launch but did not run.
+
+    Must be called before the rounds that did run are committed.
+    """
     if launch.num_rounds == 1:
         return
     missing = launch.num_rounds - num_run
@@ -91,7 +94,7 @@ def _commit_rounds(
     is_dropped = is_broken | is_late
     if is_dropped.any():
         emitted = np.where(is_dropped, 0, emitted)
-    # A preempted request still gets its tokens, but has lost its row.
+    # A preempted request still gets the tokens of this launch, but has lost its row.
     has_row = rows.owner[launch.rows] == launch.owners
     if has_row.all():
         rows.count_read(launch.rows, launch.drafts, emitted)
@@ -99,7 +102,7 @@ def _commit_rounds(
         rows.count_read(launch.rows[has_row], launch.drafts[has_row], emitted[has_row])
     drafts = accepted = side = np.zeros(count, np.int64)
     if launch.round_kind.num_draft_tokens or result.num_accepted_nodes is not None:
-        # A lookup in the sequence may have found fewer than were planned.
+        # A lookup in the sequence may have found fewer drafts than were planned.
         drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
         drafts = np.where(is_late & ~is_broken, 0, drafts)
         accepted = np.minimum(result.num_accepted[:count], drafts)

@@ -1,9 +1,9 @@
 """Draft prefill: launches that give the draft model the keys and values it lacks.
 
-The draft model reads prompts after the target, so that it does not delay first tokens,
-and tokens that were decoded without drafts. This module decides when such a launch runs
-and for which rows. It changes state only in `begin_turn`, `apply_plan`, `commit` and
-`restart`.
+The draft model reads prompts only after the target has read them, so that it does not
+delay first tokens. It also reads tokens that were decoded without drafts. This module
+decides when such a launch runs and for which rows. It changes state only in
+`begin_turn`, `apply_plan`, `commit` and `restart`.
 """
 
 import math
@@ -32,8 +32,10 @@ class Turn(NamedTuple):
     Attributes:
         is_first: Draft prefill is the next launch.
         num_in_a_row: Draft prefill launches since the last round.
-        has_yielded: Waiting requests were already admitted first once.
-        num_admitted_then: Requests admitted when most rows lagged last.
+        has_yielded: Draft prefill has already let waiting requests go first, which it
+            does only once.
+        num_admitted_then: Number of requests that had been admitted when more than half
+            of the rows last lacked draft prefill.
     """
 
     is_first: bool = False
@@ -46,9 +48,10 @@ class DraftChunk(NamedTuple):
     """Tokens that the draft model reads of one request.
 
     Attributes:
-        tiles: Tiles to read, without pages that another request's tiles fill.
+        tiles: Tiles to read; pages that another request's tiles fill are left out.
         num_closed: Tokens by which the request's draft lag shrinks.
-        end: Leading tokens that the draft model has afterwards.
+        end: Number of leading tokens for which the draft model has keys and values
+            afterwards.
     """
 
     request: Request
@@ -61,10 +64,11 @@ class DraftPrefillPlan(NamedTuple):
     """The decisions about a draft prefill launch, which `apply_plan` applies.
 
     Attributes:
-        shape: Its program; None if none is compiled.
+        shape: The launch's program; None if none is compiled.
         missing: A better program, to be requested.
-        is_probe: It only measures acceptance probabilities; K is 0.
-        num_admitted_then: `Turn.num_admitted_then` after it.
+        is_probe: Whether the launch only measures acceptance probabilities, while K is
+            0.
+        num_admitted_then: `Turn.num_admitted_then` after the launch.
     """
 
     shape: StepShape | None
@@ -93,7 +97,7 @@ class DraftPrefill:
         self._is_probing = False
 
     def is_allowed(self, max_draft_tokens: int) -> bool:
-        """Return whether draft prefill may run now, if a row lags.
+        """Return whether draft prefill may run now if a row lacks it.
 
         Args:
             max_draft_tokens: Maximum K of a sequence.
@@ -102,7 +106,7 @@ class DraftPrefill:
         if policy.is_idle or not (max_draft_tokens and self._rows.wants_drafts):
             return False
         if policy.is_timing_plain:
-            return False  # between plain rounds it would make them slower
+            return False  # it would slow down the plain rounds being timed
         return not self._is_probe or (policy.can_probe() and not self._is_probing)
 
     @property
@@ -248,7 +252,10 @@ class DraftPrefill:
         return self._shapes.select_draft_prefill(self._num_tiles(rows)).missing
 
     def seconds_per_round(self, rows: np.ndarray) -> float:
-        """Return the draft prefill time before all rows can draft, per round left."""
+        """Return the seconds of draft prefill that are left, per round that is left.
+
+        Draft prefill is left until all rows can have drafts.
+        """
         rows = rows[self._rows.lags(rows)]
         if not len(rows):
             return 0.0
@@ -262,14 +269,18 @@ class DraftPrefill:
         return launches * seconds / max(float(left.mean()), 1.0)
 
     def _num_tiles(self, rows: np.ndarray) -> int:
-        """Return the number of tiles that the draft model lacks for some rows."""
+        """Return the number of tiles that the draft model lacks for `rows`."""
         return int((-(-(self._rows.num_draft_uncached[rows] - 1) // TILE)).sum())
 
     def _do_most_lag(self) -> tuple[bool, int]:
-        """Return whether rows still lag since more than half of all rows lagged.
+        """Return whether draft prefill is still catching up with a backlog.
+
+        A backlog begins when more than half of the decoding rows lack draft prefill. It
+        lasts until every request admitted by then has it.
 
         Returns:
-            Whether they do, and the number of requests admitted at that time.
+            Whether there is a backlog, and the number of requests that had been
+            admitted when more than half of the rows last lagged.
         """
         rows, admitted = self._rows.decoding, self._turn.num_admitted_then
         lagging = rows[self._rows.awaits_draft(rows)]

@@ -1,10 +1,10 @@
 """Pages of KV memory: reference counts, page tables of requests, the prefix cache.
 
-Page id i is row i of the arrays of every layer, of target and draft model, and of the
-token ids, so there is a single pool. Other requests may share a page once the launch
-that fills it is planned: the device runs launches in order, and a launch writes keys
-and values before it attends. A page may lack the draft model's keys and values. Host
-code only.
+One pool of page ids serves everything: page i is row i of every layer's arrays, in
+target and draft model, and of the array of token ids. Other requests may share a page
+once the launch that fills it is planned: the device runs launches in order, and a
+launch writes keys and values before it attends. A page may lack the draft model's keys
+and values. Host code only.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ def page_keys(
     keys and values depend on the tokens before.
 
     Args:
-        num_ahead: Tokens after the page that its contents also depend on.
+        num_ahead: Number of tokens after the page on which its contents also depend.
     """
     length = page_size + num_ahead
     for start in range(0, len(token_ids) - length + 1, page_size):
@@ -77,7 +77,7 @@ class PagePool:
         return len(self._blank) + len(self._cached)
 
     def is_free(self, page: int) -> bool:
-        """Whether a page has no holders."""
+        """Return whether a page has no holders."""
         return not self._holders[page]
 
     def take(self, count: int) -> list[int]:
@@ -157,7 +157,7 @@ class PagePool:
         return sum(1 for _ in itertools.takewhile(bool, is_drafted))
 
     def num_freed(self, pages: Iterable[int], released: Counter[int]) -> int:
-        """Count the pages that become free once each of these loses one holder.
+        """Count the pages that become free once each page in `pages` loses one holder.
 
         Args:
             released: Holders already released in the same plan, by page; updated.
@@ -234,7 +234,8 @@ class PageTables:
         self.page_size = config.page_size
         self.stats = stats
         self._is_shared = config.enable_prefix_caching
-        # A head's keys and values depend on a token's hidden state and the next token.
+        # With a head, a page also depends on the token after it: the head's keys and
+        # values come from a token's hidden state and the next token.
         head = config.head_config
         self._num_ahead = int(head is not None and head.has_pages)
 
@@ -249,7 +250,8 @@ class PageTables:
     def reusable_keys(self, request: Request) -> list[bytes]:
         """Return keys of the pages that a waiting request may reuse.
 
-        At least one token is left to prefill: its logits are needed.
+        The last token's page is left out: at least one token must be prefilled, because
+        its logits are needed.
         """
         if not request.can_read_prefix_cache:
             return []

@@ -41,7 +41,8 @@ class LaunchError(Exception):
 class AsLaunchErrors:
     """Turn any exception of device work into a `LaunchError`.
 
-    Entered twice a round, in a fifth of the time that `contextlib` takes.
+    A class, because it is entered twice per round: a `contextlib` generator would take
+    five times as long.
     """
 
     def __enter__(self) -> None:
@@ -60,11 +61,12 @@ class Launch:
 
     Attributes:
         rows: Decoding rows, in the order of the plan.
-        owners: `RowTable.owner` of each when the launch was planned.
+        owners: `RowTable.owner` of each row when the launch was planned.
         drafts: Draft tokens of each.
         tiled: The request of each of the plan's tiles.
         registered: Pages registered in the prefix cache that this launch fills.
-        is_probe: It measures acceptance probabilities while no drafts are made.
+        is_probe: Whether it only measures acceptance probabilities, while no drafts are
+            made.
         charged_s: Seconds that `Pacer` has charged for it.
         expected_s: Expected seconds of a round; None if unknown.
         seconds: Seconds that each round kept the device busy, once it has been read.
@@ -96,7 +98,7 @@ class Launch:
 
     @property
     def num_rounds(self) -> int:
-        """Maximum number of rounds that it runs."""
+        """Maximum number of rounds that the launch runs."""
         return self.plan.num_rounds
 
     @property
@@ -196,7 +198,8 @@ class LaunchBuilder:
         request, tiles = chunk.request, _prompt_tiles(chunk)
         request.num_prefilled = chunk.end
         if not self._has_draft_model:
-            # Then no row has a draft lag, and no page lacks the draft model's values.
+            # Without a draft model, no row has a draft lag, and no page lacks the draft
+            # model's values.
             request.num_draft_cached = request.num_prefilled
         self.tiles += tiles
         self.tiled += [request] * len(tiles)

@@ -2,8 +2,8 @@
 
 The host knows every token, so it can apply the lookup rule (n-gram or suffix) itself:
 it compares what the lookup would have proposed with the tokens that were generated, and
-counts the result like drafts of a round. That costs no launch. Only tokens that have
-been read are counted, so a choice of K depends on the past alone.
+counts the result like drafts of a round. The estimate costs no launch. Only tokens that
+have been read are counted, so a choice of K depends on the past alone.
 
 The index of a text is a table of hash chains, as in LZ77: a bucket for the hash of the
 newest tokens, and for every position the previous one in its bucket. Adding a token
@@ -25,28 +25,29 @@ from jaxspec.engine.scheduling.request import Request
 MAX_COMPARED = 32
 # Maximum number of tokens in a hash, and of buckets.
 MAX_KEY, MAX_BUCKETS = 4, 1 << 14
-# Fewest tokens that are added with numpy, whose calls take 20 us in all.
+# From this number of tokens on, they are added with numpy, whose calls take 20 us in
+# all.
 MANY = 64
 _PRIME = 0x9E3779B1  # 2^32 by the golden ratio
 _WORD = 0xFFFFFFFF
 # As in the answer cache on the device: maximum number of tokens compared with a
 # past answer and of draft tokens taken from it, and the length of a usual answer.
 ANSWER_BEFORE, ANSWER_AFTER, ANSWER_LENGTH = 12, 16, 256
-# Fewest tokens of a match in a past answer. On the device two are enough; matches that
-# short are seldom right, so the estimate can miss them.
+# Minimum tokens of a match in a past answer. On the device two are enough, but matches
+# of two or three tokens are seldom right, so the estimate ignores them.
 ANSWER_MATCH = 4
 # Maximum number of tokens of past answers, whatever the size of the device's cache.
 MAX_ANSWER_TOKENS = 1 << 16
 # Maximum number of salts: each has an index of up to 64 KiB, even for few tokens.
 MAX_SALTS = 64
-# Separates two answers; no token id.
+# Separates two answers in a list of tokens; not a token id.
 END = -1
 # Lengths of runs of correctly predicted tokens at which K is reconsidered at once.
 RECONSIDER_RUNS = (4, 5, 6, 8, 12, 16)
 
 
 class TextIndex:
-    """Tokens of a text, with an index of where each n-gram occurred before.
+    """Tokens of a text, with an index of the earlier places of each n-gram.
 
     Invariant: `_earlier[p] < p`: the previous position of the same bucket, or -1.
     """
@@ -55,8 +56,9 @@ class TextIndex:
         """Make an empty index.
 
         Args:
-            key: Fewest tokens of a match.
-            num_tokens: Expected number of tokens; more only make chains longer.
+            key: Minimum number of tokens of a match.
+            num_tokens: Expected number of tokens; with more, only the chains become
+                longer.
         """
         self.tokens: list[int] = []
         self._key = min(key, MAX_KEY)
@@ -159,7 +161,7 @@ class TextIndex:
 def best_text(texts: list[list[int]], min_share: int) -> list[int]:
     """Return the drafts with the most expected accepted tokens.
 
-    `jaxspec.program.propose.suffix.choose` is the same for arrays.
+    `jaxspec.program.propose.suffix.choose` applies the same rule to arrays.
 
     Args:
         texts: Tokens that followed each match; the first wins among equals.
@@ -220,7 +222,7 @@ class Answers:
     def find(
         self, request: Request, newest: list[int], rule: LookupRule
     ) -> tuple[int, list[list[int]]]:
-        """Return the length of the longest match, and the known tokens after each."""
+        """Return the length of the longest matches, and the tokens after each match."""
         index = self._by_salt.get(request.cache_salt)
         if index is None:
             return 0, []
@@ -246,7 +248,7 @@ class LookupTrace:
 
     Attributes:
         drafts: Draft tokens of the current round.
-        num_right: Number of them that were right so far.
+        num_right: Number of `drafts` that were right so far.
         run: Number of newest tokens predicted in a row. Tokens after the last draft of
             a round (bonus tokens) neither count nor end the run.
     """
@@ -285,13 +287,15 @@ class LookupEstimator:
 
         Args:
             max_k: Maximum number of drafts of a round.
-            num_requests: Number of past answers to search as well.
+            num_requests: Number of past answers that are searched besides the request's
+                own text.
         """
         self._rule = rule
         self._traces: list[LookupTrace | None] = [None] * num_rows
         self._answers = Answers(num_requests) if num_requests else None
         # As in `PredictedRounds`, for all rows. A position is counted as soon as its
-        # token is known, before the round ends: a long copy shows at once.
+        # token is known, before the round ends, so that K can rise early in a long
+        # copy.
         self._reached = np.zeros((num_rows, max_k))
         self._accepted = np.zeros((num_rows, max_k))
         self._num_rounds = np.zeros(num_rows, np.int64)
@@ -314,7 +318,8 @@ class LookupEstimator:
             index = TextIndex(self._rule.shortest, request.max_total)
             trace = self._traces[row] = LookupTrace(request, index)
         if len(trace.index) != known:
-            # Rounds with drafts lie between; their results are already counted.
+            # The tokens between come from rounds with drafts, whose results are already
+            # counted.
             trace.index.extend(request.tokens(len(trace.index), known))
             trace.run = 0
             self._propose(trace)

@@ -74,15 +74,16 @@ class PageClaimer:
     ) -> int:
         """Return the number of rounds that the launch may run.
 
-        More than one only if the next launches would be equal, and nothing waits for
-        the result of the first round: no request for a row, no prompt for its prefill,
-        no stream for a token, no row for the draft model. No request is preempted for
-        it.
+        It is more than one only if the next launches would be equal, and nothing waits
+        for the result of the first round: no request for a row, no prompt for its
+        prefill, no stream for a token, no row for draft prefill. No request is
+        preempted to get pages for more rounds.
         """
         table, rows, shape = self._rows, decode.rows, decode.shape
         if shape is None or shape.max_rounds == 1 or self._waiting:
             return 1
-        # Other running requests prefill, await the draft model, or may have ended.
+        # Otherwise, some running requests are in prefill, wait for draft prefill, or
+        # may have ended.
         is_alone = len(rows) == len(running) and not decode.lacks_drafts
         if (
             not is_alone

@@ -20,13 +20,16 @@ from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import TILE, StepShape
 
 MAX_SLOWDOWN = 1.5
-# Rounding errors of the balance must not make a chunk too expensive.
+# Factor by which a chunk may exceed the balance, so that rounding errors do not delay
+# it.
 ROUNDING = 1 + 1e-9
-# Nothing to prefill: the next prefill starts with a balance of zero.
+# The budget if there is nothing to prefill: the next prefill starts with a balance of
+# zero.
 REST = PrefillBudget(account=PacedChunk())
-# Longest wait of a prompt, whatever the balance.
+# Maximum number of rounds that a prompt waits, whatever the balance.
 MAX_WAIT_ROUNDS = 64
-# Longest launch of several rounds; requests that arrive meanwhile wait for it.
+# Maximum seconds of a launch of several rounds; requests that arrive meanwhile wait for
+# it.
 MAX_LAUNCH_S = 0.03
 
 
@@ -71,7 +74,7 @@ class Pacer:
             self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
     def begin(self, chunk: PacedChunk) -> None:
-        """Apply the balance of a chunk that `chunk` has returned."""
+        """Set the balance to that of `chunk`, once the round is launched."""
         self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
 
     def num_rounds(self, round_kind: RoundKind, max_rounds: int) -> int:
@@ -84,10 +87,10 @@ class Pacer:
     def fastest(self, num_tokens: int, rounds: list[RoundKind]) -> int:
         """Return the index of the largest round needed to prefill in the least time.
 
-        A launch computes its program's full size, padding included: two of 64 tokens
-        may take a third of the time of one of 512. A round without a measured time is
-        assumed to cost as much as the next smaller one, or its share of the next
-        larger, so that it is tried where it might be the best.
+        A launch computes its program's full size, padding included: two launches of 64
+        tokens may take a third of the time of one launch of 512. A round without a
+        measured time is assumed to cost as much as the next smaller one, or its share
+        of the next larger, so that it is tried where it might be the best.
 
         Args:
             rounds: From the smallest chunk.
@@ -178,7 +181,7 @@ class PrefillPlanner:
             tokens += _tiles_left(request) * TILE
         compiled = self._shapes.with_prompts(num_seqs, num_draft_tokens, features)
         if compiled and compiled[-1].num_tiles < self._shapes.max_tiles:
-            # A larger program exists, and pays if enough tokens wait.
+            # A larger program exists, and is faster if enough tokens wait.
             tokens += sum(_tiles_left(one) for one in newcomers) * TILE
         missing = None
         if tokens:

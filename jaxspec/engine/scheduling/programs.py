@@ -33,7 +33,7 @@ class Programs(Protocol):
     def __contains__(self, shape: StepShape, /) -> bool: ...
 
     def has_failed(self, shape: StepShape) -> bool:
-        """Whether compiling it failed."""
+        """Return whether compiling a program failed."""
         ...
 
     @property
@@ -188,7 +188,7 @@ class Shapes:
         return template.main_chain.num_levels == template.num_levels
 
     def _is_chain(self, shape: StepShape) -> bool:
-        """Whether a program leaves out the side branches of the engine's tree."""
+        """Return whether a program leaves out the engine tree's side branches."""
         return shape.template != self._template
 
     def _compiled_on_demand(self) -> set[StepShape]:
@@ -226,7 +226,7 @@ class Shapes:
         return self._template
 
     def form(self, features: Features) -> Features:
-        """Return the features of the first programs that serve `features`."""
+        """Return the cheapest set of features with programs that serves `features`."""
         return next(form for form in self._forms if form.covers(features))
 
     def all(
@@ -248,13 +248,13 @@ class Shapes:
                 more than `FIRST_CHUNK` prompt tokens.
         """
         forms = list(dict.fromkeys(self.form(one) for one in features))
-        # Sampled before greedy: its programs serve both.
+        # Sampled before greedy: programs that sample serve both.
         forms.sort(key=lambda form: form.all_greedy)
         lists = [self._forms[form] for form in forms]
         listed = [
             shapes[0] for shapes in lists if shapes and shapes[0].max_prompt_tokens
         ]
-        listed += self.draft_prefills  # drafts need them
+        listed += self.draft_prefills  # needed for drafts
         listed += [shape for shapes in lists for shape in shapes]
         budget = self.max_tiles * TILE
         tokens = budget if prompt_tokens is None else prompt_tokens
@@ -268,7 +268,10 @@ class Shapes:
         return list(dict.fromkeys(chosen))
 
     def is_on_demand(self, shape: StepShape) -> bool:
-        """Whether a program is compiled on demand; a larger one serves until then."""
+        """Return whether a program is compiled on demand.
+
+        A larger one serves until then.
+        """
         return shape in self._on_demand
 
     @property
@@ -444,7 +447,7 @@ class Shapes:
 def largest_chunk(
     num_batched_tokens: int, *, num_seqs: int, max_model_len: int, is_invariant: bool
 ) -> int:
-    """Return the prompt tokens that the largest program of an engine has room for.
+    """Return how many prompt tokens the largest program of an engine has room for.
 
     `num_batched_tokens`, or less: `FIRST_CHUNK`, or all prompt tokens that `num_seqs`
     sequences can have, if that is more.

@@ -38,14 +38,17 @@ class Request:
         only_final_output: It returns only its final output, and has no stop strings,
             logprobs or token origins: it is detokenized once, at its end.
         num_cached_tokens: Prompt tokens found in the prefix cache; None before it ran.
-        arrival: Its place in the order of arrival; -1 before it is queued.
+        arrival: The request's place in the order of arrival; -1 before it is queued.
         row: Its row in `RowTable`; -1 while it has none.
         tokens_to_prefill: The prompt; after a preemption also the generated tokens.
-        num_prefilled: Number of those that were prefilled, or will be by a launch.
-        num_draft_cached: Leading tokens that the draft model has keys and values for.
+        num_prefilled: Number of `tokens_to_prefill` that were prefilled, or will be by
+            a launch that is planned.
+        num_draft_cached: Number of leading tokens for which the draft model has keys
+            and values.
         page_keys: Keys of its first full pages.
         num_registered: Leading pages that are in the prefix cache.
-        num_unread: Unread rounds with tokens for it, after it has lost its row.
+        num_unread: Number of unread rounds with tokens for a request that has lost its
+            row.
         num_prompt_logprobs: Prompt tokens whose logprobs were returned.
     """
 

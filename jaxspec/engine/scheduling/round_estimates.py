@@ -131,7 +131,7 @@ class RoundEstimator:
     def _seconds(
         self, num_seqs: int, max_k: int, features: Features, *, has_side_branches: bool
     ) -> list[float | None]:
-        """Return the time of a round by K, None where unknown."""
+        """Return the seconds of a round for each K from 0 on; None where unknown."""
         seconds: list[float | None] = []
         for k in range(max_k + 1):
             shape = self._shapes.find(

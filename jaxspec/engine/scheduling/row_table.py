@@ -1,6 +1,6 @@
 """Host values of the running requests: one numpy array per value.
 
-A plan and a commit touch every running request every round; as arrays that costs
+A plan and a commit touch every running request in every round. With arrays this takes
 microseconds. The device may be ahead of these values by the unread launches.
 """
 
@@ -16,13 +16,13 @@ from jaxspec.sampling_params import RequestOutputKind
 
 
 class RowTable:
-    """Rows of the device's state and the requests in them.
+    """The host's values for the rows of the device's state, and the rows' requests.
 
     A draft model lags after prompts and rounds without drafts: it has keys and values
-    only for tokens of its own passes. The first pass of a round reads at most
-    `max_draft_lag` tokens: two, or, if one pass makes all drafts, the most that a round
-    can add. A request with a larger lag (`num_draft_uncached`) decodes without drafts
-    until a draft prefill. With two:
+    only for the tokens that its own passes read. The first pass of a round reads at
+    most `max_draft_lag` tokens: two, or, if one pass makes all drafts, the most that a
+    round can add. A request with a larger lag (`num_draft_uncached`) decodes without
+    drafts until a draft prefill. With two:
 
         launch                 uncached tokens, at most
         prompt of 20 tokens    21  the prompt and the sampled token
@@ -149,19 +149,23 @@ class RowTable:
         return functools.reduce(operator.or_, kinds) if kinds else NO_FEATURES
 
     def most_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Return an upper bound on the tokens of each row once all launches ran."""
+        """Return an upper bound on each row's tokens once all launches have run."""
         known = self.num_tokens[rows] + self.ahead[rows]
         return np.minimum(known, self.max_total[rows])
 
     def fewest_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Return a lower bound on the same, for sequences that have not ended."""
+        """Return a lower bound on the tokens of each row once all launches have run.
+
+        It holds for sequences that have not ended.
+        """
         known = self.num_tokens[rows] + self.num_unread[rows] - self.num_unsure[rows]
         return np.minimum(known, self.max_total[rows])
 
     def decodable(self, max_draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that can decode now, and the maximum K of each.
 
-        A row that may have reached its last token waits for the read.
+        A row that may have reached its last token is left out until the launches are
+        read.
 
         Args:
             max_draft_tokens: Maximum number of drafts of any row.
@@ -214,9 +218,9 @@ class RowTable:
         return np.minimum(drafts, np.maximum(left, 0))
 
     def rounds_left(self, rows: np.ndarray, drafts: np.ndarray) -> int:
-        """Return the rounds until the first row may end, or may exceed a limit.
+        """Return the rounds until the first row may end, or may exceed the draft limit.
 
-        The limit is the draft model's longest sequence.
+        That limit is the longest sequence for which drafts are made.
 
         Args:
             drafts: Maximum number of drafts of each row in a round.

@@ -128,7 +128,7 @@ class Scheduler:
         )
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+        """Return whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
     def reset_prefix_cache(self) -> bool:
@@ -170,7 +170,7 @@ class Scheduler:
                 launch = self._next_draft_prefill()
         if launch is None:
             launch = self._next_round()
-        # Nothing else can be launched: draft prefill out of turn.
+        # Nothing else can be launched, so draft prefill runs out of turn.
         return self._next_draft_prefill() if launch is None else launch
 
     def _next_draft_prefill(self) -> Launch | None:
@@ -223,7 +223,7 @@ class Scheduler:
         is_lagging = self.rows.awaits_draft(rows)
         if not np.count_nonzero(is_lagging):
             return Candidates(rows, max_drafts, max_k)
-        # All rows will decode together soon: compile their program meanwhile.
+        # All rows will decode together soon: request the program for that now.
         features = self.rows.features(rows)
         missing = self.shapes.select(len(rows), max_k, 0, features).missing
         rows, max_drafts = rows[~is_lagging], max_drafts[~is_lagging]
@@ -282,7 +282,7 @@ class Scheduler:
         return Decode(rows, drafts, max_k, shape, features, lacks_drafts, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
-        """Stage 2: the prompt tokens that the launch may include.
+        """Stage 2: how many prompt tokens the launch may include.
 
         Args:
             is_paced: Limit them while requests stream.
@@ -310,7 +310,10 @@ class Scheduler:
         return not bool(self.rows.awaits_draft(rows).all())
 
     def _may_request_on_demand(self, decode: Decode, max_k: int) -> bool:
-        """Whether many launches without drafts will follow: rows decode, and K is 0."""
+        """Return whether many launches without drafts will follow.
+
+        That is assumed if rows decode and K is 0.
+        """
         return len(decode.rows) > 0 and not min(self.policy.num_draft_tokens, max_k)
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
@@ -334,7 +337,7 @@ class Scheduler:
         claims: PageClaims,
         admissions: Admissions,
     ) -> LaunchPlan:
-        """Stage 5: the program for all of it."""
+        """Stage 5: the program that runs the results of the stages before."""
         parts = decode, budget, claims, admissions
         if not (claims.chunks or admissions.admitted):
             return LaunchPlan(*parts, decode.shape if len(claims.rows) else None)
@@ -427,7 +430,7 @@ class Scheduler:
         """
         lag = int(self.rows.num_draft_uncached[request.row])
         if request.status is Status.DECODE:
-            # No model has keys and values for the last token.
+            # The last token has no keys and values yet, in either model.
             num_cached = request.num_tokens - lag if self._has_draft_model else None
             self.tables.register(request, request.num_tokens - 1, num_cached)
         self._estimator.count_lookups()

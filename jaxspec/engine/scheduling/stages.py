@@ -101,10 +101,10 @@ class PrefillBudget(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Pages for the first tokens of a request.
+    """The decision whether a request gets pages for its first tokens.
 
     Attributes:
-        preempted: Requests that give up their pages for it.
+        preempted: Requests that are preempted to free pages for this one.
         is_granted: Whether there are enough pages. If not, the request is left out of
             the launch.
     """

@@ -15,7 +15,7 @@ class EngineStats:
         num_preemptions: Number of preemptions.
         num_prefix_queries: Prompt tokens looked up in the prefix cache.
         num_prefix_hits: Prompt tokens found there.
-        host_s: Seconds that `step` neither waited for the device nor compiled.
+        host_s: Seconds that `step` took, without waits for the device and compiles.
         wait_s: Seconds that `step` waited for the device.
         busy_s: Seconds that launches kept the device busy.
         num_side_tokens: Accepted drafts of side branches of a tree; not included in
@@ -57,7 +57,7 @@ class EngineStats:
         generated: np.ndarray,
         side: np.ndarray | int = 0,
     ) -> None:
-        """Count one round; each array has an entry per sequence.
+        """Count one round; each array has one entry per sequence.
 
         A sequence that had already ended generates nothing; its drafts do not count.
 
@@ -78,7 +78,8 @@ class EngineStats:
         self.num_side_tokens += int(np.sum(side * counts))
         missing = deepest - len(self.accepted_per_position)
         self.accepted_per_position += [0] * max(missing, 0)
-        # Rounds by accepted drafts, summed up from the most.
+        # Number of rounds with at least 1, 2, ... accepted drafts: a cumulative sum
+        # from the largest number down.
         at_least = np.bincount(num_accepted)[:0:-1].cumsum()[::-1]
         for position, count in enumerate(at_least.tolist()):
             self.accepted_per_position[position] += count

@@ -11,7 +11,7 @@ ROUNDING = 1e-9
 
 
 class Kind(enum.IntEnum):
-    """How a request samples; a new one starts with the rates of its kind."""
+    """How a request samples; a new request starts with the rates of its kind."""
 
     GREEDY = 0
     SEEDED = 1
@@ -22,15 +22,15 @@ class AcceptanceRates:
     """Exponentially weighted counts of drafts that were reached and accepted.
 
     A draft is reached in rounds that accepted all drafts before it. Invariants: at
-    every position `0 <= accepted <= reached`; where rounds are counted whole, no
-    position is reached more often than the one before it is accepted.
+    every position `0 <= accepted <= reached`; if rounds are counted whole, a position
+    is reached at most as often as the position before it is accepted.
 
     Attributes:
         num_compared: Draft tokens compared with the target's, over all requests:
             verified, up to the first rejection of a round, or estimated while nothing
             is drafted.
         num_agreed: Number of them that were accepted, or would have been.
-        prior: Acceptance rate of the first position before anything is known.
+        prior: Assumed acceptance rate of the first position before any measurement.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AcceptanceRates:
         self._accepted = np.zeros_like(self._reached)
         self._kind = np.zeros(num_rows, np.int64)
         self._is_typical = np.ones(num_rows, bool)
-        # Newest tokens of each row that a lookup predicted, one after the other.
+        # Number of each row's newest tokens that a lookup predicted without a miss.
         self._run = np.zeros(num_rows, np.int64)
         self._first_kind = num_rows
         self._are_whole = True
@@ -59,7 +59,8 @@ class AcceptanceRates:
         """Start a request in a row: forget the rates of the request before it.
 
         Args:
-            is_typical: Its rates are representative of other requests.
+            is_typical: Whether the request's rates are representative of other
+                requests.
         """
         self._reached[row] = self._accepted[row] = self._run[row] = 0
         self._kind[row], self._is_typical[row] = kind, is_typical
@@ -132,10 +133,11 @@ class AcceptanceRates:
         return side / (accepted + CONSTANTS.prior_weight)
 
     def record_probabilities(self, row: int, probabilities: np.ndarray) -> None:
-        """Count tokens made without drafts, each as a first draft.
+        """Count tokens that were generated without drafts, each as a first draft.
 
         Args:
-            probabilities: Acceptance probability of a draft in the place of each token.
+            probabilities: Probability that a draft in place of each token would have
+                been accepted.
         """
         count = len(probabilities)
         if not count:
@@ -159,7 +161,10 @@ class AcceptanceRates:
         accepted: np.ndarray,
         num_rounds: int | np.ndarray = 1,
     ) -> None:
-        """Add to sums, which age by one number of rounds, or one for each row."""
+        """Age the sums of some rows and of their kinds, and add new counts.
+
+        The sums age by `num_rounds` rounds: one number, or one for each row.
+        """
         each = np.zeros(len(rows), np.int64) + num_rounds
         kinds, is_typical = self._kind[rows], self._is_typical[rows]
         for sums, new in ((self._reached, reached), (self._accepted, accepted)):
@@ -187,7 +192,7 @@ class AcceptanceRates:
         return rates
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return the same of the requests in some rows, shrunk to the kind's mean.
+        """Return the rates of requests in some rows, shrunk towards their kind's mean.
 
         If a lookup predicted the n newest tokens, the next draft gets the rate of
         position n: a copy tends to continue.

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PolicyConstants:
-    """Ten numbers; times and acceptance are measured.
+    """The constants of the policy; times and acceptance rates are measured instead.
 
     Attributes:
-        hysteresis: Least ratio of expected speeds for a change of the choice. Two plain
-            engines of one process differ by 4 % in the median (benchmarks.control,
-            part `free`).
-        look_rounds: Rounds with drafts between two choices. A choice takes the host
-            50 to 80 microseconds, a round of the bundled pair with drafts 1,300.
+        hysteresis: Minimum ratio of expected speeds, new to current, at which the
+            choice changes. Two plain engines of one process differ by 4 % in the median
+            (benchmarks.control, part `free`).
+        look_rounds: Rounds with drafts between two choices. A choice takes the host 50
+            to 80 microseconds; a round with drafts of the bundled pair takes 1,300.
         idle_look_rounds: The same without drafts: a plain round takes 650 microseconds
             and a choice would be 10 % of it.
         explore_rounds: Rounds in which another choice is measured. The first one or two
@@ -25,10 +25,11 @@ class PolicyConstants:
         half_life_rounds: Rounds after which an observed acceptance counts half.
         prior_weight: Observations that a request's own rate needs to count as much as
             the mean of its kind, and a position's as much as the position before it.
-        prior_acceptance: Of a draft model, before anything is known: the bundled pair
-            has 0.75 sampled and 0.90 greedy.
-        prior_lookup_acceptance: Of a lookup that is followed without drafting. Of prose
-            0.1 of the first drafts are accepted; of copied text that shows at once.
+        prior_acceptance: Assumed acceptance of a draft model before any measurement.
+            For the bundled pair it is 0.75 with sampling and 0.90 greedy.
+        prior_lookup_acceptance: Assumed acceptance of a lookup that is estimated
+            without drafting. In prose, 0.1 of the first drafts are accepted; in copied
+            text, the estimate rises at once.
     """
 
     hysteresis: float = 1.04

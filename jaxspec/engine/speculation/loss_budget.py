@@ -15,7 +15,7 @@ class LossBudget:
 
     Attributes:
         is_closed: Drafts have lost too much.
-        num_closed: How often that happened.
+        num_closed: Number of times that the budget was closed.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class LossBudget:
         return self._balance_s >= price_s
 
     def pay(self, price_s: float) -> None:
-        """Pay for an exploration; the rest of the balance lapses."""
+        """Pay for an exploration; the rest of the balance is dropped."""
         self._balance_s = min(self._balance_s - price_s, 0.0)
 
     def add(self, won_s: float, plain_s: float) -> None:

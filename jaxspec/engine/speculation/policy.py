@@ -11,9 +11,9 @@ position (`acceptance`). Another choice must be faster than the present one by a
 of `hysteresis`.
 
 Estimates can be wrong or old. When a `LossBudget` can pay, the alternative that ran
-least recently is run for a few rounds: plain decoding, the largest K, the other draft
-shape; with K = 0, a few drafts, where acceptance cannot be estimated otherwise. The
-same budget stops drafts that lose against plain decoding.
+least recently is run for a few rounds. Alternatives are plain decoding, the largest K,
+and the other draft shape; with K = 0, also a few drafts, if acceptance cannot be
+estimated otherwise. The same budget stops drafts that lose against plain decoding.
 
 The choice does not change the distribution of the text. Greedy and seeded text does not
 depend on K, and a choice depends only on tokens read before the round samples.
@@ -39,7 +39,7 @@ class Choice:
 
     Attributes:
         num_draft_tokens: K.
-        has_side_branches: Drafts have side branches, where the engine has such.
+        has_side_branches: Drafts have side branches, if the engine has any.
         gain: Expected tokens per second relative to plain decoding, minus 1; None where
             that is not known.
         may_draft: Drafts have not failed, and not too many requests run.
@@ -58,8 +58,8 @@ class RoundEstimates:
     Attributes:
         max_drafts: [sequence]: maximum number of drafts of each sequence.
         acceptance: [sequence, position]: rate once the drafts before it are accepted.
-        seconds: By K from 0 on; None where unknown. With side branches, where the
-            engine has them.
+        seconds: Seconds of a round for each K from 0 on; None where unknown. With side
+            branches, if the engine has any.
         chain_seconds: The same without side branches; None where the engine has no such
             rounds.
         side_tokens: Tokens from side branches for each token of the main chain.
@@ -113,7 +113,7 @@ class RoundEstimates:
         return rates
 
     def trial_drafts(self, *, is_chain: bool) -> int:
-        """Return the largest K that costs no more than the smallest."""
+        """Return the largest K whose round takes about as long as one with K = 1."""
         times = self.times()[int(is_chain)]
         if not is_chain and self.is_whole_tree:
             return len(times) - 1
@@ -161,13 +161,14 @@ class SpeculationPolicy:
         self.choice = Choice(num_draft_tokens=configured)
         self.saved_s = self.lost_s = 0.0
         self.num_probes = 0
-        # The alternative that is being measured, and its rounds left.
+        # The alternative that is being measured, and the number of its rounds left.
         self._explored: Choice | None = None
         self._explore_left = 0
         # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
         self._rounds_left = 0
-        # By the logarithm of the batch size: such batches run in the same programs.
+        # Keyed by the logarithm of the batch size: batches of about one size run in the
+        # same programs.
         self._budgets = defaultdict[int, LossBudget](LossBudget)
         self._budget = self._budgets[1]
         # Device seconds so far, and at the last round of an alternative.
@@ -182,7 +183,7 @@ class SpeculationPolicy:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether drafting has failed and stopped for good."""
+        """Whether drafting has failed, so that it stays off."""
         return self.stop_reason is not None
 
     def stop(self, reason: str) -> None:
@@ -299,7 +300,7 @@ class SpeculationPolicy:
             self._last_run_s[self._key(chosen)] = self._device_s
 
     def _key(self, choice: Choice) -> tuple[int, str]:
-        """Identify an alternative: plain, most drafts, or with side branches."""
+        """Return an alternative's key: plain, most drafts, or with side branches."""
         num_seqs, max_k = self._load or (1, 0)
         kind = "side" if choice.has_side_branches else "chain"
         if choice.num_draft_tokens in (0, max_k):

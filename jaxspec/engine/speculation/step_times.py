@@ -13,7 +13,8 @@ STALL = 4.0
 # In the average, a time is limited to this multiple of the known one: otherwise one
 # slow round in a hundred would change the choice of K.
 MAX_RISE = 1.5
-# After this many times in a row that are not measurements, one counts as such.
+# After this many times in a row that are not typical, the next one is counted although
+# it is not typical.
 MAX_SKIPPED = 16
 
 
@@ -25,7 +26,7 @@ class RoundKind(NamedTuple):
 
 
 class StepTimes:
-    """Exponentially weighted means of measured seconds; all are positive.
+    """Exponential moving averages of measured round times, in seconds.
 
     Attributes:
         seconds: Mean time of each kind of round; known from its second run on.

@@ -5,7 +5,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: it imports jax and flax, which reading configs does not need.
+    # Imported on first use: the module imports jax and flax, which reading configs does
+    # not need.
     if name != "Gemma":
         raise AttributeError(f"module 'jaxspec.models.gemma' has no attribute {name!r}")
     return importlib.import_module("jaxspec.models.gemma.module").Gemma

@@ -262,7 +262,10 @@ def _check_alternating(config: Mapping[str, Any]) -> None:
 
 
 def _local_pattern(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Read which layers are local, from a list of kinds or global layers' period."""
+    """Return which layers are local.
+
+    The file has a list of the layers' kinds, or the period of global layers.
+    """
     kinds, num_layers = config.get("layer_types"), config["num_hidden_layers"]
     if kinds is None:
         names = "sliding_window_pattern", "_sliding_window_pattern"
@@ -336,7 +339,7 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def _gemma2_rope(config: Mapping[str, Any]) -> Rope:
-    """Find the rotary base in both generations of the file's layout."""
+    """Read the rotary base, from either layout that Gemma 2's files have used."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise wrong_argument(ConfigError, "rope_parameters", "an object", rope)

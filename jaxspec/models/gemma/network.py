@@ -160,7 +160,8 @@ def logits(
 ) -> Float[Array, "row _"]:
     """Return float32 logits of normalised rows, soft-capped if the config has a cap.
 
-    By the tied embedding, an untied head, or a trimmed one (`jaxspec.models.trimmed`).
+    The rows are multiplied by the tied embedding, an untied head, or a trimmed one
+    (`jaxspec.models.trimmed`).
     """
     found = params.get("head", params["embedding"]).multiply(rows)
     cap = config.final_logit_softcapping

@@ -385,7 +385,10 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def _target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Read layer numbers in vLLM's count; SpecForge names the layer itself, from 0."""
+    """Read layer numbers as vLLM counts them: 1 means after the first layer.
+
+    SpecForge numbers the layers from 0, so its numbers are one less.
+    """
     own = config.get(_LAYER_IDS)
     if own is not None:
         return _as_layers(own)

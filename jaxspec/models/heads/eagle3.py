@@ -6,7 +6,7 @@ yet, the layer's own output replaces the target's hidden states. Its keys and va
 in pages like those of any layer, at the slot of the row.
 
 The layer is Llama's (SiLU, no caps, no post-norms) for any target: other engines train
-and run this form. References: Li et al. 2025, arXiv:2503.01840.
+and run it like this. References: Li et al. 2025, arXiv:2503.01840.
 """
 
 import functools
@@ -122,7 +122,7 @@ def embed(
 ) -> Float[Array, "row model"]:
     """Return rows of the head's embedding, or of the target's if it has none.
 
-    Without Gemma's scale, which the layer's norm would cancel.
+    The rows are not multiplied by Gemma's scale, which the layer's norm would cancel.
     """
     return params.get("embedding", target).rows(tokens)
 

@@ -42,7 +42,7 @@ _OFFSETS, _IDS = "d2t", "token_map"
 
 
 def functions_of_head(config: HeadConfig) -> Any:
-    """Return the network module of a kind of head, which has the kind's name."""
+    """Return the network module of a kind of head; both have the same name."""
     return importlib.import_module(f"jaxspec.models.heads.{config.kind}")
 
 
@@ -243,7 +243,10 @@ def random_head(
 
 
 def _drawer(seed: int) -> Callable[[ParamSpec], np.ndarray]:
-    """Draws matrices with a standard deviation of 1/sqrt(in); vectors are ones."""
+    """Return a function that draws random matrices, and makes vectors of ones.
+
+    Matrices have a standard deviation of 1/sqrt(in).
+    """
     random = np.random.default_rng(seed)
 
     def draw(spec: ParamSpec) -> np.ndarray:

@@ -35,7 +35,7 @@ __all__ = [
     "proposers_of",
 ]
 
-# By name; the method "ngram+draft_model" runs both, in this order.
+# Proposers by name. The method "ngram+draft_model" runs "ngram", then "draft_model".
 PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
     "draft_model": DraftModel.of,
     "pard": Pard.of,
@@ -48,7 +48,7 @@ PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
 
 
 def proposers_of(config: EngineConfig) -> tuple[Proposer, ...]:
-    """The proposers of an engine; none without speculation."""
+    """Return the proposers of an engine; none without speculation."""
     if config.speculative is None:
         return ()
     names = config.speculative.method.split("+")

@@ -1,4 +1,4 @@
-"""A cache of past answers on the device: which tokens followed which.
+"""A cache of past answers on the device: the tokens that followed other tokens.
 
 A hash table of fixed size. An entry holds a few tokens and those that followed them in
 an answer, stored under the hash of its last tokens, once for each length in `KEYS`.
@@ -19,8 +19,8 @@ from jaxspec.program.rows import Active
 
 # Tokens of an entry: before the place that is looked up, and after it.
 BEFORE, AFTER = 12, 16
-# Numbers of newest tokens that are hashed: many separate answers that start alike, few
-# find a match again after a new word.
+# Numbers of newest tokens that are hashed: six tell apart answers that start alike; two
+# find a match again soon after a new word.
 KEYS = (2, 6)
 # Entries of one bucket.
 SLOTS = 8
@@ -37,12 +37,12 @@ AnswerCache = Int[Array, "bucket slot word"]
 
 
 def num_buckets(num_requests: int) -> int:
-    """Number of buckets for `num_requests` answers: a power of two."""
+    """Return the number of buckets for `num_requests` answers: a power of two."""
     return 1 << (-(-num_requests * ENTRIES_PER_REQUEST // SLOTS) - 1).bit_length()
 
 
 def answer_cache_forms(num_requests: int, sharding: jax.sharding.Sharding) -> Any:
-    """Shape and placement of an empty table."""
+    """Return the shape and placement of an empty table."""
     shape = num_buckets(num_requests), SLOTS, WORDS
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
@@ -70,7 +70,7 @@ def find_answers(
     own = _salt_bits(active.salt)[:, None, None]
     is_known = (salt == own).all(axis=3) & active.is_active[:, None, None]
     length = _match_lengths(before, newest[:, None, None], longest)
-    # An entry that a longer key finds as well is counted once.
+    # An entry is counted once, even if a longer key finds it as well.
     fewest = np.maximum(KEYS, shortest)[None, :, None]
     more = np.array((*KEYS[1:], BEFORE + 1))[None, :, None]
     is_known &= (length >= fewest) & (length < more)
@@ -146,7 +146,7 @@ def _keep_last_writes(
 def _newest_tokens(
     token_pages: Int[Array, "page page_size"], active: Active, count: int
 ) -> Int[Array, "seq token"]:
-    """The newest token ids plus one; 0 before the first."""
+    """Return the newest token ids plus one; 0 in places before the first token."""
     offset = jnp.arange(count, dtype=jnp.int32)[None] - count
     position = active.num_tokens[:, None] + offset
     tokens = history.read(token_pages, active.page_table, jnp.maximum(position, 0))
@@ -154,14 +154,14 @@ def _newest_tokens(
 
 
 def _salt_bits(salt: UInt32[Array, "seq 2"]) -> Int[Array, "seq 2"]:
-    """A salt in the format of entries."""
+    """Return a salt in the format of entries."""
     return jax.lax.bitcast_convert_type(salt, jnp.int32)
 
 
 def _buckets(
     tokens: Int[Array, "*entry before"], num_buckets: int
 ) -> UInt32[Array, "*entry key"]:
-    """Buckets of entries, one for each length in `KEYS`."""
+    """Return the buckets of entries, one for each length in `KEYS`."""
     hashes = [_hash(tokens[..., -key:]) for key in KEYS]
     return jnp.stack(hashes, axis=-1) % jnp.uint32(num_buckets)
 
@@ -171,7 +171,7 @@ def _match_lengths(
     newest: Int[Array, "*broadcast before"],
     most: int,
 ) -> Int[Array, "*entry"]:
-    """Number of last tokens of each entry that equal a sequence's newest."""
+    """Return how many last tokens of each entry equal a sequence's newest tokens."""
     is_same = (before == newest) & (newest > 0)
     length = jnp.zeros(is_same.shape[:-1], jnp.int32)
     is_equal = jnp.ones(is_same.shape[:-1], bool)

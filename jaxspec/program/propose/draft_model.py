@@ -56,7 +56,7 @@ class DraftModel(Model):
         )
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Pages of keys and values."""
+        """Return the shapes of the pages of keys and values."""
         return page_forms(self.config, dtype, pool, mesh, DRAFT_MESH_AXES)
 
     def draft_prefill(
@@ -158,7 +158,7 @@ class TreeModel(DraftModel):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """None: it observes rounds for the accepted path alone."""
+        """No layers: it observes rounds only to learn the accepted path."""
         return ()
 
     def observe(
@@ -175,7 +175,10 @@ class TreeModel(DraftModel):
 
 
 def _finite_logits(model: Network, output: ForwardOutput) -> tuple[Array, Array]:
-    """Logits, and which rows hold NaN or infinity, computed as zeros instead."""
+    """Return the logits, and which rows hold NaN or infinity.
+
+    Such rows are replaced by zeros before the logits are computed.
+    """
     rows = zero_broken_rows(output.hidden_states, output.is_finite)
     return model.logits(rows), ~output.is_finite
 
@@ -183,7 +186,7 @@ def _finite_logits(model: Network, output: ForwardOutput) -> tuple[Array, Array]
 def _next(
     token: Array, step: Array | int, active: Active, pool: PoolShape
 ) -> TokenBatch:
-    """A batch of the draft before the one that is sampled next."""
+    """Return a batch of the draft before the one that is sampled next."""
     kv_len, is_written = active.num_tokens + step, active.is_active[:, None]
     return make_token_batch(token[:, None], kv_len, active.page_table, is_written, pool)
 
@@ -191,7 +194,10 @@ def _next(
 def _whole(
     tree: Tree, drafts: Int[Array, "seq draft"], active: Active, pool: PoolShape
 ) -> TokenBatch:
-    """The newest token and all drafts; no row attends to drafts not sampled yet."""
+    """Return a batch of the newest token and all drafts.
+
+    No row attends to drafts that are not sampled yet.
+    """
     tokens = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
     kv_len = active.num_tokens + tree.num_nodes
@@ -214,10 +220,10 @@ def _level(
 
 
 def _newest(active: Active, pool: PoolShape) -> TokenBatch:
-    """A batch of the two newest tokens of every sequence.
+    """Return a batch of the two newest tokens of every sequence.
 
-    Two, since after a fully accepted round the draft model has no keys and values for
-    the last draft token. Otherwise the same values are written again.
+    Two tokens, since after a fully accepted round the draft model has no keys and
+    values for the last draft token. Otherwise the same values are written again.
     """
     tokens = active.last_tokens
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)

@@ -219,7 +219,7 @@ def _fill_level(
 def _top_tokens(
     scores: Float[Array, "seq entry vocab"], drawn: Int[Array, " seq"], count: int
 ) -> Int[Array, "seq entry rank"]:
-    """Best tokens of every entry; those of the main chain start with `drawn`."""
+    """Return the best tokens of every entry; the main chain's start with `drawn`."""
     vocab, width = scores.shape[2], scores.shape[1]
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, None]
     chosen = []

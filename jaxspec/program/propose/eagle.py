@@ -39,7 +39,7 @@ class Eagle(Eagle3):
         hidden: Float[Array, "row model"],
         context: ProposerContext,
     ) -> Float[Array, "row vocab"]:
-        """Logits by the target's output matrix."""
+        """Return logits by the target's output matrix."""
         assert context.target is not None, "the target's output matrix is missing"
         target = head_of(context.target)
         return cpu.with_pads(

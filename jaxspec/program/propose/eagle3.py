@@ -199,7 +199,7 @@ class Eagle3(Head):
 
     @property
     def _network(self) -> Any:
-        """The functions of the head's kind."""
+        """Return the network functions of the head's kind."""
         return functions_of_head(self.config)
 
     def _logits(
@@ -208,7 +208,7 @@ class Eagle3(Head):
         hidden: Float[Array, "row model"],
         context: ProposerContext,
     ) -> Float[Array, "row vocab"]:
-        """Logits over the target's vocabulary."""
+        """Return logits over the target's vocabulary."""
         assert isinstance(self.config, Eagle3Config)
         config, vocab_size = self.config, context.pool.vocab_size
         draft_logits = cpu.with_pads(

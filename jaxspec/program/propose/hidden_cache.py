@@ -1,7 +1,7 @@
 """Cache one hidden vector per row between launches, for heads.
 
-For heads that read nothing else it is the target's last hidden state, normalized, at
-the token before the newest: the target has not read the newest yet.
+For heads that read nothing else, the vector is the target's last hidden state,
+normalized, at the token before the newest one, which the target has not read yet.
 """
 
 import jax
@@ -16,7 +16,7 @@ from jaxspec.sharding import replicated
 
 
 def hidden_cache_forms(width: int, pool: PoolShape, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Shape and placement of one vector a row."""
+    """Return the shape and placement of one vector per row."""
     shape = (pool.num_rows, width)
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=replicated(mesh))
 
@@ -33,7 +33,7 @@ def zero_broken(
 ) -> Float[Array, "some token model"]:
     """Zero the outputs computed from hidden states with NaN or infinity.
 
-    A NaN of the target ends its request; it must not count as one of the head.
+    A NaN of the target ends its request; it must not count as a NaN of the head.
     """
     is_finite = jnp.isfinite(source).all(axis=2, keepdims=True)
     return jnp.where(is_finite, values, 0)

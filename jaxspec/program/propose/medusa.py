@@ -58,11 +58,11 @@ class Medusa(Head):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """The last hidden state after the final norm."""
+        """It reads the last hidden state, after the final norm."""
         return (NORMALISED,)
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """One hidden state per row."""
+        """Return the shape of one hidden state per row."""
         return hidden_cache_forms(self.config.target_hidden_size, pool, mesh)
 
     def propose(

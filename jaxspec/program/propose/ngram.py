@@ -1,6 +1,7 @@
 """Propose the tokens that followed the sequence's newest tokens before.
 
-The simplest use of matches: copy the continuation of the best one, however short.
+This is the simplest use of matches: the continuation of the best match is copied,
+however short the match is.
 
 References: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
@@ -22,7 +23,7 @@ from jaxspec.program.tree.tree import Tree
 
 @dataclass(frozen=True)
 class NGram(Lookup):
-    """Largest and smallest number of a sequence's last tokens to match."""
+    """An n-gram lookup: maximum and minimum number of last tokens to match."""
 
     longest: int
     shortest: int

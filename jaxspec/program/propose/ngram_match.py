@@ -16,7 +16,7 @@ from jaxspec.program import history
 from jaxspec.program.rows import Active
 from jaxspec.program.tree.tree import Tree
 
-# Most matches that fill a tree.
+# Maximum number of matches that fill a tree.
 NUM_BRANCHES = 8
 
 
@@ -76,7 +76,7 @@ def find_matches(
 
 
 def merge_matches(kinds: Sequence[Matches], count: int) -> Matches:
-    """The longest of several kinds of matches; ties go to the earlier kind."""
+    """Return the longest of several kinds of matches; ties go to the earlier kind."""
     parts = zip(*kinds, strict=True)
     every = Matches(*(jnp.concatenate(one, axis=1) for one in parts))
     size = every.length.shape[1]
@@ -150,9 +150,10 @@ def fill_tree(
 
 
 def _top_ranks(rank: Int[Array, "seq place"], count: int) -> Int[Array, "seq match"]:
-    """The `count` largest numbers, in order; 0 for missing ones.
+    """Return the `count` largest numbers, in order; 0 for missing ones.
 
-    By maxima: `top_k` is slow where argmax is (`jaxspec.models.cpu`).
+    Computed by repeated maxima, because `top_k` is as slow as argmax on a CPU
+    (`jaxspec.models.cpu`).
     """
     found = [rank.max(axis=1)]
     for _ in range(count - 1):
@@ -164,7 +165,7 @@ def _top_ranks(rank: Int[Array, "seq place"], count: int) -> Int[Array, "seq mat
 def _match_lengths(
     tokens: Int[Array, "seq position"], active: Active, longest: int
 ) -> Int[Array, "seq position"]:
-    """Number of tokens up to each position that equal the sequence's last ones."""
+    """Return how many tokens up to each position equal the sequence's last ones."""
     length = jnp.zeros_like(tokens)
     is_equal = jnp.ones_like(tokens, bool)
     count = min(longest, tokens.shape[1])

@@ -55,7 +55,8 @@ class Pard(DraftModel):
         """Sample all levels from the rows of one pass.
 
         A sequence that wants no drafts is left out: the model may lack keys and values
-        of earlier tokens, and those it would write for the newest would be wrong.
+        of earlier tokens, and the keys and values that it would write for the newest
+        tokens would then be wrong.
 
         Args:
             before: Its valid drafts replace the model's own.
@@ -89,7 +90,7 @@ class Pard(DraftModel):
         return proposal, pages
 
     def _masked(self, context: ProposerContext) -> TokenBatch:
-        """A batch of the newest tokens of every sequence, then masks.
+        """Return a batch of every sequence's newest tokens, followed by masks.
 
         Tokens whose keys and values exist are computed again: the number of new tokens
         is data, while the width of the pass is static.

@@ -18,7 +18,7 @@ from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
 from jaxspec.program.tree.tree import Tree
 
-# In place of a number of layers: after all of them, and the last norm.
+# Stands for the state after all layers and the last norm, in place of a layer's number.
 NORMALISED = -1
 
 
@@ -58,9 +58,10 @@ class ProposerContext:
             sequence with draft lag.
         prompts: Tokens of the launch other than each sequence's newest: prompts, for
             observers of the target, or the tokens of a draft prefill. None in a launch
-            without.
-        backend: Where models run, by the mesh axes that split them.
-        adjuster: Applies the requests' controls, by the mesh axes of the model.
+            that has neither.
+        backend: Returns where a model runs, given the mesh axes that split it.
+        adjuster: Returns the function that applies the requests' controls, given the
+            mesh axes of the model.
         target: The target's parameters, whose matrices a head may share.
     """
 
@@ -84,8 +85,8 @@ class Seen(NamedTuple):
     """The target's residual stream at a round's tokens.
 
     Attributes:
-        nodes: By layer: at each sequence's newest token, then at its drafts.
-        tiles: By layer: at prompt tokens; None in a launch without prompts.
+        nodes: The stream by layer: at each sequence's newest token, then at its drafts.
+        tiles: The stream by layer, at prompt tokens; None in a launch without prompts.
         tree: Shape of the drafts.
         num_accepted: Accepted drafts of each sequence; later nodes are rejected.
         tree_row: Row in the tree of the last accepted draft; None in a chain.
@@ -114,7 +115,8 @@ class Proposer(Protocol):
     pytree.
     """
 
-    # Whether it has parameters; its entry among them is None otherwise.
+    # Whether the proposer has parameters; if not, its entry in the list of all
+    # proposers' parameters is None.
     has_params: ClassVar[bool]
     # Whether it may find no drafts for all sequences, or fewer than wanted: the program
     # then holds a narrower target pass for that case.
@@ -125,7 +127,7 @@ class Proposer(Protocol):
     is_unused_without_drafts: ClassVar[bool]
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Shapes and placement of its state, which starts as zeros.
+        """Return the shapes and placement of its state, which starts as zeros.
 
         Args:
             dtype: Type of the models' weights.
@@ -171,7 +173,7 @@ class Observer(Proposer, Protocol):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """Numbers of layers after which it reads the stream; 0: the embedding.
+        """Numbers of layers after which it reads the stream; 0 is the embedding.
 
         `NORMALISED` is the input of the logits.
         """
@@ -198,13 +200,15 @@ class UpToDate:
         active: Active,
         next_tokens: Int[Array, " token"],
     ) -> tuple[Any, None]:
-        """Nothing to do."""
+        """Do nothing: the proposer has no draft lag."""
         return state, None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Base of proposers that sample drafts from logits: parameters, and always a draft.
+    """Base of proposers that sample drafts from logits.
+
+    They have parameters, and always find a draft.
 
     Attributes:
         drafts_argmax: Propose the argmax, a point mass, even if the request samples.
@@ -234,5 +238,5 @@ class Lookup(UpToDate):
     is_unused_without_drafts: ClassVar[bool] = False
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """No state."""
+        """Return None: a lookup has no state."""
         return ()

@@ -4,8 +4,8 @@ The longer a match, the more drafts it may give. Among equally long matches, the
 are the continuation with the largest expected number of accepted tokens.
 
 References: Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975. There a suffix tree on
-the host counts the continuations of matches of every length. Here a few of the longest
-matches are counted, which the device finds in every round.
+the host counts the continuations of matches of every length. Here the device searches
+in every round, and counts only a few of the longest matches.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,11 @@ from jaxspec.sharding import replicated
 
 @dataclass(frozen=True)
 class Suffix(Lookup):
-    """Number of drafts that a match may give.
+    """A lookup of the most frequent continuation, and the drafts a match may give.
 
     Attributes:
-        limits: Most drafts after a match of 0, 1, ... tokens; no more are compared.
+        limits: Maximum number of drafts after a match of 0, 1, ... tokens; longer
+            matches are not searched.
         shortest: Smallest number of tokens of a match.
         min_share: Smallest share of the counted matches, in parts of `WHOLE`, that must
             agree with a draft and those before it.
@@ -80,7 +81,7 @@ class Suffix(Lookup):
         return proposal, state
 
     def _matches(self, state: Any, context: ProposerContext) -> Matches:
-        """Matches in the sequence itself."""
+        """Return the matches in the sequence itself."""
         return find_matches(
             context.active,
             context.token_pages,
@@ -103,11 +104,11 @@ class CachedSuffix(Suffix):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """None: it observes rounds for their tokens alone."""
+        """No layers: it observes rounds only for their tokens."""
         return ()
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """The cache of answers, replicated on every device."""
+        """Return the shape of the cache of answers, replicated on every device."""
         return answer_cache_forms(self.num_requests, replicated(mesh))
 
     def observe(
@@ -119,7 +120,7 @@ class CachedSuffix(Suffix):
         )
 
     def _matches(self, state: Any, context: ProposerContext) -> Matches:
-        """The longest; ties go to the sequence itself."""
+        """Return the longest matches; ties go to the sequence itself."""
         in_sequence = super()._matches(state, context)
         in_answers = find_answers(
             state,

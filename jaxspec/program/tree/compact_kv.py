@@ -1,7 +1,7 @@
 """Move keys and values of accepted drafts to the slots that a chain would use.
 
-Rows of a tree have slots in the tree's order. The next round reads consecutive
-positions after the known tokens.
+In a tree, rows have slots in the order of the nodes. The next round reads consecutive
+positions, so the accepted drafts' slots must follow those of the known tokens.
 """
 
 import jax.numpy as jnp
@@ -67,7 +67,8 @@ def _layer_slots(
 ) -> Int[Array, " moved"]:
     """Slots in a pool that `turns` layers share, one layer after another; pads last.
 
-    One extra pad: for a single row XLA would update a slice, and copy the pool for it.
+    An extra pad is added: for a single row XLA would update a slice, and copy the pool
+    for it.
     """
     size = pool.num_pages * pool.page_size
     turn = jnp.arange(turns, dtype=jnp.int32)[:, None]

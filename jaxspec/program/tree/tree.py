@@ -7,8 +7,8 @@ the root and then the nodes, in order: row i + 1 is node i. The keys and values 
 go to the slot after those of the row before it. Its position, and so its rotary
 embedding, follows its depth: in a chain the two are the same number.
 
-The first nodes are the main chain, made of each level's first choice: their rows are
-where they would be without the other nodes, which form the side branches.
+The first nodes are the main chain, made of each level's first choice: their rows have
+the same places as without the other nodes, which form the side branches.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,10 @@ class Tree:
 
     @classmethod
     def chain(cls, num_nodes: int) -> "Tree":
-        """Every draft continues the one before it; 0 is plain decoding."""
+        """Return the tree in which every draft continues the one before it.
+
+        0 drafts are plain decoding.
+        """
         return cls(tuple(range(ROOT, num_nodes - 1)))
 
     @property
@@ -67,12 +70,12 @@ class Tree:
 
     @property
     def max_emitted(self) -> int:
-        """Most tokens that a round adds: the longest path, and the target's own."""
+        """Maximum tokens that a round adds: the longest path, and the target's own."""
         return self.num_levels + 1
 
     @cached_property
     def main_chain(self) -> "Tree":
-        """The first nodes, up to the first that does not continue the one before."""
+        """The first nodes, as long as each continues the one before it."""
         length = 0
         while length < self.num_nodes and self.parents[length] == length - 1:
             length += 1
@@ -94,7 +97,7 @@ class Tree:
     def branching(self) -> np.ndarray:
         """Rows that have children, by depth: [level, entry], the main chain's first.
 
-        Short levels repeat their first entry.
+        Levels with fewer entries than others repeat their first entry.
         """
         found = [
             sorted({parent + 1 for parent in self.parents if self._depth(parent) == n})
@@ -148,7 +151,7 @@ class Tree:
 
 
 def template_of(speculative: SpeculativeConfig | None) -> Tree | None:
-    """The tree of an engine's configuration; None for a chain."""
+    """Return the tree of an engine's configuration; None for a chain."""
     if speculative is None or not speculative.parents:
         return None
     return Tree(speculative.parents)

@@ -23,7 +23,7 @@ from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import place_next, verify
 from jaxspec_kernels.rejection_sampling import Verdict
 
-# Tokens, number of valid tokens, row of the last, row to continue from (0: none).
+# Tokens, number of valid tokens, row of the last one, row to continue from (0: none).
 _Branch = tuple[Array, Array, Array, Array]
 
 
@@ -116,7 +116,7 @@ def _follow_branches(
     parents = jnp.array([tree.parents], jnp.int32) + 1
 
     def child_of(row: Array, token: Array) -> Array:
-        """Row of the draft that continues `row` with `token`; 0 if there is none."""
+        """Return the row of the draft that continues `row` with `token`, or 0."""
         is_child = is_usable & (parents == row[:, None]) & (drafts == token[:, None])
         child = jnp.argmax(is_child, axis=1).astype(jnp.int32) + 1
         return jnp.where(is_child.any(axis=1), child, 0)
@@ -154,7 +154,7 @@ def _follow_branches(
 def _usable_nodes(
     tree: Tree, num_draft_tokens: Int[Array, " seq"], active: Active, max_model_len: int
 ) -> Bool[Array, "seq draft"]:
-    """Drafts of valid levels whose keys and values have slots."""
+    """Return which drafts are in valid levels and have slots for keys and values."""
     depth = jnp.array([tree.depths[1:]], jnp.int32)
     slot = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None]
     slot = active.num_tokens[:, None] + slot

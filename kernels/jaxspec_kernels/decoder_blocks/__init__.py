@@ -1,8 +1,8 @@
 """The two halves of a decoder's layer: attention, and the gated feed-forward network.
 
 Each maps the residual stream to the next one, with matrices in panels
-(`jaxspec_kernels.panel_matmul`). They are for CPUs, where a layer of a small model is a
-hundred operations that take longer to start than to run.
+(`jaxspec_kernels.panel_matmul`). They are for CPUs, where a small model's layer would
+otherwise be a hundred operations, each of which takes longer to start than to run.
 """
 
 from collections.abc import Sequence

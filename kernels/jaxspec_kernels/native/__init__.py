@@ -8,10 +8,11 @@ damaged library is built again. If the folder cannot be written, each process bu
 own. If there is no compiler, XLA's operations are used, and the log says so.
 
 The instruction set is chosen at build time: that of this processor (AVX-512, AVX2 or
-SSE on x86-64; NEON on ARM). Machines may share a folder: each kind of processor has its
-own library. All variants compute the same sums in the same order, except that the
-number of lanes differs, and that some processors round a product before adding it:
-the last bits of results differ between machines, not between programs on one machine.
+SSE on x86-64; NEON on ARM). Machines may share a cache folder, because each kind of
+processor has its own library. All variants compute the same sums in the same order,
+except that the number of lanes differs, and that some processors round a product before
+adding it: the last bits of results differ between machines, not between programs on one
+machine.
 
 The x86-64 variants are tested on real processors. The ARM variant has run in an
 emulator only, with jaxlib for Linux on aarch64; its speed is not known. For macOS the
@@ -21,7 +22,7 @@ Operations never access memory outside of their arrays, whatever the data: page 
 row numbers are clamped, slots out of range are not written, and lengths are limited by
 the page table. Shapes that do not match are rejected at trace time by the Python
 functions, and by each operation, whose error XLA raises. The engine validates requests
-before.
+before they reach an operation.
 
 Contracts: `multiply` and `look_up` in `jaxspec_kernels.panel_matmul`, `attend` in
 `jaxspec_kernels.paged_attention`, both halves of a layer in

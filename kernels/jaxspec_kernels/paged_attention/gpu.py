@@ -7,8 +7,8 @@ mixed values in registers (float32). It looks up each page itself and loads visi
 slots only: pages before the window or past the end cost nothing and may hold NaN. A
 second kernel adds up the splits of a row, weighted by their log-sum-exp.
 
-The number of splits, tiles and the grid depend on shapes alone, the shares on lengths:
-any context keeps all programs of its sequence busy.
+The grid, the tiles and the number of splits depend on shapes alone. The shares of keys
+depend on lengths, so that all programs of a sequence are busy for any context.
 
 Passing Triton's `CompilerParams` selects Triton, whatever jax prefers on GPU. From jax
 0.11 on it is deprecated: lowering emits a DeprecationWarning, which Python hides by

@@ -1,4 +1,4 @@
-"""Sizes of one GPU call, computed from shapes alone, without asking a device.
+"""Sizes of one GPU call, computed from shapes alone, without querying a device.
 
 Kept apart from the kernel so that a tuner can replace the heuristic.
 """
@@ -27,7 +27,7 @@ class Tiles:
 
 
 def power_of_two(size: int, *, least: int = MIN_ROWS) -> int:
-    """Return the next power of two: Triton has no other sizes."""
+    """Return the next power of two: Triton allows no other sizes."""
     return max(least, 1 << (size - 1).bit_length())
 
 

@@ -14,10 +14,10 @@ A block is used as `[token, 2 * kv_head * head_dim]`, so that a head's keys or v
 are a slice of lanes. Mosaic rejects strided loads over rows of 256 lanes; it compiles
 this reshape for every head_dim.
 
-The scales of int8 pages are copied with them, those of a page in rows of 128 lanes,
-head by head. For a block, rolls and a sum over sublanes whose other terms are zero
-arrange them in one row of lanes per head; scores are multiplied by the scales of keys,
-weights by those of values. So a NaN affects its own token only.
+The scales of int8 pages are copied together with the pages. Those of a page are in rows
+of 128 lanes, head by head. For a block, rolls and a sum over sublanes whose other terms
+are zero arrange them in one row of lanes per head; scores are multiplied by the scales
+of keys, weights by those of values. So a NaN affects its own token only.
 
 A pool of head_dim 64 works but is expensive: XLA stores it with the pages in the lanes
 and copies it whole for the kernel, unless the program's argument has the row-major
@@ -319,7 +319,7 @@ def _walks(
     page_size: int,
     lowest: Int[Array, " seq"],
 ) -> tuple[Array, ...]:
-    """Return the scalar-prefetched arguments: what to read, in which order."""
+    """Return the scalar-prefetched arguments: which pages to read, in which order."""
     num_seqs = kv_len.shape[0]
     end_page = jnp.minimum(-(-kv_len // page_size), page_table.shape[1])
     first_page = jnp.minimum(lowest // page_size, end_page)
@@ -394,7 +394,7 @@ def paged_attention(
     )
     pools = jax.tree.leaves(kv_pages)
     if not interpret:
-        # Keep pools in HBM: XLA would copy one that fits in VMEM there and back.
+        # Keep pools in HBM: XLA would copy a pool that fits in VMEM to VMEM and back.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     mixed = pl.pallas_call(
         kernel,

@@ -24,7 +24,8 @@ CASES = {
     f"{model}/tp{shards}": Case(
         seqs=seqs, drafts=drafts, vocab_size=_GEMMA, columns=columns, shards=shards
     )
-    # All sizes share a vocabulary. They differ in the number of drafts that pays.
+    # The sizes of Gemma 2 share a vocabulary; they differ in the number of drafts with
+    # which decoding is fastest.
     for model, seqs, drafts, columns in (
         ("2b", 8, 0, _GEMMA),
         ("9b", 8, 4, _GEMMA),

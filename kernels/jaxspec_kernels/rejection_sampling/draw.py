@@ -96,8 +96,9 @@ def _descend(
 ) -> tuple[Int[Array, " seq"], Float[Array, " seq"]]:
     """Find the first weight whose cumulative sum exceeds the goal; the goal inside it.
 
-    If rounding leaves none, the last nonzero weight. Weights of 0 are skipped
-    explicitly: XLA sums in a tree, so a cumulative sum may grow where 0 was added.
+    If rounding leaves no such weight, it is the last nonzero one. Weights of 0 are
+    skipped explicitly: XLA sums in a tree, so a cumulative sum may grow where 0 was
+    added.
     """
     sums = jnp.cumsum(weights, axis=1)
     position = jnp.arange(weights.shape[1], dtype=jnp.int32)[None]

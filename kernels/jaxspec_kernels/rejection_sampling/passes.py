@@ -58,7 +58,7 @@ class VocabShard:
     """The part of the vocabulary that this device holds, and its tiles.
 
     Attributes:
-        columns: Ids held, including padding.
+        columns: Number of ids that this device holds, including padding.
         vocab_size: Ids at or past it are padding.
         axis_name: Mesh axes that split the vocabulary; None if it is not split.
     """
@@ -70,19 +70,19 @@ class VocabShard:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of this device's slice."""
+        """Number of tiles of this device's slice."""
         return -(-self.columns // self.tile)
 
     @property
     def whole(self) -> int:
-        """Ids held by all devices, including padding."""
+        """Number of ids held by all devices, including padding."""
         if self.axis_name is None:
             return self.columns
         return self.columns * jax.lax.axis_size(self.axis_name)
 
     @property
     def lanes(self) -> int:
-        """Partial sums per row."""
+        """Number of partial sums per row."""
         return self.tile if self.tile % LANES else LANES
 
     @property
@@ -184,13 +184,13 @@ class VocabShard:
 
 
 class Draft(NamedTuple):
-    """The proposal: probabilities, or None for a point mass at each token."""
+    """Draft tokens and their probabilities; None if each is a point mass."""
 
     tokens: Int[Array, "seq draft"]
     probs: Float[Array, "seq draft vocab"] | None
 
     def tile(self, shard: VocabShard, number: Array) -> Float[Array, "seq draft tile"]:
-        """A tile of every row."""
+        """Return a tile of every row."""
         if self.probs is None:
             is_token = self.tokens[:, :, None] == shard.ids(number[None])[None]
             return is_token.astype(jnp.float32)
@@ -224,7 +224,7 @@ class Draft(NamedTuple):
         return jnp.concatenate(columns)[:, 0].astype(jnp.float32)
 
     def token_probs(self, shard: VocabShard) -> Float[Array, "seq draft"]:
-        """Probability of each draft token."""
+        """Return the probability of each draft token."""
         if self.probs is None:
             return jnp.ones(self.tokens.shape, jnp.float32)
         column, is_held = shard.local(self.tokens)

@@ -47,8 +47,8 @@ class Kernels(NamedTuple):
     """Passes over one device's slice, which an implementation may replace.
 
     Attributes:
-        fan: Parts into which one pass of the search divides its range. On CPU each
-            costs a sum.
+        fan: Number of parts into which one pass of the search divides its range. On a
+            CPU, each part costs a sum.
         find: Replaces `search`, without its last two arguments.
     """
 
@@ -322,7 +322,8 @@ def _verify_sampled(
         num_accepted = jnp.where(is_block, by_rule[0], num_accepted)
         joint = jnp.where(is_block[:, None], by_rule[1], joint)
     if num_forced is not None:
-        # As if no more drafts had been proposed: the target samples the next token.
+        # Continue as if no more drafts had been proposed: the next token is sampled
+        # from the target.
         num_accepted = num_draft_tokens = num_forced
     token = kernels.draw(
         shard,

@@ -43,10 +43,10 @@ def search(
 
     Each pass tries `fan` - 1 logits: first evenly between the maximum and where weights
     underflow, then by bisection over the bits of floats, which are ordered as integers
-    once the negative ones are flipped. It ends when the range holds at most one token:
-    with 16 parts after four or five passes, nine (bfloat16: five) at most. Logits are
-    only compared, so the cutoff is exact however XLA fuses a pass. Rows that are not
-    searched return -inf.
+    once the negative ones are flipped. The search ends when the range holds at most one
+    token: with 16 parts after four or five passes, nine (bfloat16: five) at most.
+    Logits are only compared, so the cutoff is exact however XLA fuses a pass. Rows that
+    are not searched return -inf.
 
     Args:
         wanted: Number of tokens, or mass in units of `to_weights`.
@@ -58,7 +58,7 @@ def search(
     room = jnp.full_like(distribution.total, UNDERFLOW)
     if not counts:
         # All tokens below this weigh less, together, than the mass that may be dropped.
-        # Half of it leaves room for rounding.
+        # Halving that mass leaves room for rounding.
         spare = (distribution.total - wanted) / (2 * shard.whole)
         room = jnp.maximum(room, jnp.log(jnp.maximum(spare, 0.0)))
     bracket = _widest(distribution, room, is_searched, unused, fan)

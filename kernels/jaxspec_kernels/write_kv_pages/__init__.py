@@ -56,7 +56,7 @@ def copy_kv_rows(
     padding targets are not written.
 
     Args:
-        source: Distinct targets may have one source.
+        source: Several targets may have the same source.
         target: Equal slots must have equal sources.
         implementation: Name of one implementation; None selects that of jax's default
             backend.

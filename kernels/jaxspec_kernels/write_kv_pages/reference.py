@@ -86,7 +86,7 @@ def read_rows(pool: Array, source: Int[Array, " slot"]) -> Array:
 
 
 def put_rows(pool: Array, rows: Array, slot_mapping: Int[Array, " token"]) -> Array:
-    """Return the array of pages with rows in these slots; slots past the end: none."""
+    """Return the pages with rows in these slots; slots past the end are skipped."""
     slots = pool.reshape(-1, *pool.shape[2:])
     return slots.at[slot_mapping].set(rows, mode="drop").reshape(pool.shape)
 

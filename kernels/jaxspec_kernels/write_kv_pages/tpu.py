@@ -10,8 +10,8 @@ tokens write, each once, then puts the tokens into them one by one, then copies 
 pages out. SMEM: page, offset and first token of the same page, for each token (scalar
 prefetch). VMEM: the pages, and the tokens' scales, each in all lanes of its head.
 
-To move rows, a kernel reads them first: a step copies in the pages of up to 128 rows,
-one page per row.
+Another kernel reads the scales of rows that are to be moved: a step copies in the pages
+of up to 128 rows, one page per row.
 """
 
 import functools
