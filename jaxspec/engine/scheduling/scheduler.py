@@ -84,13 +84,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.pacer = Pacer(self.step_times)
         self._prefill_planner = PrefillPlanner(self.shapes, self.pacer)
+        estimates = self.step_times, self.acceptance
         self._draft_prefill = DraftPrefill(
-            self.rows,
-            self.tables,
-            self.shapes,
-            policy,
-            self.step_times,
-            self.acceptance,
+            self.rows, self.tables, self.shapes, policy, *estimates
         )
         self._claimer = PageClaimer(
             self.rows, self.tables, self.shapes, self.pacer, self.waiting
@@ -99,13 +95,7 @@ class Scheduler:
             config, self.shapes, self.tables, self.rows, self.waiting, self.masks
         )
         self._estimator = RoundEstimator(
-            config,
-            policy,
-            self.rows,
-            self.shapes,
-            self._draft_prefill,
-            self.step_times,
-            self.acceptance,
+            config, policy, self.rows, self.shapes, self._draft_prefill, *estimates
         )
         # Program of the launch that was read last, and whether it made drafts.
         self._last_work: tuple[StepShape, bool] | None = None
