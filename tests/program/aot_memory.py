@@ -50,7 +50,8 @@ FEATURES = {
 }
 # Devices for which jax cannot parse the program text of large batches.
 UNREADABLE = ("v6e-1",)
-# An H100 runs the machine code for an H200, with less memory.
+# An H100 runs the programs compiled for an H200, so they must also fit its smaller
+# memory.
 PLACES = {"h200": ("h100", "h200")}
 
 

@@ -128,7 +128,7 @@ def random_result(shape: StepShape) -> dict[str, np.ndarray]:
 
 
 def through(values: dict[str, np.ndarray], shape: StepShape) -> StepResult:
-    """Return the host's result for the device's values."""
+    """Pack `values` as the device does, and unpack them as the host does."""
     layout = ResultLayout(shape)
     parts = layout.flatten({name: jnp.asarray(one) for name, one in values.items()})
     return StepResult.unpack(np.asarray(jnp.concatenate(parts)), shape)
