@@ -56,7 +56,7 @@ def test_small_model_is_one_file(tmp_path, monkeypatch, block_bytes):
 
 
 def test_widest_types_come_first(tmp_path):
-    """safetensors writes widest types first, so that each tensor is aligned."""
+    """Shards have the widest types first, so that each tensor is aligned."""
     tensors = {
         "narrow": np.arange(3, dtype=np.float16),
         "wide": np.arange(4, dtype=np.float32),
