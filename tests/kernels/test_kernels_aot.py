@@ -215,7 +215,10 @@ def test_attention_on_a_gpu_reads_eight_bits_in_place(name, kept):
 @for_gpu
 @pytest.mark.long_suite(name="attention_gpu")
 def test_gpus_that_divide_the_heads_exchange_nothing():
-    """The program of eight chips is that of one with an eighth of the heads."""
+    """With heads split over GPUs, each runs the program of its own heads.
+
+    It equals the program of one GPU for a model with only these heads.
+    """
     divided = aot_gpu.compile_program(aot_gpu.PROGRAMS["9b/tp1/verify on 8 chips"])
     assert divided == aot_gpu.compile_program(aot_gpu.PROGRAMS["9b/tp8/verify"])
 
