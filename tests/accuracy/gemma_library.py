@@ -81,7 +81,7 @@ def make_network(size: str, config: Mapping[str, Any], **changes: Any) -> Any:
     orientation of `gating_einsum`, and the scale of queries.
 
     Args:
-        changes: Fields of the library's own config, applied last.
+        changes: Fields of the library's own config, which override the sizes.
     """
     network = published_networks()[size]
     published = network.config

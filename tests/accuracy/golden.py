@@ -46,7 +46,7 @@ def model_folder(root: Path, name: str) -> Path | None:
     """Find a model below the folder that `VARIABLE` names.
 
     Raises:
-        ValueError: `root` is not a folder, or holds no Gemma 2.
+        ValueError: `root` is not a folder, or no folder in it is a Gemma 2.
     """
     if not root.is_dir() or not any(root.glob("gemma-2-*/")):
         raise ValueError(

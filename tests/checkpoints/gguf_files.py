@@ -104,7 +104,7 @@ def write_arrays(
     """Write arrays by llama.cpp's names, as they are, and no tokenizer.
 
     Args:
-        options: Of the writer.
+        options: Further arguments of the writer.
     """
     writer = gguf.GGUFWriter(path, "gemma2", **options)
     write_metadata(writer, config)

@@ -123,9 +123,9 @@ def write_tiny(
     one is smaller, for tests that do not encode text.
 
     Args:
-        folder: Is made.
-        shards: Files the tensors are spread over; more than one have an index.
-        changes: Fields of `config.json`.
+        folder: Folder to make.
+        shards: Number of files with the tensors; several files have an index.
+        changes: Changed fields of `config.json`.
     """
     config = tiny_config(family, torch_dtype=dtype, **changes)
     tensors = tiny_tensors(config, dtype=dtype, seed=seed)

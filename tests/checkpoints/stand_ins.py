@@ -1,6 +1,6 @@
 """Local servers that speak the protocols of the Hugging Face Hub and of Kaggle.
 
-They answer what the two client libraries request and check. Nothing leaves the machine:
+They answer the requests of the two client libraries. Nothing leaves the machine:
 `only_here` refuses every other address and records the attempts.
 """
 
@@ -254,8 +254,8 @@ class KaggleStandIn(StandIn):
     """One variation `google/tiny/flax/tiny-2b` of a Kaggle model, up to version 2.
 
     Attributes:
-        needs_consent: Nothing is answered without `KAGGLE_TOKEN`, or to one who has
-            not accepted the licence.
+        needs_consent: Requests need `KAGGLE_TOKEN`, whose owner must have accepted
+            the licence.
         accepted: Whether the owner of `KAGGLE_TOKEN` has accepted it.
     """
 

@@ -34,13 +34,14 @@ NAME = "google/tiny"
 
 @dataclass(frozen=True)
 class Service:
-    """How a service is reached.
+    """A service, and how tests reach it without the network.
 
     Attributes:
         model: Name of the model.
-        alone: The fixture without a stand-in.
+        alone: Fixture that refuses all requests, without a stand-in.
         download: The library's function that writes a file.
-        unexpected: The library's error about an answer that has no words of ours.
+        unexpected: Type and text of the library's error about an answer for which we
+            have no message of our own.
     """
 
     model: str

@@ -177,7 +177,7 @@ def compile_for_h200(
             launch.
 
     Raises:
-        jax.errors.JaxRuntimeError: the chip cannot hold it.
+        jax.errors.JaxRuntimeError: The program does not fit the chip.
     """
     # From jax 0.11 on, assembly must be requested; before, a request takes 8 s per
     # program.

@@ -62,7 +62,7 @@ def run(
     Args:
         arrays: Positional arguments that replace those of the call.
         function: Function to run instead of the shared jit.
-        own: Changed arguments that only this backend has.
+        own: Changed arguments, of those that only this backend has.
     """
     result = (function or COMPILED[backend])(
         *(arrays or call.arrays),

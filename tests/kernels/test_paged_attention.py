@@ -1,7 +1,7 @@
 """Every attention backend equals float64, and reads no slot that no query sees.
 
 Such slots hold NaN in all pools here. `test_kernels_aot.py` compiles the kernels for
-chips, and so tests what a chip supports and has memory for.
+chips, to check that the chips support them and have enough memory.
 """
 
 import re

@@ -100,7 +100,7 @@ class Reader:
     """Runs texts, and stores the logits of their tokens.
 
     Attributes:
-        logits: By text and token.
+        logits: Logits of every token of every text, NaN before it has run.
     """
 
     def __init__(self, dtype: str):

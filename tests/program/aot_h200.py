@@ -39,10 +39,10 @@ class Program:
     """One of the benchmark's programs.
 
     Attributes:
-        make: Compiles it.
+        make: Function that compiles it.
         rows: Largest number of positions whose logits it computes at once.
-        layers: Of the models that run in it.
-        weight_bytes: Of both models of the pair, which the process always holds.
+        layers: Numbers of layers of the models that run in it.
+        weight_bytes: Weights of both models, which the process always holds.
     """
 
     make: Callable[[], Any]

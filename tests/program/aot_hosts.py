@@ -38,7 +38,7 @@ class Cell:
 
     Attributes:
         draft_devices: Number of devices that share a copy of the draft.
-        layers: Of target and draft; None for all.
+        layers: Layers of target and draft to compile; None for all.
     """
 
     draft_devices: int

@@ -60,12 +60,12 @@ class Cell:
     """A program to compile.
 
     Attributes:
-        draft: None: the target alone, without drafts.
+        draft: Size of the draft model; None for the target alone, without drafts.
         num_tokens: Prompt tokens in one launch.
         form: Features that requests need: a key of `FEATURES`.
         draft_devices: Number of devices that share a copy of the draft; None: the
             target's number.
-        layers: Of target and draft; None for all.
+        layers: Layers of target and draft to compile; None for all.
     """
 
     device: str
@@ -126,7 +126,10 @@ class Cell:
         )
 
     def facts(self, place: str) -> MemoryFacts:
-        """Memory facts of the devices with whole models, known without a compiler."""
+        """Return the facts for the memory plan of whole models on a place's devices.
+
+        They are known without a compiler.
+        """
         config = dataclasses.replace(self, layers=(None, None)).config()
         return find_facts(config, named_mesh(place, config), GivenSizes(), place)
 
@@ -263,7 +266,7 @@ def draft_sums(cell: Cell, num_layers: int | None = None) -> tuple[int, int]:
     float32 all-reduces per layer, and one in bfloat16 for the embedding.
 
     Args:
-        num_layers: Of the draft; None for all.
+        num_layers: Layers of the draft model; None for all.
     """
     assert cell.draft is not None
     if cell.draft_devices == 1:

@@ -52,7 +52,7 @@ def engine_config(
     """Configure an engine with models of published sizes.
 
     Args:
-        num_layers: Of both models, or of each; all if None.
+        num_layers: Layers of both models, or of each; None for all.
         given: Engine arguments.
     """
     layers = num_layers if isinstance(num_layers, tuple) else (num_layers, num_layers)

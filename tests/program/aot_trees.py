@@ -99,7 +99,7 @@ def measure(case: Case, **changes: Any) -> dict[str, Any]:
     arrays in memory with an element for each pair of the tree's rows.
 
     Args:
-        changes: Changed engine arguments.
+        changes: Engine arguments that differ from the case's.
     """
     config = case.config(**changes)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))

@@ -60,7 +60,7 @@ def facts(
     Args:
         state: Arrays that are updated in place.
         kept: Arrays, such as weights and pages, that may not be copied.
-        text: Of the program, if `compiled` cannot provide it.
+        text: Text of the program, if `compiled` cannot provide it.
     """
     memory, text = compiled.memory_analysis(), text or compiled.as_text()
     assert text is not None

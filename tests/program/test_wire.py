@@ -202,7 +202,7 @@ def test_plan_holds_the_number_of_rounds():
     for number in (0, 5):
         with pytest.raises(AssertionError):
             layout.pack(StepPlan(num_rounds=number))
-    # Pages for every token that the rounds may add.
+    # The limit on page updates covers every token that the rounds may add.
     single = PlanLayout(dataclasses.replace(shape, max_rounds=1), POOL)
     assert "num_rounds" not in single.fields
     with pytest.raises(AssertionError):
