@@ -38,7 +38,7 @@ class Service:
 
     Attributes:
         model: Name of the model.
-        alone: Fixture that refuses all requests, without a stand-in.
+        alone: Fixture without a stand-in: only requests to this machine are possible.
         download: The library's function that writes a file.
         unexpected: Type and text of the library's error about an answer for which we
             have no message of our own.

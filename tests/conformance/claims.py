@@ -166,7 +166,7 @@ def _ended(output: RequestOutput) -> tuple[Any, ...]:
 def texts_end_within_rounds(name: str) -> None:
     """Texts end by length, context or stop at the same token as in plain decoding.
 
-    Some texts end at every offset of a round.
+    For every offset within a round, some text ends there.
     """
     some = pair.prompts(12, longest=30)
     whole = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
