@@ -26,7 +26,7 @@ CLASSES = {"2b": "Gemma2_2B", "9b": "Gemma2_9B", "27b": "Gemma2_27B"}
 
 @functools.cache
 def published_networks() -> dict[str, Any]:
-    """Return the classes of the three published sizes, each with its `config`.
+    """Return the network classes of 2B, 9B and 27B; each class has its `config`.
 
     Skips the calling test where the library is not installed.
     """
@@ -34,7 +34,8 @@ def published_networks() -> dict[str, Any]:
         pytest.skip(f"google-deepmind's gemma library is not installed: {INSTALL}")
     with _stand_ins():
         nn = importlib.import_module("gemma.gm.nn")
-        # Attributes import on first use, which needs the stand-ins.
+        # The library imports a module when its attribute is first used, so use them
+        # while the stand-ins are installed.
         kauldron = importlib.import_module("kauldron.kd")
         assert kauldron.nn.Identity
         assert kauldron.sharding
@@ -64,7 +65,7 @@ def _stand_ins() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_rules() -> Iterator[None]:
-    """Relax our tests' strict jax settings, which the library violates."""
+    """Relax jax's strict settings of our tests, which the library violates."""
     with (
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
@@ -80,7 +81,7 @@ def make_network(size: str, config: Mapping[str, Any], **changes: Any) -> Any:
     orientation of `gating_einsum`, and the scale of queries.
 
     Args:
-        changes: Fields of the library's own config, applied last.
+        changes: Fields of the library's own config, which override the sizes.
     """
     network = published_networks()[size]
     published = network.config
@@ -160,5 +161,5 @@ def _part(tensors: Mapping[str, np.ndarray], number: int, name: str) -> np.ndarr
 
 
 def _heads(projection: np.ndarray, num_heads: int) -> np.ndarray:
-    """Cut (head x dim, model) into one (model, dim) per head."""
+    """Split a (head x dim, model) matrix into one (model, dim) matrix per head."""
     return np.stack([head.T for head in np.split(projection, num_heads)])

@@ -25,9 +25,11 @@ FOLDER = Path(__file__).parent / "golden"
 VARIABLE = "JAXSPEC_GEMMA2_DIR"
 
 PAGE_SIZE = 16
-# Rows of one pass over a long text: few enough for their logits, one compilation.
+# Tokens in one pass over a long text: few enough to hold their logits. All passes have
+# this size, so that the network is compiled once.
 CHUNK = 64
-# Memory in addition to the weights: pages, activations, the logits of a chunk.
+# Memory that a model needs, as a multiple of its weights: pages, activations and the
+# logits of a chunk come on top.
 ROOM = 1.3
 # Additional tolerance for the difference of two logits in bfloat16.
 BFLOAT16_MARGIN = 0.5
@@ -44,7 +46,7 @@ def model_folder(root: Path, name: str) -> Path | None:
     """Find a model below the folder that `VARIABLE` names.
 
     Raises:
-        ValueError: `root` is not a folder, or holds no Gemma 2.
+        ValueError: `root` is not a folder, or no folder in it is a Gemma 2.
     """
     if not root.is_dir() or not any(root.glob("gemma-2-*/")):
         raise ValueError(
@@ -120,7 +122,7 @@ class GoldenModel:
 
     def logits(self, tokens: Sequence[int], first: int = 0) -> np.ndarray:
         """Return logits of position `first` and all after it, `[token, vocab]`."""
-        # Keys of an earlier text in the pages are past the length, and not read.
+        # The length hides the keys of an earlier text: they are still in the pages.
         self.paged.length = 0
         kept = []
         for start in range(0, len(tokens), CHUNK):
@@ -143,7 +145,7 @@ def prompt_of(case: Case) -> str:
 
 
 def check_embeddings(model: GoldenModel, case: Case) -> None:
-    """Compare scaled rows, without running the model."""
+    """Compare the scaled embedding rows of tokens, without running the model."""
     table = model.checkpoint.tensors["model.embed_tokens.weight"]
     scale = ml_dtypes.bfloat16(table.shape[1] ** 0.5)
     for prompt in case["prompts"]:
@@ -170,9 +172,10 @@ def check_logits(model: GoldenModel, case: Case) -> None:
 
 
 def check_greedy(model: GoldenModel, case: Case) -> None:
-    """Every token is the best one, or within `margin` of it.
+    """Check that each token has the best logit, or one within `margin` of it.
 
-    In the types in `exact_in`, the engine must also generate exactly this text.
+    With a dtype in the case's `exact_in`, the engine must also generate exactly this
+    text.
     """
     prompt = model.tokenizer.encode(prompt_of(case))
     whole = model.tokenizer.encode(prompt_of(case) + case["text"])

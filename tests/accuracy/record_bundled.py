@@ -79,7 +79,7 @@ class Reference:
 
 
 def values_of(reference: Reference) -> list[dict[str, Any]]:
-    """Record values that need one pass, or none."""
+    """Record embeddings, logits and token ids, which need one pass or none."""
     encode, decode = reference.tokenizer.encode, reference.tokenizer.decode
     embeddings, logits = [], []
     for prompt in PROMPTS:
@@ -113,7 +113,7 @@ def values_of(reference: Reference) -> list[dict[str, Any]]:
 
 
 def texts_of(reference: Reference) -> list[dict[str, Any]]:
-    """Record continuations."""
+    """Record greedy continuations of prompts."""
     prefix = {"prefix": PREFIX, "num_prefixes": NUM_PREFIXES}
     cases = []
     for beginning, prompt in (({}, PROMPTS[1]), (prefix, "In the morning")):
@@ -142,11 +142,11 @@ def main() -> None:
         reference = Reference(PAIR / name)
         own = values_of(reference)
         if name == "target":
-            # One of the two models: an engine takes long to compile.
+            # Only for one of the two models, because compiling an engine takes long.
             own += texts_of(reference)
         cases += [{"models": [name], "source": source} | case for case in own]
     text = json.dumps({"cases": cases}, indent=1, ensure_ascii=False)
-    # Numbers of a row on one line.
+    # Write the numbers of a row on one line.
     text = re.sub(
         r"\[[\s\d.,e-]+\]", lambda row: "[" + " ".join(row[0][1:-1].split()) + "]", text
     )

@@ -17,7 +17,8 @@ from tests.checkpoints.models import FAMILIES
 from tests.support.oracles import make_hf_model
 
 SIZES = tuple(FAMILIES)
-# Local, global, local; caps and a window that take effect everywhere.
+# Three layers (local, global, local), with caps and a window so small that they affect
+# every test.
 CHANGES: dict[str, Any] = dict(
     vocab_size=160,
     num_hidden_layers=3,
@@ -46,7 +47,7 @@ def reference(size: str, *, is_draft: bool = False) -> Any:
     """
     shape = FAMILIES[size] | CHANGES | SIZE_CHANGES[size]
     model = make_hf_model(seed=6, **shape)
-    # Texts of a fixed length; ours use `ignore_eos`.
+    # HuggingFace's texts have a fixed length; our engine uses `ignore_eos`.
     model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():

@@ -52,7 +52,7 @@ def cases_of(name: str, model: str) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def real(request: pytest.FixtureRequest) -> Iterator[GoldenModel]:
-    """One model at a time: pytest runs all cases of a model before the next."""
+    """Yield one model at a time: pytest runs all cases of a model before the next."""
     name, root = request.param, os.environ.get(golden.VARIABLE)
     if root is None:
         pytest.skip(f"{golden.VARIABLE} names no folder with real weights")
@@ -102,7 +102,10 @@ def test_every_comparison_can_fail(bundled: GoldenModel, case: Case) -> None:
 
 @pytest.mark.slow
 def test_bfloat16_has_its_own_bounds() -> None:
-    """Texts may differ, but no other token may be much better."""
+    """Check that in bfloat16 texts may differ within the larger margin only.
+
+    No other token may be better by more than the margin.
+    """
     cases = cases_of("bundled", "target")
     model = GoldenModel(bundled_target(), cases, dtype="bfloat16")
     for case in cases:
@@ -145,13 +148,19 @@ def _change_the_last_word(case: Any) -> None:
 
 
 def _change_only_the_exact_text(case: Any) -> None:
-    """The margin allows any token, so only the engine's text can fail."""
+    """Change a case so that only the comparison of the engine's text can fail.
+
+    The margin is so large that any token passes.
+    """
     _change_the_last_word(case)
     case["margin"] = 100.0
 
 
 def _change_only_the_margin(case: Any) -> None:
-    """The engine's text is not compared, so only the margin can fail."""
+    """Change a case so that only the comparison with the margin can fail.
+
+    The engine's text is not compared.
+    """
     _change_the_last_word(case)
     case["exact_in"] = []
 
@@ -227,7 +236,11 @@ def test_float32_is_chosen_if_it_fits() -> None:
 
 @pytest.mark.slow
 def test_variable_enables_the_published_tests(tmp_path: Path) -> None:
-    """Another model under a published name fails; missing models are skipped."""
+    """Models under a wrong name fail, missing models are skipped.
+
+    A folder that holds another model than its published name says makes its tests fail.
+    Tests of models that the folder lacks are skipped.
+    """
     (tmp_path / "gemma-2-2b-it").symlink_to(bundled_draft())
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]

@@ -28,11 +28,12 @@ GOLDEN = json.loads((FOLDER / "gemma3_270m.json").read_text(encoding="utf-8"))
 PROMPTS = {one["name"]: one for one in GOLDEN["prompts"]}
 NUM_TOKENS = 24
 PAGE_SIZE = 8
-# The longest prompt with its text: more than the window of 512 tokens.
+# Tokens of the longest prompt and its text, more than the window of 512.
 MAX_MODEL_LEN = 912
-# Pages for the longest text and the starts of the others: some must be preempted.
+# Pages for the longest request and the first tokens of the others: some requests must
+# be preempted.
 NUM_PAGES = MAX_MODEL_LEN // PAGE_SIZE + 11
-# Rows of one pass: the window ends within a chunk.
+# Tokens in one pass. 512 is no multiple of it: the window ends within a chunk.
 CHUNK = 96
 SETTINGS: dict[str, Any] = dict(
     max_model_len=MAX_MODEL_LEN,
@@ -70,7 +71,7 @@ def plain() -> LLM:
 
 
 def logits(model: LLM, tokens: Sequence[int], first: int) -> np.ndarray:
-    """Logits of position `first` and all after it, `[token, vocab]`."""
+    """Return logits of position `first` and all after it, `[token, vocab]`."""
     engine = model.llm_engine
     paged = PagedModel(
         engine.config.model_config,
@@ -146,7 +147,8 @@ def test_greedy_texts_in_chunks_batches_and_after_preemption():
     )
 
 
-# Texts that copy from their prompts, so that drafts are proposed and accepted.
+# Texts that repeat parts of their prompts, so that n-gram drafts are proposed and
+# accepted.
 COPYING = [
     PROMPTS["count"]["text"],
     PROMPTS["long_beyond_window"]["text"][:600],
@@ -217,7 +219,7 @@ def texts() -> list[str]:
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:
-    """Index of the first token that differs."""
+    """Return the index of the first token that differs, None if none does."""
     assert len(left) == len(right) == NUM_TOKENS
     pairs = enumerate(zip(left, right, strict=True))
     return next((index for index, (one, other) in pairs if one != other), None)
@@ -276,7 +278,10 @@ def write_unpacked(source: Path, target: Path) -> None:
 
 @pytest.mark.slow
 def test_llama_cpp_continues_texts_alike(tmp_path: Path):
-    """With float32 weights: with quantized ones llama.cpp quantizes activations."""
+    """Compare greedy texts with llama.cpp's, with all weights in float32.
+
+    With quantized weights, llama.cpp would quantize activations as well.
+    """
     llama: Any = pytest.importorskip("xllamacpp")
     write_unpacked(packaged_gemma3(), tmp_path / "float32.gguf")
     params = llama.CommonParams()
@@ -295,7 +300,7 @@ def test_llama_cpp_continues_texts_alike(tmp_path: Path):
                 "n_predict": NUM_TOKENS,
                 "temperature": 0,
                 "ignore_eos": True,
-                "logprobs": 1,  # returns the ids of tokens
+                "logprobs": 1,  # makes the server return token ids
             }
         )
         theirs = [one["id"] for one in answer["choices"][0]["logprobs"]["content"]]

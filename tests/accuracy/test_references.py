@@ -41,7 +41,10 @@ NUM_DRAFT = 3
 
 @functools.cache
 def our_model(size: str) -> PagedModel:
-    """Compiled once per size; `our_logits` gives it other parameters."""
+    """Return the model of a size, compiled once.
+
+    `our_logits` changes its parameters.
+    """
     model = references.reference(size)
     return PagedModel(model_config(model), load_ours(model))
 
@@ -81,7 +84,7 @@ PROMPTS = [TOKENS[:30].tolist(), TOKENS[40:41].tolist(), TOKENS[45:60].tolist()]
 
 @functools.cache
 def expected_texts(size: str) -> list[list[int]]:
-    """HuggingFace's greedy texts, without near ties."""
+    """Return HuggingFace's greedy texts; assert that no token is nearly tied."""
     model = references.reference(size)
     texts = []
     for prompt in PROMPTS:
@@ -95,16 +98,18 @@ def expected_texts(size: str) -> list[list[int]]:
         margin = greedy_margin(prompt, texts[-1], model=model)
         assert margin > TOLERANCE, "a near tie: choose another seed"
     assert all(len(text) == LENGTH for text in texts)
-    # A text that repeats one token could be right with wrong keys and values.
+    # A text that repeats one token could be right even with keys and values at wrong
+    # positions.
     assert sum(len(set(text)) for text in texts) > 12 * len(texts)
     return texts
 
 
 @functools.cache
 def first_runner(size: str) -> list[Runner]:
-    """A list for the first runner, whose executables the other formats share.
+    """Return a list that holds the first runner once it is made.
 
-    Executables take the parameters as arguments, and compiling takes most of the time.
+    Engines of the other formats reuse its executables, which take the parameters as
+    arguments: compiling takes most of the time.
     """
     return []
 
@@ -118,7 +123,7 @@ def share_executables(size: str, runner: Runner) -> None:
 
 
 def make_llm(target: Path, draft: Path | None = None) -> LLM:
-    # Drafts in every round: timings here are meaningless.
+    # Draft in every round: the controller's measured times mean nothing here.
     speculative = draft and dict(
         model=str(draft), num_speculative_tokens=NUM_DRAFT, controller="fixed"
     )
@@ -152,7 +157,7 @@ def texts_of(llm: LLM, **changes: Any) -> list[list[int]]:
 @pytest.mark.parametrize("size", references.SIZES)
 @pytest.mark.parametrize("kind", references.WRITERS)
 def test_greedy_texts_equal_huggingface(kind, size, tmp_path):
-    """With drafts, then in the same engine without."""
+    """Greedy texts with drafts, then without drafts in the same engine."""
     target, draft = (
         references.write(
             references.reference(size, is_draft=is_draft),
@@ -206,7 +211,7 @@ def test_logits_equal_the_gemma_library(size):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", references.SIZES)
 def test_every_feature_has_an_effect_in_the_gemma_library(size):
-    """Otherwise the comparison above would prove nothing about the feature."""
+    """Without this, the comparison above would prove nothing about a feature."""
     model = references.reference(size)
     config = model.config.to_dict()
     tree = gemma_library.to_tree(references.tensors_of(model), config, size)
@@ -236,7 +241,7 @@ def test_every_feature_has_an_effect_in_the_gemma_library(size):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", references.SIZES)
 def test_published_sizes_match_the_gemma_library(size):
-    """Names and shapes of all parameters, and sizes that do not appear in shapes."""
+    """Compare the names and shapes of all parameters, and sizes without a shape."""
     network = gemma_library.published_networks()[size]
     config = published_config(size)
     model = config_from_hf(config)

@@ -86,7 +86,7 @@ def flax_leaves(
 
 
 def flat(leaves: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """The form on Kaggle: a path for the outer key, always a dict within."""
+    """Return the tree as on Kaggle: a dict by path, of dicts by the last name."""
     tree: dict[str, dict[str, np.ndarray]] = {}
     for path, array in leaves.items():
         outer, _, inner = path.rpartition("/")
@@ -97,7 +97,7 @@ def flat(leaves: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
 
 
 def nested(leaves: Mapping[str, np.ndarray], root: str = "") -> dict[str, Any]:
-    """The form of the gemma library: a dict per part of the path."""
+    """Return the tree of the gemma library: nested dicts, one per part of a path."""
     tree: dict[str, Any] = {}
     for path, array in leaves.items():
         *outer, inner = f"{root}{path}".split("/")
@@ -116,7 +116,7 @@ FORMS = {
 
 
 def save(folder: Path, tree: Mapping[str, Any], **options: Any) -> None:
-    """Save with Orbax; `options` are those of its handler of trees."""
+    """Save a tree with Orbax; `options` are arguments of its tree handler."""
     handler = ocp.PyTreeCheckpointHandler(**options)
     with warnings.catch_warnings(), ocp.Checkpointer(handler) as checkpointer:
         warnings.simplefilter("ignore")

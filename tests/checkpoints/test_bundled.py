@@ -40,7 +40,7 @@ def test_target_and_draft_have_the_same_tokenizer():
 
 
 def test_draft_has_a_token_map():
-    """It has all tokens, those that the head must keep first."""
+    """The map has all tokens; those that a trimmed head must keep are first."""
     config = config_from_folder(bundled_draft())
     ids = read_token_map(bundled_draft() / TOKEN_MAP, config.vocab_size)
     assert sorted(ids) == list(range(config.vocab_size))

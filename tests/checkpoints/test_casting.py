@@ -26,7 +26,7 @@ def test_rejects_other_types(dtype):
 @pytest.mark.parametrize("rows", [1, 2, 7, 36, 37, 100])
 @pytest.mark.parametrize("block_bytes", [1, 60, 2**25])
 def test_blocks_have_the_rows_asked_for(monkeypatch, rows, block_bytes):
-    """However large the blocks are in which the tensor is read."""
+    """The rows are the same for any size of the blocks that are read at a time."""
     monkeypatch.setattr(tensor, "BLOCK_BYTES", block_bytes)
     (source,) = in_memory({"x": VALUES}).values()
     blocks = list(cast_blocks("x", source, dtype=VALUES.dtype, rows=rows))

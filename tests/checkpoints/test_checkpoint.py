@@ -109,7 +109,7 @@ def test_head_of_another_size_is_refused(tmp_path):
 @pytest.mark.parametrize("prefix", ["", "language_model."])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_head_with_a_prefix_is_compared(tmp_path, prefix, is_tied):
-    """Of Gemma 3, whose files may have images' tensors as well."""
+    """Files of Gemma 3 have such a prefix, and may have tensors for images as well."""
     config = tiny_config("2b", model_type="gemma3_text", tie_word_embeddings=True)
     shapes = GEMMA3.tensor_shapes(Sizes.from_config(config))
     random = np.random.default_rng(0)
@@ -132,7 +132,10 @@ def test_head_with_a_prefix_is_compared(tmp_path, prefix, is_tied):
 def test_opening_reads_nothing_and_comparing_stops_at_a_difference(
     tmp_path, monkeypatch
 ):
-    """The head's own values are read once, when weights are loaded."""
+    """The LM head's values are read only when weights are loaded.
+
+    Comparing the head with the embedding stops at the first difference.
+    """
     write(tmp_path, True, lambda table: table + 1)
     read, blocks = [], Tensor.blocks
 
@@ -164,7 +167,7 @@ def test_names_of_shards_and_of_own_folders_are_found(tmp_path):
     for file in ("model-00001-of-", "model.safetensors.index.json"):
         (path,) = (tmp_path / "shards").glob(f"{file}*")
         path.write_bytes(b"x")
-    # Without an error: `open_checkpoint` has a better one.
+    # `lists_head` raises nothing here: the error of `open_checkpoint` says more.
     assert not lists_head(tmp_path / "shards")
     assert not lists_head(tmp_path / "nowhere")
 

@@ -1,4 +1,4 @@
-"""A map follows the counts of the model's tokens in texts, special tokens first."""
+"""Token maps: special tokens first, then tokens by their frequency in texts."""
 
 import json
 import lzma
@@ -32,7 +32,7 @@ def count(tmp_path, checkpoint=None):
 
 @pytest.fixture(name="tokens", scope="module")
 def _tokens() -> list[int]:
-    """Of all texts, by the library itself."""
+    """Return the tokens of all texts, encoded by SentencePiece itself."""
     path = bundled_draft() / "tokenizer.model"
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))  # pyright: ignore
     return [token for text in TEXTS for token in processor.encode(text)]
@@ -62,7 +62,7 @@ def test_special_tokens_come_first_then_the_frequent_then_the_lower():
 
 
 def test_ends_of_texts_in_either_config_are_special(tmp_path):
-    """Whatever the tokenizer calls them."""
+    """Tokens that end texts count as special, whatever the tokenizer calls them."""
     write_tiny(tmp_path / "model", family="2b", vocab_size=8192)
     path = tmp_path / "model" / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": [1, 4711]}))

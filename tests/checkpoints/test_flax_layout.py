@@ -71,7 +71,7 @@ def test_chunks_of_real_trees_are_small_and_fill_the_array(name):
         assert math.prod(chunks) * 8 > BLOCK_BYTES or (
             chunks[view.axis] == shape[view.axis]
         ), each
-        # Whole columns: a block of rows touches no other chunk.
+        # Chunks are whole columns, so blocks of rows never share a chunk.
         for axis, (chunk, size) in enumerate(zip(chunks, shape, strict=True)):
             if axis >= len(view.fixed) and axis != view.axis:
                 assert chunk == size, each

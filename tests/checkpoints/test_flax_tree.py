@@ -107,7 +107,7 @@ def test_other_numbers_of_embedding_rows_are_an_error(num_rows):
         tree_of(leaves).tensors(SIZES, 128)
 
 
-# The spelling of a leaf in messages, for each spelling of the file.
+# For each naming of the file's arrays: how an error names one of them.
 SPELT = {
     "flat": "transformer/layer_1/mlp/linear/w",
     "nested": "layer_1/mlp/linear",

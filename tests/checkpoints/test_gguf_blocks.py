@@ -12,7 +12,7 @@ QUANTIZED = {n: kind for n, kind in TYPES.items() if kind.dequantize is not None
 
 
 def random_blocks(kind: BlockType, count: int) -> np.ndarray:
-    """Return random bytes: all values and scales, also infinite ones and NaN."""
+    """Return blocks of random bytes: any value and scale, infinities and NaN too."""
     random = np.random.default_rng(sum(kind.name.encode()))
     return random.integers(0, 256, (count, kind.num_bytes), np.uint8)
 
@@ -42,7 +42,8 @@ def test_numbers_are_equal_to_the_last_bit(number):
     expected = gguf.dequantize(blocks, Q(number))
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
-    # The comparison distinguishes -0.0 from 0.0, and ignores the sign of NaN.
+    # Compare bits, which distinguish -0.0 from 0.0, except for NaN, whose sign may
+    # differ.
     is_number = ~np.isnan(expected)
     np.testing.assert_array_equal(
         np.signbit(found)[is_number], np.signbit(expected)[is_number]

@@ -14,7 +14,7 @@ from tests.checkpoints.models import FAMILIES, tiny_config
 
 
 def file_of(architecture: str, **changes: Any) -> GgufFile:
-    """A header without tensors; None takes a key out."""
+    """Return a header with the given metadata; a value of None removes its key."""
     sizes = {
         "context_length": 32768,
         "embedding_length": 640,
@@ -49,9 +49,11 @@ def test_config_of_gemma2_survives_the_conversion(tmp_path, family):
     config = tiny_config(family, vocab_size=8192)
     write_gguf(tmp_path / "m.gguf", config)
     found, generation = read_config(read_gguf(tmp_path / "m.gguf"))
-    # The writer's files have two layers; 46 layers identify 27B's scale.
+    # The writer's files have two layers, and only 46 layers identify a 27B, which has
+    # another query_pre_attn_scalar.
     config["query_pre_attn_scalar"] = config["head_dim"]
-    # A base model's; what a chat ends with, the tokenizer adds.
+    # The config has the base model's end token; the tokenizer adds the one that ends a
+    # chat turn.
     config["eos_token_id"] = 1
     shared = config.keys() - {"hidden_act"}
     assert {name: found.get(name) for name in shared} == {
@@ -96,7 +98,7 @@ def test_config_of_gemma3_is_read():
         ("gemma2", 42, 3584, 16, 256, 256),
         ("gemma3", 62, 5376, 32, 128, 168),
         ("gemma3", 48, 3840, 16, 256, 256),
-        # The number of layers decides, and that of the architecture.
+        # The number of layers and the architecture together identify the size.
         ("gemma3", 46, 4608, 32, 128, 128),
     ],
 )

@@ -334,14 +334,14 @@ def test_impossible_names_of_shards_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> bytes:
-    """A model without a tokenizer, its header and some of its data."""
+    """Return the bytes of a small model's file, without a tokenizer."""
     path = tmp_path_factory.mktemp("small") / "m.gguf"
     write_gguf(path, has_tokenizer=False)
     return path.read_bytes()
 
 
 def open_damaged(path: Path, content: bytes) -> None:
-    """Read a file's header, config and one row of each tensor."""
+    """Write `content` as a file; read its header, config and a row of each tensor."""
     try:
         for one in open_checkpoint(write(path, content)).tensors.values():
             one.read(0, 1)
@@ -371,7 +371,7 @@ def test_changed_bytes_never_crash_the_parser(small, tmp_path_factory, data):
 
 
 def read_header_bytes(content: bytes) -> int:
-    """Return the header: the data begin with a norm, the writer's first tensor."""
+    """Return about the header's size: 64 bytes past the name of the final norm."""
     return content.index(b"output_norm.weight") + 64
 
 
@@ -383,11 +383,14 @@ def test_any_bytes_after_the_magic_do_not_crash_the_parser(tmp_path_factory, con
 
 
 def test_real_file_is_read(golden):
-    """Names, offsets and numbers of Gemma 3 270M, opened in 0.2 s."""
+    """Check names, offsets and numbers of the real Gemma 3 270M, and the time.
+
+    Opening it takes 0.2 s.
+    """
     path = real_gguf()
     start = time.process_time()
     file = read_gguf(path)
-    # 0.12 s of the processor; the bound leaves room for slower ones.
+    # Reading takes 0.12 s of processor time; the limit is for slower processors.
     assert time.process_time() - start < 0.5
     assert len(file.tensors) == 236 and len(file.metadata) == 33
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 262144

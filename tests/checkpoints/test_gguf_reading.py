@@ -30,7 +30,8 @@ from tests.checkpoints.gguf_files import (
 )
 from tests.checkpoints.models import tiny_config, tiny_tensors, write_tiny
 
-# Types that llama.cpp's library can write; the others are tested by their blocks.
+# Types that llama.cpp's library can write. Other types are tested block by block in
+# `test_gguf_blocks.py`.
 WRITABLE = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
 PACKED = {Q.Q4_0: "int4", Q.Q5_0: "int8", Q.Q8_0: "int8"}
 
@@ -159,7 +160,7 @@ def test_link_to_a_file_outside_of_the_folder_is_refused(tmp_path):
     (tmp_path / "folder" / "m.gguf").symlink_to(tmp_path / "elsewhere" / "m.gguf")
     with pytest.raises(CheckpointError, match="points outside its folder"):
         open_checkpoint(tmp_path / "folder")
-    # One that a user names may lie anywhere.
+    # A file that a user names may be in any folder.
     assert open_checkpoint(tmp_path / "folder" / "m.gguf").format == "gguf"
 
 
@@ -243,8 +244,8 @@ def test_matrix_is_read_in_blocks(tmp_path, kind):
         for start, found in embedding.blocks():
             expected = rows[start : start + len(found), ::64]
             np.testing.assert_allclose(found[:, ::64], expected, atol=3e-4)
-        # For a matrix of 64 MiB: two blocks of 4 MiB, and the bytes that they are read
-        # from.
+        # The matrix takes 64 MiB. Reading holds only two blocks of 4 MiB, and the bytes
+        # from which they are read.
         assert tracemalloc.get_traced_memory()[1] < 24 * 2**20
     finally:
         tracemalloc.stop()

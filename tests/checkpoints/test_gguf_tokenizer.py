@@ -157,7 +157,7 @@ def test_file_without_a_tokenizer_is_an_error(tmp_path):
 
 
 def changed(path: Path, **changes: Any) -> GgufFile:
-    """A header with other metadata; None takes a key out."""
+    """Return a header with changed metadata; a value of None removes its key."""
     file = read_gguf(path)
     given = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     merged = {**file.metadata, **given}
@@ -210,7 +210,7 @@ def test_leading_space_follows_the_file(path):
 
 
 def test_real_tokenizer_gives_the_ids_of_llama_cpp_and_huggingface(golden):
-    """Ids of llama.cpp and of HuggingFace's tokenizers for Gemma 3's own files."""
+    """Compare with ids that llama.cpp and HuggingFace gave for Gemma 3's own files."""
     tokenizer = Tokenizer.from_folder(real_gguf())
     assert tokenizer.vocab_size == 262144
     assert tokenizer.pieces.special == {

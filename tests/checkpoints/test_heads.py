@@ -87,7 +87,7 @@ def test_spellings_of_tensor_names_are_recognized(tmp_path, config, theirs, ours
     "name", ["lm_head.weight", "verifier_norm.bias", "layers.0.rotary_emb.inv_freqs"]
 )
 def test_only_listed_tensors_are_left_unread(tmp_path, name):
-    """`lm_head.weight`, unread for EAGLE, is a tensor of a Medusa head."""
+    """EAGLE lists `lm_head.weight` as unread; in a Medusa head it is a tensor."""
     found = open_head(write(tmp_path, dict(medusa_num_heads=1), [name]))
     assert found.tensors.keys() == {name}
 
@@ -120,7 +120,7 @@ def test_rejects_an_mlp_speculator_with_the_alternatives(tmp_path):
 
 
 def test_a_model_of_one_layer_is_no_head(tmp_path):
-    """Heads of EAGLE's own code have its config.json, and `fc` besides."""
+    """A head of EAGLE's own code has a model's config.json, but also a tensor `fc`."""
     layer = dict(model_type="llama", num_hidden_layers=1)
     head = write(tmp_path / "head", layer, ["fc.weight", "layers.0.mlp.up_proj.weight"])
     assert read_head_config(head)[0] == "eagle"

@@ -99,7 +99,7 @@ def cut_off(name: str, kept: int) -> Callable[[Path], Any]:
 
 
 def indexed(**changes: str) -> Callable[[Path], Any]:
-    """Point the index elsewhere, where there are weights too."""
+    """Return a change that makes the index name other files with weights."""
 
     def change(folder: Path) -> None:
         (folder / "sub").mkdir()
@@ -115,7 +115,7 @@ def index_text(text: str) -> Callable[[Path], Any]:
 
 
 def only(*names: str, **tensors: Any) -> Callable[[Path], Any]:
-    """Leave nothing but these files, or one file with these tensors."""
+    """Return a change that leaves only these files, or a file of `tensors`."""
 
     def change(folder: Path) -> None:
         for path in folder.iterdir():
@@ -196,7 +196,7 @@ def test_symlink_within_the_folder_is_fine(tmp_path):
 
 
 def test_snapshot_of_the_hub_cache_is_fine(tmp_path):
-    """There every file is a symlink to `blobs`, two folders up."""
+    """In the cache of the hub, every file is a symlink to `blobs`, two folders up."""
     written = make_folder(tmp_path / "written")
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs = tmp_path / "models--a--b" / "blobs"
@@ -219,7 +219,7 @@ def test_snapshot_of_the_hub_cache_is_fine(tmp_path):
             ({"hidden_size": size}, "hidden_size must be an integer of at")
             for size in (None, 0, "72", True, 7.5)
         ),
-        # Their names alone would fill the memory.
+        # So many layers that a list of their tensors' names would fill the memory.
         ({"num_hidden_layers": 10**30}, "num_hidden_layers=1000.* only 13 tens"),
         ({"model_type": "gemma4"}, "must be 'gemma2' or .*, got 'gemma4'"),
     ],
@@ -269,7 +269,11 @@ def test_text_model_of_a_multimodal_folder_is_read(tmp_path, prefix):
 
 
 def test_rows_of_images_are_cut_off(tmp_path):
-    """The config keeps what all sizes of Gemma 3 share, and says so in copies."""
+    """The multimodal embedding has rows for images, which text models lack.
+
+    The checkpoint keeps the 262,144 rows that all sizes of Gemma 3 share, and its
+    config has this `vocab_size`.
+    """
     config = tiny_gemma3(
         vocab_size=262144, hidden_size=8, intermediate_size=8, num_hidden_layers=1
     )

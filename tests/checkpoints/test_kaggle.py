@@ -1,4 +1,7 @@
-"""Kaggle folders are read in every form, with their tokenizer, and without a config."""
+"""Kaggle folders of every tree layout are read, with their tokenizer.
+
+They need no config.json: the shapes identify the model.
+"""
 
 import functools
 import json
@@ -39,7 +42,11 @@ def write_mount(
     num_layers: int = 2,
     **options: Any,
 ) -> dict[str, np.ndarray]:
-    """Make what a notebook finds, and a config.json; return the canonical weights."""
+    """Make the folders that a notebook mounts; return the canonical weights.
+
+    The tree is in `root / "variant"`. `root` also gets a `config.json`, which published
+    trees lack.
+    """
     config = tiny_config(family, num_hidden_layers=num_layers)
     tensors = tiny_tensors(config, dtype=dtype)
     leaves = flax_leaves(
@@ -97,7 +104,7 @@ VISION = {
 def gemma3_leaves(
     config: dict[str, Any], num_stacks: int = 0
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Canonical weights of a Gemma 3, and its Flax arrays with those of vision."""
+    """Return canonical weights of a Gemma 3, and its Flax arrays and the vision's."""
     tensors = tiny_tensors(config, dtype="bfloat16")
     form: Any = dict(is_model_first=False, num_stacks=num_stacks, pad_rows=0)
     return tensors, flax_leaves(tensors, config, **form) | VISION
@@ -106,7 +113,7 @@ def gemma3_leaves(
 @pytest.mark.parametrize("num_stacks", [0, 6])
 @pytest.mark.parametrize("form", FORMS)
 def test_gemma_3_in_every_form(tmp_path, form, num_stacks):
-    """Eight layers in six stacks: two of them have one more than the others."""
+    """Eight layers in six stacks: two of the stacks have one layer more."""
     config = tiny_gemma3()
     tensors, leaves = gemma3_leaves(config, num_stacks)
     save(tmp_path / "variant", FORMS[form](leaves))
@@ -130,7 +137,7 @@ def test_gemma_3_is_written_and_read_again(tmp_path):
 
 @pytest.mark.parametrize("size", ["270m", "1b", "4b", "12b", "27b"])
 def test_published_gemma_3_is_found_by_its_shapes(tmp_path, monkeypatch, size):
-    """True names and shapes, without the bytes: only values may not be read."""
+    """The tree has the true names and shapes, but no values, which are not read."""
     sizes = GEMMA3.published[size]
     shapes = flax_layout.leaf_shapes(
         sizes, num_rows=262144, is_model_first=False, has_qk_norm=True
@@ -158,7 +165,11 @@ def test_published_gemma_3_is_found_by_its_shapes(tmp_path, monkeypatch, size):
 
 
 def test_memory_of_a_read_tensor_is_freed(tmp_path):
-    """An array may be one chunk; the embedding ends before its pads do."""
+    """Reading a whole tensor frees its cached chunk: later reads open the files.
+
+    An array may be a single chunk. The embedding is read up to its padding rows, which
+    would otherwise keep its chunk in the cache.
+    """
     write_mount(tmp_path, use_ocdbt=False)
     tensors = open_kaggle(tmp_path, LAYOUTS).tensors
     for tensor in tensors.values():
@@ -246,7 +257,7 @@ def test_config_is_checked_against_the_shapes(tmp_path, change, expected):
 
 @pytest.mark.parametrize("name", ["2b", "9b", "27b"])
 def test_published_shapes_have_their_config(tmp_path, monkeypatch, name):
-    """True names and shapes, without the bytes: only values may not be read."""
+    """The tree has the true names and shapes, but no values, which are not read."""
     facts, arrays = FACTS[name], {}
     for path, shape in facts["flax"].items():
         for layer in range(facts["num_layers"] if "{}" in path else 1):
@@ -280,7 +291,7 @@ def test_generation_config_is_read(tmp_path):
 def test_writer_makes_the_tree_of_the_formulas(
     tmp_path, monkeypatch, gating, block_bytes
 ):
-    """Orbax restores the flat form, padded with zeros, turned as this size is."""
+    """Orbax reads the written tree: flat keys, zero padding, the size's orientation."""
     is_model_first = gating == "model first"
     monkeypatch.setattr(Layout, "is_model_first", lambda *_: is_model_first)
     monkeypatch.setattr(flax_layout, "BLOCK_BYTES", block_bytes)
@@ -351,7 +362,7 @@ def test_two_types_in_one_array_are_refused(tmp_path):
 
 
 def test_a_folder_that_may_not_be_entered_is_passed_over(tmp_path, monkeypatch):
-    """Such as the `lost+found` of a mounted disk, next to the tree."""
+    """Such a folder is the `lost+found` of a mounted disk, next to the tree."""
     tensors = write_mount(tmp_path)
     shutil.copytree(tmp_path / "variant", tmp_path / "lost+found")
     may_access = os.access

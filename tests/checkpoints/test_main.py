@@ -83,7 +83,7 @@ def test_trim_writes_a_map_next_to_the_weights(tmp_path, capsys):
     assert "--output" in capsys.readouterr().err
     assert main([*arguments, "--output", str(tmp_path / "other.json")]) == 0
     assert (tmp_path / "other.json").read_bytes() == made.read_bytes()
-    # It is copied with the model.
+    # Converting a model copies its token map.
     copy = [str(tmp_path / "draft"), str(tmp_path / "copy"), "--to", "orbax"]
     assert main(["convert", *copy]) == 0
     assert (tmp_path / "copy" / TOKEN_MAP).read_bytes() == made.read_bytes()
@@ -118,7 +118,7 @@ def test_models_are_inspected_by_name(monkeypatch, capsys):
 
 
 def test_the_module_runs(tmp_path: Path):
-    """As a user types it, outside the checkout."""
+    """Run the command as a user types it, outside of the checkout."""
     result = subprocess.run(
         [sys.executable, "-m", "jaxspec_checkpoints", "inspect", str(tmp_path)],
         env=os.environ

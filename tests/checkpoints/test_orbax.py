@@ -44,7 +44,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A copy of the folder, to be damaged."""
+    """Return a copy of the written folder, for a test to damage."""
     return shutil.copytree(written, tmp_path / "own")
 
 
@@ -98,7 +98,7 @@ def test_values_are_cast(tmp_path):
 
 
 def test_flipped_bit_names_the_tensor(folder):
-    """The bytes are in some file of the database; nothing else notices."""
+    """The bytes are in a file of the database, and only the hash shows the change."""
     values = TENSORS[NAME].tobytes()
     (file,) = [
         path
@@ -197,7 +197,7 @@ def test_parts_may_not_be_elsewhere(folder, tmp_path, name):
 
 
 def test_float16_and_bfloat16_are_not_mixed_up(tmp_path):
-    """Both have two bytes; the type is in the arrays, not in their size."""
+    """Both take two bytes per value: the stored type distinguishes them, not sizes."""
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     with ArrayWriter(tmp_path / "tree") as writer:
         for kind in (np.float16, ml_dtypes.bfloat16):

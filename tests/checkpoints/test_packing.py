@@ -72,7 +72,7 @@ def scales_of(*shape: int) -> torch.Tensor:
 
 
 def spread(groups: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Repeat [out, group] numbers for every feature of the group, in float32."""
+    """Repeat each group's number for the group's features; return float32."""
     return groups.float().repeat_interleave(shape[1] // groups.shape[1], dim=1)
 
 

@@ -52,7 +52,7 @@ def put(parts: list[Tensor], spec: str = "rows", **options: Any) -> jax.Array:
 
 
 def fuse(parts: list[Tensor], block: int) -> np.ndarray:
-    """Interleave rows one by one."""
+    """Concatenate the parts in turn, `block` rows of each at a time."""
     rows = []
     for start in range(0, parts[0].shape[0], block):
         for part in parts:
@@ -60,7 +60,8 @@ def fuse(parts: list[Tensor], block: int) -> np.ndarray:
     return np.stack(rows)
 
 
-# Block sizes: one row, blocks that end within a shard, and everything at once.
+# Bytes that are read at a time: one row, blocks that end within a shard, and everything
+# at once.
 @pytest.mark.parametrize("block_bytes", [1, 5 * 64, 2**20])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(("count", "block"), [(1, 1), (2, 1), (2, 4), (2, 48), (3, 8)])
@@ -94,7 +95,7 @@ def test_values_are_cast_on_the_way(source, dtype):
 
 
 def test_source_may_change_afterwards():
-    """A device must not look into memory that is the caller's."""
+    """Devices have copies: changing the caller's array changes no placed tensor."""
     values = np.ones((16, 16), np.float32)
     placed = put(list(in_memory({"part": values}).values()), "everywhere")
     values[:] = 2
@@ -108,7 +109,7 @@ def test_bytes_are_counted():
 
 
 def test_rows_are_read_once():
-    """This holds for any number of shards and copies."""
+    """Each row is read once, for any number of shards and of copies."""
     reads = []
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -136,8 +137,8 @@ def test_damaged_bytes_are_not_used():
         wrong.whole()
 
 
-# 2 GB in bfloat16; the embedding is the largest tensor, as in the real models. Two KV
-# heads do not split over eight devices.
+# The model has 2 GB in bfloat16, and its embedding is the largest tensor, as in the
+# real models. Its two KV heads cannot be split over eight devices.
 LARGE = dict(
     vocab_size=64000,
     hidden_size=2048,
@@ -164,13 +165,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     tensors = {name: values.view(jnp.bfloat16) for name, values in bits.items()}
     save_file(tensors, folder / "model.safetensors")
     yield folder
-    shutil.rmtree(folder.parent)  # pytest would keep three of them
+    shutil.rmtree(folder.parent)  # pytest would keep the last three
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["hf", "kaggle", "orbax"])
 def test_host_holds_at_most_two_of_the_largest_tensor(large, to):
-    """Measured in a process of its own: 2 GB of weights on 8 simulated devices."""
+    """Measure a separate process that loads 2 GB onto 8 simulated devices."""
     folder = large
     if to != "hf":
         folder = large.parent / to
@@ -185,7 +186,8 @@ def test_host_holds_at_most_two_of_the_largest_tensor(large, to):
     found = json.loads(result.stdout)
     assert found["num_devices"] == 8
     assert found["checkpoint_bytes"] > 1.9e9
-    # Keys, values and norms are on all devices, the rest on one each.
+    # Keys, values and norms are copied to all devices; every other row is on one
+    # device.
     replicated = found["device_bytes"] - found["checkpoint_bytes"]
     assert 0 < replicated < 0.1 * found["checkpoint_bytes"]
     assert found["largest_device_bytes"] == found["device_bytes"] / 8

@@ -49,9 +49,10 @@ def test_inspect_shows_the_measurement_or_the_command(packed, capsys):
     assert read_quality(packed) == MEASURED
     line = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token, 93.1% the same"
     assert f"quality       {line}" in inspected(packed, capsys)
-    # Weights that are not quantized have nothing to lose.
+    # A model that is not quantized has no loss of quality to report.
     assert "quality" not in inspected(packed.parent / "whole", capsys)
-    # It is about these weights, and not about those that are made of them.
+    # The measurement belongs to these weights, so it is not copied to weights that are
+    # made from them.
     arguments = [str(packed), str(packed.parent / "copy"), "--to", "orbax"]
     assert main(["convert", *arguments]) == 0
     assert read_quality(packed.parent / "copy") is None
@@ -64,7 +65,7 @@ def test_measurement_of_a_gguf_file_is_next_to_it(tmp_path, capsys):
     assert write_quality(path, MEASURED) == tmp_path / f"m.gguf.{QUALITY}"
     assert read_quality(path) == MEASURED
     assert "perplexity 27.91" in inspected(path, capsys)
-    # Another file of the folder is another model.
+    # The measurement does not apply to another GGUF file in the same folder.
     assert read_quality(tmp_path / "other.gguf") is None
 
 

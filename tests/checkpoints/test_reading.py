@@ -75,7 +75,7 @@ def test_json_that_is_nested_too_deep(tmp_path, text):
 
 
 def test_python_objects_are_never_opened(tmp_path):
-    """Loading a pickle can run code."""
+    """Files of pickled Python objects are refused, because loading can run code."""
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04}.")
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(CheckpointError, match="found: config.json, pytorch_model.bin"):
@@ -84,7 +84,7 @@ def test_python_objects_are_never_opened(tmp_path):
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_unfinished_folders_are_refused(tmp_path, depth):
-    """The marker file is next to the new folder, or next to its root."""
+    """The mark of an unfinished folder lies next to it, or next to its root."""
     folder = tmp_path / "a" / "b"
     write_tiny(folder, family="2b", num_hidden_layers=1)
     assert open_checkpoint(folder).format == "hf"

@@ -35,8 +35,8 @@ CHAT = (
 
 @pytest.fixture(autouse=True)
 def relaxed_promotion() -> Iterator[None]:
-    # The recipes train with plain jnp; the engine's stricter settings are not theirs.
-    # Compiling is what takes long in them.
+    # The recipes train with plain jnp and do not follow the engine's strict jax
+    # settings. Their tests spend most of the time compiling.
     jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
@@ -58,7 +58,7 @@ def micro_config(**changes: Any) -> dict[str, Any]:
 
 
 def lively_params(config: dict[str, Any], seed: int = 0) -> dict[str, jax.Array]:
-    """Return random weights with which every layer matters and logits differ by units.
+    """Return random weights for which every layer changes logits by several units.
 
     With freshly initialized weights, logits depend on the last token alone, or hardly
     differ.
@@ -85,7 +85,7 @@ def float32_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forward_of(config: dict[str, Any]) -> Any:
-    """From parameters, tokens and segments to logits, as one program."""
+    """Compile a function of parameters, tokens and segments that returns logits."""
     return jax.jit(lambda params, *batch: network.forward(params, config, *batch))
 
 
@@ -119,7 +119,7 @@ def pairs_of(tokens: np.ndarray, segments: np.ndarray) -> Counter[tuple[int, int
 
 
 def numbered_documents() -> tuple[list[np.ndarray], set[tuple[int, int]]]:
-    """Return documents in which no number occurs twice, and their neighbours."""
+    """Return documents that share no number, and the pairs of adjacent numbers."""
     ends = np.cumsum([3, 40, 5, 17, 2, 64, 9]).tolist()
     starts = [0, *ends[:-1]]
     documents = [np.arange(*ends_) for ends_ in zip(starts, ends, strict=True)]
@@ -132,7 +132,8 @@ def test_packing_keeps_every_token_and_joins_no_documents() -> None:
     rows = corpus.PackedRows({"math": documents}, length=16, seed=3)
     counts = pairs_of(*rows.batch(40))
     assert set(counts) == pairs
-    # Every document once before any comes again, so no pair is ahead by more than one.
+    # Every document comes once before one repeats, so the counts of two pairs differ by
+    # at most one.
     assert max(counts.values()) - min(counts.values()) == 1
 
 
@@ -154,7 +155,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
     packed = forward(params, tokens, segments)
     alone = forward(params, rows, np.ones_like(rows)).reshape(4, 150, VOCAB)
     alone = [row[: len(each)] for row, each in zip(alone, documents, strict=True)]
-    # Rotary angles differ with the position in the row, hence not to the last bit.
+    # Rotary angles depend on the position in the row, so logits agree only to rounding.
     np.testing.assert_allclose(packed, np.concatenate(alone), atol=2e-3)
 
 
@@ -164,7 +165,7 @@ def training_arguments(**changes: Any) -> argparse.Namespace:
 
 
 class CountingRows:
-    """Rows that count up by one from a random start; may break off."""
+    """Generates rows that count up by one from a random start, and may stop early."""
 
     def __init__(self, last: int = 1000):
         self.random = np.random.default_rng(0)
@@ -236,7 +237,8 @@ def test_last_tokens_of_repeated_phrases() -> None:
     is_written = np.ones_like(tokens, bool)
     is_written[:, 0] = False
     found = loops.last_of_repeated(tokens, segments, is_written)
-    # The first "abcd" is partly in the prompt, so the second one counts as the first.
+    # The first "abcd" is partly in the prompt and does not count, so the second one is
+    # no repetition.
     assert np.flatnonzero(found[0]).tolist() == [13, 14, 15, 16, 17]
     assert np.flatnonzero(found[1]).tolist() == [8, 16, 17]
     everything = loops.last_of_repeated(tokens, segments, is_written | True)
@@ -272,7 +274,7 @@ def test_unlikelihood_step_reduces_repetitions(
     )
 
     def probability(params: Any) -> float:
-        """Return the mean probability of repeated tokens."""
+        """Return the mean probability of tokens that are repetitions."""
         logits = network.forward(params, config, tokens[:, :-1], segments[:, :-1])
         probs = jax.nn.softmax(logits.reshape(*tokens[:, 1:].shape, VOCAB))
         chosen = np.take_along_axis(np.asarray(probs), tokens[:, 1:, None], -1)
@@ -281,7 +283,7 @@ def test_unlikelihood_step_reduces_repetitions(
     gradients = jax.grad(lambda params: loss(1.0, params) - loss(0.0, params))(params)
     stepped = jax.tree.map(lambda value, slope: value - 0.1 * slope, params, gradients)
     assert probability(stepped) < probability(params) - 0.01
-    # After the target is saved it writes new texts.
+    # Saving the target makes the rows write new texts.
     training.save_state(state, stepped, {}, 1)
     before = rows.written[0]
     rows.batch(4)
@@ -333,7 +335,7 @@ def test_greedy_text_is_what_a_full_forward_pass_chooses(window: int) -> None:
     is_next = rows["is_written"][:, 1:]
     assert is_next.sum() > 1000
     np.testing.assert_array_equal(tokens[:, 1:][is_next], best[is_next])
-    # Its labels are the whole distribution's largest entries.
+    # Labels are the largest entries of the whole distribution.
     expected = np.sort(jax.nn.log_softmax(logits), axis=-1)[..., ::-1]
     expected = expected[..., : decode.NUM_LABELS]
     np.testing.assert_allclose(rows["log_probs"], expected, atol=2e-2)  # float16
@@ -370,7 +372,8 @@ def test_nucleus_keeps_the_smallest_set_that_is_heavy_enough() -> None:
     ordered = np.sort(weights, axis=-1)[:, ::-1]
     share = np.cumsum(ordered, axis=-1) / ordered.sum(axis=-1, keepdims=True)
     sizes = (share < 0.95).sum(axis=-1) + 1
-    # The cut is found to 1/512 of a unit of logit: now and then one more fits in.
+    # The threshold is found to 1/512 of a unit of logit, so that sometimes one more
+    # token is kept.
     assert np.mean(kept.sum(axis=-1) == sizes) >= 0.8
     for row, size in enumerate(sizes):
         assert kept[row, np.argsort(-weights[row])[:size]].all()
@@ -433,7 +436,7 @@ def test_shard_rows_mix_both_sources(tmp_path: Path) -> None:
         )
         sample.save_shard(tmp_path / f"{kind}-0000.npz", arrays)
     tokens, _, _ = distill.ShardRows(tmp_path, seed=0).batch(1000)
-    # 600 are expected; the standard deviation is 15.
+    # The expected count is 600, with a standard deviation of 15.
     assert abs((tokens[:, 0] == 10).sum() - 600) < 60
     with pytest.raises(FileNotFoundError, match="sample"):
         distill.ShardRows(tmp_path / "nowhere", seed=0)

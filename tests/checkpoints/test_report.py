@@ -1,4 +1,4 @@
-"""`inspect` reports the files' sizes and the engine's replication."""
+"""`inspect` reports the files' sizes, and the weights that devices replicate."""
 
 from pathlib import Path
 
@@ -29,7 +29,8 @@ def test_report_of_the_bundled_target():
     assert found["bytes"] == "32,262,912 (32.3 MB)"
     assert found["dtype"] == "bfloat16"
     assert "tokenizer.model" in found["files"]
-    # 6 heads, 2 KV heads, 12 gate blocks, 1536 feed-forward rows, 8192 tokens.
+    # The model has 6 query heads, 2 KV heads, 12 gate blocks, 1536 feed-forward rows
+    # and 8192 tokens.
     assert "6 query heads" in found["on 4 devices"]
     assert "2 KV heads (1.18 MB)" in found["on 4 devices"]
     assert "replicated: norms" in found["on 2 devices"]
@@ -81,7 +82,10 @@ def test_large_sizes_have_no_exponent():
 
 
 def test_published_sizes_need_whole_norms_only():
-    """Eight devices: of the 2B's four KV heads, each holds the one that it reads."""
+    """On eight devices, only norms are replicated whole.
+
+    Each device holds the one of 2B's four KV heads that it reads.
+    """
     for name, hidden in (("2b", 9216), ("9b", 14336)):
         config = tiny_config(name) | dict(vocab_size=256000, intermediate_size=hidden)
         assert set(replicated(Sizes.from_config(config), 8).values()) == {"norms"}

@@ -52,11 +52,11 @@ def test_small_model_is_one_file(tmp_path, monkeypatch, block_bytes):
         )
         assert found[name].tobytes() == expected.tobytes()
     with safe_open(tmp_path / "model.safetensors", "numpy") as file:
-        assert file.metadata() == {"format": "pt"}  # transformers asks for it
+        assert file.metadata() == {"format": "pt"}  # transformers requires this
 
 
 def test_widest_types_come_first(tmp_path):
-    """As the library writes them, so that each tensor is aligned to its type."""
+    """Shards have the widest types first, so that each tensor is aligned."""
     tensors = {
         "narrow": np.arange(3, dtype=np.float16),
         "wide": np.arange(4, dtype=np.float32),
@@ -90,10 +90,10 @@ def test_shards_are_no_larger_than_the_limit(tmp_path, max_shard_bytes, dtype):
         held = load_file(tmp_path / file)
         assert {name: file for name in held}.items() <= index["weight_map"].items()
         sizes.append(sum(tensor.nbytes for tensor in held.values()))
-        # Larger only if it holds a single tensor.
+        # A shard exceeds the limit only if it holds a single tensor.
         assert sizes[-1] <= max_shard_bytes or len(held) == 1
         found |= held
-    # No two neighbours fit into one.
+    # Any two neighbouring shards together exceed half of the limit.
     smallest = [a + b for a, b in zip(sizes, sizes[1:], strict=False)]
     assert all(size > min(max_shard_bytes, num_bytes) / 2 for size in smallest)
     assert sorted(found) == sorted(TENSORS) == sorted(index["weight_map"])

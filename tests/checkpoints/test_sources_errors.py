@@ -34,13 +34,14 @@ NAME = "google/tiny"
 
 @dataclass(frozen=True)
 class Service:
-    """How a service is reached.
+    """A service, and how tests reach it without the network.
 
     Attributes:
         model: Name of the model.
-        alone: The fixture without a stand-in.
+        alone: Fixture without a stand-in: only requests to this machine are possible.
         download: The library's function that writes a file.
-        unexpected: The library's error about an answer that has no words of ours.
+        unexpected: Type and text of the library's error about an answer for which we
+            have no message of our own.
     """
 
     model: str
@@ -177,7 +178,7 @@ def fail_downloads(
                 (OSError(errno.EROFS, "Read-only"), "cannot be written"),
             )
         ),
-        # Of Xet storage.
+        # An error of Xet storage.
         ("hub", RuntimeError("Task error: IO Error: (os error 28)"), "disk is full"),
     ],
 )
@@ -215,7 +216,7 @@ def test_other_errors_are_left_alone(monkeypatch, service, error):
 
 
 class XetStandIn(HubStandIn):
-    """Says that the weights lie in Xet storage, which then refuses them."""
+    """A hub whose weights are in Xet storage; the storage refuses to send them."""
 
     def answer(self, asked: Asked) -> Answer:
         here = f"http://127.0.0.1:{self.port}"
@@ -231,14 +232,14 @@ class XetStandIn(HubStandIn):
 
 
 class PortalStandIn(HubStandIn):
-    """A network that answers everything with its login page."""
+    """A network that answers every request with its login page."""
 
     def answer(self, asked: Asked) -> Answer:
         return 200, {"Content-Type": "text/html"}, b"<html>Please log in</html>"
 
 
 class PlainStandIn(HubStandIn):
-    """A mirror that omits the header with the commit."""
+    """A mirror whose answers lack the header that names the commit."""
 
     def answer(self, asked: Asked) -> Answer:
         status, headers, content = super().answer(asked)

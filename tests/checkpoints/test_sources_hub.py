@@ -48,7 +48,8 @@ def test_downloaded_model_opens(hub: HubStandIn, origin: Path, tmp_path: Path):
 def test_files_that_the_cache_shares_between_models_open(
     hub: HubStandIn, origin: Path, tmp_path: Path
 ):
-    # As the library does with all files from Xet storage.
+    # Move the blobs to a folder that models share, as the library does with all files
+    # from Xet storage.
     folder = fetch(NAME)
     for blob in (folder.parents[1] / "blobs").iterdir():
         shared = tmp_path / "cache/blobs" / blob.name[:2] / blob.name
@@ -102,7 +103,7 @@ def test_a_gguf_file_is_fetched_by_its_type(
     path = fetch(f"{NAME}:{kind}")
     assert path.read_bytes() == wanted[0].encode()
     assert hub.fetched == set(wanted)
-    fetch(f"{NAME}:Q4_0")  # another type next to it is not confused with it
+    fetch(f"{NAME}:Q4_0")  # a file of another type in the same folder is ignored
     assert fetch(f"{NAME}:{kind}") == path
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch(f"{NAME}:{kind}", weights=False) == path
@@ -192,7 +193,7 @@ def test_the_token_goes_to_the_hub_only(hub: HubStandIn, origin: Path):
     sent = {}
     for asked in hub.asked:
         sent.setdefault(asked.host.split(":")[0], set()).add(asked.authorization)
-    sent["127.0.0.1"].discard("")  # the library's own questions about itself
+    sent["127.0.0.1"].discard("")  # the library's requests about itself
     assert sent == {"127.0.0.1": {f"Bearer {TOKEN}"}, "localhost": {""}}
 
 
@@ -238,7 +239,7 @@ def test_interrupted_download_is_resumed(
     assert expected in message
     assert "try again" in message.lower()
 
-    # The incomplete folder in the cache is not taken for a model.
+    # Without a network, the incomplete folder in the cache is an error and not a model.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     message = fetch_message(NAME)
     assert "an earlier download of it is unfinished" in message

@@ -21,7 +21,7 @@ from tests.checkpoints.stand_ins import (
 )
 
 HANDLE = KaggleStandIn.handle
-# kagglehub fetches up to this many files one by one, and more as one archive.
+# kagglehub fetches up to this many files one by one, and more of them as one archive.
 MAX_FILES = 25
 
 
@@ -79,7 +79,8 @@ def test_many_files_arrive_as_an_archive(many: KaggleStandIn, origin: Path):
 
 
 def test_damaged_archive_is_an_error(many: KaggleStandIn):
-    # Half of it, and a checksum that agrees: it was damaged before it was sent.
+    # Send half of the archive, with the checksum of this half, as if it had been
+    # damaged before it was sent.
     archive = many.files["archive.tar.gz"]
     many.files["archive.tar.gz"] = archive[: len(archive) // 2]
     assert "what arrived is damaged" in fetch_message(HANDLE)
@@ -166,7 +167,8 @@ def test_interrupted_download_is_fetched_again(
     if cache_dir is not None:
         assert list(cache_dir.iterdir()) == []
 
-    # The incomplete folder is not taken for a model: the service is asked again.
+    # The incomplete folder is not taken for a model: kagglehub sends its requests
+    # again.
     kaggle.faults.clear()
     kaggle.faults["ListModelInstanceVersionFiles"] = 503
     assert "(503)" in fetch_message(f"{HANDLE}/2", cache_dir=cache_dir)
@@ -189,7 +191,7 @@ def test_partial_files_of_a_killed_download_are_replaced(
 
 
 class NotebookStandIn(KaggleStandIn):
-    """The side of a Kaggle notebook that attaches models to it."""
+    """The service of a Kaggle notebook that attaches models to it."""
 
     def answer(self, asked: Asked) -> Answer:
         assert asked.path == "/kaggle-jwt-handler/AttachDatasourceUsingJwtRequest"

@@ -69,7 +69,7 @@ def test_nested_trees_have_names_with_dots(tmp_path):
 
 
 def test_folders_of_older_versions_are_read(tmp_path):
-    """Before `_METADATA` there was a msgpack file, which need not be read."""
+    """Older versions have a msgpack file, not `_METADATA`, which is not needed."""
     folder = tmp_path / "tree"
     save(folder, TREE, use_ocdbt=False)
     for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"):
@@ -82,7 +82,7 @@ def test_folders_of_older_versions_are_read(tmp_path):
 
 
 def test_database_without_a_description_of_the_tree(tmp_path):
-    """The database lists its arrays itself."""
+    """Without `_METADATA`, the list of arrays is read from the database."""
     save(tmp_path / "tree", TREE)
     (tmp_path / "tree" / "_METADATA").unlink()
     assert is_orbax(tmp_path / "tree")
@@ -98,7 +98,7 @@ def test_other_folders_are_not_orbax_folders(tmp_path):
 
 @pytest.mark.parametrize("length", [None, 25])
 def test_a_chunk_is_decoded_once(tmp_path, length):
-    """Read by small slabs, the file of a large chunk is opened once per pass."""
+    """Reading a large chunk in small slabs opens its file once per pass."""
     save(tmp_path / "tree", TREE, use_ocdbt=False)
     array = open_arrays(tmp_path / "tree")["a/b.w"]
     assert array.chunks == array.shape
@@ -108,12 +108,14 @@ def test_a_chunk_is_decoded_once(tmp_path, length):
     for start in range(1, length or 30):
         expected = ARRAYS["a/b.w"][1, :, start : start + 1]
         np.testing.assert_array_equal(slabs.read(start, start + 1), expected)
-    # The last slab ends the pass and frees the cached chunks.
+    # Reading the last slab ends the pass and frees the cached chunks, so the next read
+    # needs the files.
     with pytest.raises(CheckpointError, match="'a/b.w'"):
         slabs.read(0, 1)
 
 
-# A tensor's values: its files without a database, else the data of the database.
+# Files that hold tensors' values: without a database, the tensors' own files; else the
+# data files of the database.
 def files_of_values(folder: Path) -> list[Path]:
     names = [".zarray", "zarr.json", "_METADATA", "_CHECKPOINT_METADATA"]
     return [
@@ -144,7 +146,8 @@ def test_damaged_values_name_the_tensor(folder, damage):
         except CheckpointError as error:
             assert f"tensor {name!r} of {folder} cannot be read" in str(error)
             failures += 1
-    # A file of the database holds several; the first half of it may be enough for one.
+    # A data file of the database holds several tensors, and its first half may hold a
+    # whole one.
     assert failures >= (1 if damage is truncate else 3)
 
 
@@ -199,7 +202,7 @@ def test_file_that_points_outside_is_refused(tmp_path):
 
 
 def with_zeros(folder: Path, store: dict[str, Any]) -> None:
-    """Write as older versions did: the chunk of zeros is left out."""
+    """Write as older versions did, which leave out chunks of zeros."""
     spec = {
         "driver": "zarr",
         "kvstore": store,
@@ -211,7 +214,7 @@ def with_zeros(folder: Path, store: dict[str, Any]) -> None:
 
 
 def test_chunks_of_zeros_omitted_by_older_versions(tmp_path):
-    """The index of a database says which chunks there are; the others are zeros."""
+    """The database's index lists its chunks, so the omitted ones are zeros."""
     base = {"driver": "file", "path": f"{tmp_path}/"}
     with_zeros(tmp_path, {"driver": "ocdbt", "base": base, "path": "a/"})
     expected = np.repeat([[0.0], [1.0]], 2, axis=0) * np.ones(2000)
@@ -253,7 +256,7 @@ def test_orbax_restores_what_the_writer_wrote(tmp_path, monkeypatch, commit_byte
 
 
 def test_writer_stores_chunks_of_zeros(tmp_path):
-    """Otherwise a reader could take a lost chunk for a chunk of zeros."""
+    """Otherwise a reader could not tell a lost chunk from a chunk of zeros."""
     with ArrayWriter(tmp_path / "tree") as writer:
         name = writer.create(("a",), (4, 3), dtype=np.dtype("f4"), chunks=(2, 3))
         writer.write(name, (slice(None),), np.zeros((4, 3), np.float32))

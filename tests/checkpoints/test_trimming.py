@@ -17,7 +17,7 @@ VALUES = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
 
 @pytest.fixture(name="whole", params=[32, 200, 10_000])
 def _whole(request, monkeypatch):
-    """In blocks of a row, of six rows and of all."""
+    """Return a tensor of 100 rows that is read in blocks of one, six or all rows."""
     monkeypatch.setattr(tensors, "BLOCK_BYTES", request.param)
     monkeypatch.setattr(trimming, "BLOCK_BYTES", request.param)
     return in_memory({"table": VALUES})["table"]

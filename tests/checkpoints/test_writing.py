@@ -62,7 +62,7 @@ def test_every_pair_of_formats_is_bit_exact(tmp_path, family, first, second):
     check(tmp_path / "second", second, tensors)
     convert(tmp_path / "second", tmp_path / "last", "hf")
     check(tmp_path / "last", "hf", tensors)
-    # The other files are copied byte for byte.
+    # All files other than the weights are copied byte for byte.
     for name in SIDE_FILES:
         expected = (tmp_path / "source" / name).read_bytes()
         assert (tmp_path / "last" / name).read_bytes() == expected, name
@@ -72,7 +72,7 @@ def test_every_pair_of_formats_is_bit_exact(tmp_path, family, first, second):
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_orientation_of_the_2b_is_read_and_written(tmp_path, to):
-    """A tree from elsewhere, model first as the published 2B has it."""
+    """A tree may have the orientation of the published 2B: the model axis first."""
     config = tiny_config("2b")
     tensors = tiny_tensors(config, dtype="bfloat16")
     root = tmp_path / "mount"
@@ -199,7 +199,7 @@ def test_overflow_error_names_the_tensor_and_no_output_is_left(tmp_path, to):
 
 
 class Bar:
-    """A progress bar that calls something after a number of writes."""
+    """A progress bar that calls a function after a number of writes."""
 
     def __init__(self, count: int, act: Callable[[], None]):
         self.left, self.act, self.bytes = count, act, 0
@@ -271,7 +271,10 @@ def test_error_after_the_weights_leaves_nothing(tmp_path, source, monkeypatch, s
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_nothing_opens_before_the_last_step(tmp_path, source, monkeypatch, to):
-    """All of it is on the disk by then, below a hidden folder with the mark."""
+    """Just before the final rename, all files are complete in a hidden folder.
+
+    The folder has the mark of unfinished folders until then.
+    """
     seen = []
 
     def look(folder: Path, destination: Path) -> None:
@@ -286,7 +289,7 @@ def test_nothing_opens_before_the_last_step(tmp_path, source, monkeypatch, to):
 
 
 def test_destination_made_meanwhile_is_left_alone(tmp_path, source, monkeypatch):
-    """Another process may create it between the check and the end."""
+    """Another process may create the destination after the check for it."""
     destination = tmp_path / "model"
 
     def make() -> None:
@@ -302,7 +305,7 @@ def test_destination_made_meanwhile_is_left_alone(tmp_path, source, monkeypatch)
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_damaged_source_leaves_nothing(tmp_path, source, to):
-    """The hash of a tensor is known to be wrong only after its last byte."""
+    """A wrong hash is found only after the tensor's last byte: nothing may remain."""
     own = tmp_path / "there" / "own"
     convert(source, own, "orbax")
     path = own / "jaxspec_checkpoint.json"
@@ -361,7 +364,10 @@ writing.write_checkpoint(open_checkpoint(source), destination, to=to)
     ],
 )
 def test_killed_process_leaves_nothing_that_opens(tmp_path, source, step):
-    """Remains are hidden and marked; they do not block a second attempt."""
+    """What a killed process leaves is hidden and marked as unfinished.
+
+    A second attempt succeeds.
+    """
     processes = {
         to: subprocess.Popen(
             [sys.executable, "-c", KILLED, source, tmp_path / to, to, step],

@@ -138,7 +138,7 @@ def texts_equal_plain_decoding(name: str) -> None:
 
 
 def engines_of(name: str, **speculative: Any) -> list[LLMEngine]:
-    """Return a proposer's engine and, if possible, one whose drafts are all right."""
+    """Return a proposer's engine, and one whose drafts are all right if possible."""
     engines = [proposers.engine(name, **speculative)]
     if PROPOSERS[name].can_be_correct:
         draft = pair.draft("same", PROPOSERS[name].family)
@@ -148,7 +148,7 @@ def engines_of(name: str, **speculative: Any) -> list[LLMEngine]:
 
 
 def is_end_in_run(plan: StepPlan, shape: StepShape, result: Any) -> bool:
-    """Return whether a sequence ended with an accepted draft token."""
+    """Return whether some sequence of a launch ended with an accepted draft token."""
     del shape
     return any(
         result.is_done[index]
@@ -166,7 +166,7 @@ def _ended(output: RequestOutput) -> tuple[Any, ...]:
 def texts_end_within_rounds(name: str) -> None:
     """Texts end by length, context or stop at the same token as in plain decoding.
 
-    The ends fall on every offset of a round.
+    For every offset within a round, some text ends there.
     """
     some = pair.prompts(12, longest=30)
     whole = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -217,7 +217,10 @@ def texts_end_within_rounds(name: str) -> None:
 
 
 def preemption_caching_and_aborts_change_nothing(name: str) -> None:
-    """The texts are right with too few pages for two requests with a shared prefix."""
+    """Texts are right after preemption, prefix hits and aborts.
+
+    The pages are too few for two requests, which share a prefix.
+    """
     proposer = PROPOSERS[name]
     family = [STEM * 3 + prompt[:12] for prompt in prompts()]
     params = mixed_params(len(family), is_greedy=proposer.is_greedy)
@@ -237,7 +240,11 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
 
 
 def drafting_stops_and_resumes(name: str) -> None:
-    """While two rows run and others wait; a draft model then prefills in tiles."""
+    """Texts are right while the number of drafts goes to 0 and back.
+
+    Two rows run and others wait; a draft model then prefills the tokens that it missed
+    in tiles.
+    """
     some, params = pair.prompts(5, seed=3), []
     for index, length in enumerate((60, 14, 14, 14, 60)):
         own: dict[str, Any] = dict(max_tokens=length, ignore_eos=True, temperature=0)
@@ -289,7 +296,8 @@ class RandomPolicy(SpeculationPolicy):
         self.random = np.random.default_rng(seed)
 
     def is_due(self, num_seqs: int, max_k: int) -> bool:
-        # Each choice lasts several rounds: otherwise draft prefill would never end.
+        # A choice lasts several rounds: if each changed it, draft prefill would never
+        # end.
         return max_k > 0 and self.random.random() < 0.15
 
     def choose(self, estimates: RoundEstimates) -> None:

@@ -19,7 +19,7 @@ from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.engines import MICRO, generate, tokens_of, with_settings
 
 VOCAB = int(MICRO["vocab_size"])
-# Tokens of a text: one that is sampled after the prompt, and those of a whole round.
+# Tokens of a text: one sampled from the prompt, and the tokens of one whole round.
 LENGTH = 5
 # The prompt is repetitive, so that a lookup has drafts from the first round on.
 PROMPT = [2, 7, 3, 11, 5, 7, 3, 11, 9, 7, 3]
@@ -35,13 +35,14 @@ OLD_CACHE, NEW_CACHE = "past_key_values", "cache"
 
 @functools.cache
 def next_logits(length: int) -> list[np.ndarray]:
-    """Return for each l the logits after every text of l tokens, `[vocab^l, vocab]`."""
+    """Return the logits after all texts of each length, `[vocab^l, vocab]` for l."""
     target = proposers.micro_target()
     known = inspect.signature(target.forward).parameters
     cache_name = NEW_CACHE if NEW_CACHE in known else OLD_CACHE
     levels = []
     with torch.no_grad():
-        # All tokens of the prompt but the last run only once.
+        # The KV cache of the prompt is computed once, except for its last token, which
+        # starts each text.
         first = target(torch.tensor([PROMPT[:-1]]), use_cache=True)
         start = getattr(first, cache_name)
         for level in range(length):

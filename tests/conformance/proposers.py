@@ -296,7 +296,7 @@ def micro_engine(name: str, *, is_optimized: bool = False) -> LLMEngine:
         target,
         draft,
         max_num_seqs=64,
-        max_num_batched_tokens=512,  # in a round a third of the rows ends
+        max_num_batched_tokens=512,  # a third of the rows ends in a round
         num_pages=1024,
         max_model_len=32,
         runner=OneShapeRunner if is_shaped else OneProgramRunner,

@@ -1,6 +1,6 @@
-"""Texts follow the target: long counts, drafts that are always wrong or always right.
+"""Texts follow the target: more counts, and drafts that are all wrong or right.
 
-`test_claims.py` counts fewer texts of every proposer.
+`test_claims.py` counts fewer texts, of every proposer.
 """
 
 import functools
@@ -28,7 +28,7 @@ def test_positions_follow_the_target_closely(rule):
 
 @pytest.mark.parametrize("rule", [slow("standard"), "block", slow("seeded")])
 def test_adverse_draft_changes_the_speed_only(rule):
-    """The draft prefers the tokens that the target avoids."""
+    """The draft model prefers tokens that the target avoids: few are accepted."""
     engine, target = proposers.micro_engine(NAME), proposers.micro_target()
     adverse = with_draft(engine, make_draft_of(target, num_layers=2, sign=-1.0))
     assert acceptance_of(adverse, rule) < 0.5 * acceptance_of(engine, rule)
@@ -44,7 +44,8 @@ def test_adverse_draft_changes_the_speed_only(rule):
 
 @pytest.mark.parametrize(
     "rule",
-    # Conformance checks of texts also test the programs for greedy requests.
+    # Greedy requests are in the long suite: the conformance checks of texts also test
+    # their programs.
     [*RULES, slow("greedy")],
 )
 def test_target_as_its_own_draft_has_every_draft_accepted(rule):

@@ -88,7 +88,7 @@ class Program:
 
     case: Case
     dtype: str = "bfloat16"
-    kept: str | None = None  # type of the pages, if it differs
+    kept: str | None = None  # type of the pages if not that of the queries
     is_tree: bool = False
     chips: int = 1  # devices over which KV heads are split
     tiles: Tiles | None = None
@@ -101,7 +101,7 @@ _TREE, *_OTHER_TREES = (
 )
 PROGRAMS = {name: Program(case=case) for name, case in (CASES | REAL_CASES).items()} | {
     "9b/tp1/verify on 8 chips": Program(case=_VERIFY, chips=8),
-    # Addresses beyond 32 bits: 5.4 GB of pages.
+    # Page addresses do not fit in 32 bits: the pages take 5.4 GB.
     "9b/tp1/verify, 80 sequences": Program(case=dataclasses.replace(_VERIFY, seqs=80)),
     "9b/tp1/tree of 6": Program(case=_VERIFY, is_tree=True),
     "9b/tp1/tree of 40": Program(case=_TREE, is_tree=True),
@@ -177,7 +177,7 @@ def compile_for_h200(
             launch.
 
     Raises:
-        jax.errors.JaxRuntimeError: the chip cannot hold it.
+        jax.errors.JaxRuntimeError: The program does not fit the chip.
     """
     # From jax 0.11 on, assembly must be requested; before, a request takes 8 s per
     # program.

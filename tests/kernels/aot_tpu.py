@@ -66,11 +66,14 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One call of `paged_attention`; `is_row_major` fixes the layout of the pool."""
+    """One call of `paged_attention`.
+
+    `is_row_major` requests the pool in row-major layout instead of XLA's choice.
+    """
 
     case: Case
     dtype: str = "bfloat16"
-    kept: str | None = None  # by the pages, if not the same
+    kept: str | None = None  # type of the pages if not that of the queries
     has_tree: bool = False
     is_row_major: bool = False
     block_tokens: int | None = None
@@ -88,7 +91,7 @@ def _programs() -> dict[str, Program]:
     for head_dim in (64, 128, 256):
         case = replace(base, q_heads=8, kv_heads=1, head_dim=head_dim)
         programs[f"8-to-1/{head_dim}"] = Program(case=case)
-    # How a long pool of narrow heads is compiled depends on its layout.
+    # The layout decides how a long pool of narrow heads is compiled.
     case = replace(CASES["tiny/verify"], context=8192)
     programs["tiny/verify/long"] = Program(case=case)
     programs["tiny/verify/long/row-major"] = Program(case=case, is_row_major=True)
@@ -99,7 +102,8 @@ PROGRAMS = _programs()
 
 
 def _topology(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
-    # There is no metadata server here, and other test processes use libtpu too.
+    # libtpu would ask a metadata server, which is missing here. Other test processes
+    # may load libtpu at the same time.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     settings = {} if host is None else {"chips_per_host_bounds": host}
@@ -129,7 +133,7 @@ def no_compilation_cache() -> Iterator[None]:
     """
     was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax remembers whether the cache is in use
+    compilation_cache.reset_cache()  # jax decides once whether it uses the cache
     try:
         yield
     finally:
@@ -213,7 +217,7 @@ def _attend(case: Case, block_tokens: int | None = None) -> Callable[..., jax.Ar
 
 @cache
 def compile_attention(program: Program, chip: str) -> Compiled:
-    """Compile `paged_attention` for one chip; equal programs compile once."""
+    """Compile `paged_attention` for one chip; reuse the result of equal programs."""
     one = sharding(chip)
     pool = Format(Layout((0, 1, 2, 3)), one) if program.is_row_major else one
     placements = [one, pool, one, one, *[one] * program.has_tree]
@@ -248,7 +252,7 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     """Compile every program for every chip, and write the compiler's reports."""
-    # Compilers are installed outside of the environment, see the Makefile.
+    # The TPU and GPU compilers are in a folder of their own: see `aot` in the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
     lines = []

@@ -62,7 +62,7 @@ def run(
     Args:
         arrays: Positional arguments that replace those of the call.
         function: Function to run instead of the shared jit.
-        own: Changed arguments that only this backend has.
+        own: Changed arguments, of those that only this backend has.
     """
     result = (function or COMPILED[backend])(
         *(arrays or call.arrays),
@@ -77,7 +77,11 @@ def run(
 def count_reads(
     monkeypatch: pytest.MonkeyPatch, backend: str, call: Call
 ) -> list[int | None]:
-    """Return what a backend reads: counts of blocks or pages, or page ids (GPU)."""
+    """Return a list of what a backend reads, by the unit of its reads.
+
+    For each block (reference) or page (TPU) that is read the list has a None. For the
+    GPU kernel it has the page id of each slot that is read.
+    """
     reads: list[int | None] = []
     add = partial(jax.debug.callback, lambda: reads.append(None))
     read, load, make = reference.from_storage, gpu.plgpu.load, tpu.copy_page
@@ -90,7 +94,7 @@ def count_reads(
         reads.extend(np.broadcast_to(page, mask.shape)[mask].tolist())
 
     def counted_load(ref: Any, *, mask: Any = None, **settings: Any) -> Any:
-        if ref.dtype == jnp.bfloat16:  # loads of pages; the query is float32
+        if ref.dtype == jnp.bfloat16:  # only loads of pages: the query is float32
             jax.debug.callback(note, ref.transforms[-1].indices[0], mask)
         return load(ref, mask=mask, **settings)
 

@@ -64,7 +64,7 @@ def _filter(
     top_p: Float[Array, " row"],
     min_p: Float[Array, " row"],
 ) -> Float[Array, "row vocab"]:
-    """Set dropped weights to 0. `weights` are exp(logit - max)."""
+    """Set the weights of dropped tokens to 0; `weights` are exp(logit - max)."""
     count = min(NUM_CANDIDATES, weights.shape[1])
     ranked = jax.lax.top_k(weights, count)[0]
     is_k_row, is_p_row = top_k < weights.shape[1], top_p < 1

@@ -1,7 +1,7 @@
 """Known bugs of attention kernels, inserted into each implementation one at a time.
 
-The table has each bug of `BUGS` for each implementation. `rejection_mutants.py` is the
-same for rejection sampling.
+A table lists each bug of `BUGS` for each implementation. `rejection_mutants.py` does
+the same for rejection sampling.
 """
 
 import contextlib
@@ -37,9 +37,11 @@ BUGS = (
 
 # Contexts of one, two, three and two blocks, so that the two buffers alternate.
 CALL = build(replace(SMALL, window=35), kv_len=[3, 41, 90, 17])
-# The reference starts at the earliest window, which here does not start at position 0.
+# The reference starts at the earliest window of all sequences, which here is past
+# position 0.
 LATE = build(replace(SMALL, window=35), kv_len=[90, 79, 85, 88])
-# Splits of one block and of two; their softmax statistics are rescaled when merged.
+# Tiles with splits of one and of two blocks, whose softmax statistics must be rescaled
+# when they are merged.
 TILES = Tiles(rows=16, keys=16, splits=2)
 
 
@@ -85,7 +87,10 @@ def mutant(
 
 
 def rounded(statistic: str) -> str:
-    """Round to bfloat16 by its bits: XLA may remove a pair of casts."""
+    """Return an expression that rounds `statistic` to bfloat16.
+
+    It does not use a pair of casts, which XLA may remove.
+    """
     return f"jax.lax.reduce_precision({statistic}, 8, 7)"
 
 

@@ -16,7 +16,7 @@ from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 
 IN_LANES = "int8 in lanes"  # `ScaledPages` of a TPU
-EXACT = 1e-5  # float32 error of a sum of a hundred terms
+EXACT = 1e-5  # float32 error of a sum of a hundred products
 # Compiler options for `jax.jit`. Compiling takes far longer than running here, and they
 # reduce the compile time of rejection sampling to a quarter.
 UNOPTIMISED: dict[str, Any] = {
@@ -52,7 +52,7 @@ class Call:
     mask: np.ndarray | None
     page_table: np.ndarray
     kv_pages: np.ndarray
-    dtype: DTypeLike  # type of the pages
+    dtype: DTypeLike  # type in which the pages store numbers
     query_dtype: DTypeLike
 
     @property
@@ -92,8 +92,8 @@ SCALED_CASES = {
     )
 }
 SCALED_CASES = {name: case for case, name in SCALED_CASES.items()}
-# All cases in bfloat16, which chips use; in float32 only whole models, not their
-# shards.
+# All cases in bfloat16, which chips use. In float32, only cases of whole models, not
+# those of a device's share of the heads.
 SCALED_CALLS = [
     (name, dtype)
     for name in SCALED_CASES
@@ -250,7 +250,7 @@ def error_beyond_rounding(call: Call, result: Array | np.ndarray) -> float:
 
 
 def pages_in_reach(call: Call) -> int:
-    """Return the pages in which any query sees a slot, of all sequences."""
+    """Return the number of pages in which some query sees a slot."""
     size = call.case.page_size
     return sum(
         len({at // size for at in np.flatnonzero(seen.any(axis=0))})

@@ -25,9 +25,10 @@ from jaxspec_kernels.rejection_sampling.reference import Verdict
 from tests.kernels import aot_gpu, aot_tpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_rejection.json"
-# Kinds of batches; other sampling values are constants that XLA folds.
+# Kinds of batches. Sampling values that a kind does not use are constants, so that XLA
+# removes their computation.
 KINDS = ("greedy", "standard", "top_p", "everything")
-GOAL = Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)  # 6 rows
+GOAL = Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)  # six rows of logits
 FLOATS, INTS = jnp.float32, jnp.int32
 
 
@@ -37,8 +38,8 @@ class Compiled:
 
     logits_bytes: int
     temp_bytes: int
-    made: tuple[str, ...]  # operations with results of the vocabulary's width
-    launches: int = 0  # GPU: kernels and copies in all branches
+    made: tuple[str, ...]  # operations whose results have a vocabulary of columns
+    launches: int = 0  # GPU: kernels and copies of all branches
     kernels: tuple[aot_gpu.Kernel, ...] = ()
 
 

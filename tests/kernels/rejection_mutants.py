@@ -47,7 +47,10 @@ def padded(one: Round) -> tuple:
 
 
 def by_reference(**settings: Any) -> Callable:
-    """Return `Kernels` with the current passes: its defaults are bound at import."""
+    """Return `Kernels` with the reference's current functions.
+
+    The defaults of `Kernels` are bound at import, before a mutant replaces a function.
+    """
     own = (
         passes.statistics,
         passes.mass_above,
@@ -83,7 +86,7 @@ def rounds() -> tuple[tuple[tuple, dict, Any], ...]:
 
 
 def check_rounds(implementation: str) -> None:
-    """Check that verdicts equal those of whole rows, in all batches of `rounds`."""
+    """Check that verdicts equal those of whole rows in all rounds of `rounds`."""
     run = partial(IMPLEMENTATIONS[implementation](), vocab_size=VOCAB, axis_name=None)
     run = jax.jit(run, compiler_options=UNOPTIMISED)
     for arrays, numbers, verdict in rounds():

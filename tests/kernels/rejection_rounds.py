@@ -104,7 +104,7 @@ class Round:
 
     @property
     def arrays(self) -> tuple:
-        """The positional arguments."""
+        """The positional arguments of `rejection_sampling`."""
         return (
             jnp.asarray(self.tokens, jnp.int32),
             jnp.asarray(self.draft, jnp.float32),
@@ -115,7 +115,7 @@ class Round:
 
     @property
     def numbers(self) -> dict[str, jax.Array]:
-        """The rules and random numbers, drawn with the engine's keys."""
+        """The keyword arguments: rules, and random numbers from the engine's keys."""
         rule = jnp.asarray(np.maximum(self.kind, 0), jnp.int32)
         random = _random_numbers(jnp.asarray(self.seed), self.tokens.shape[1])
         return dict(rule=rule, **random)

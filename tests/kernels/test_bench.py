@@ -1,6 +1,6 @@
-"""The kernel benchmark reports right times, and every goal and failure.
+"""The kernel benchmark reports right times, and whether each goal is met.
 
-Other implementations do the same work, or give the reason why they cannot.
+Other projects' implementations do the same work, or give a reason why they cannot.
 """
 
 import functools
@@ -65,7 +65,7 @@ def works() -> dict[str, bench_work.Work]:
 
 
 def test_loop_runs_every_call():
-    """Each call appends its argument as a digit; the round's number is returned."""
+    """Each call appends its argument as a digit; the last round's index is returned."""
 
     def step(carry, number, digit):
         return carry * 10 + digit, number
@@ -79,8 +79,8 @@ def test_loop_runs_every_call():
 
 
 def test_reported_time_is_per_call():
-    # Each timing reads the clock twice: they take 12, 24 and 60 seconds for 3 rounds of
-    # 2 calls.
+    # A timing is the difference of two readings of the clock: here 12, 24 and 60
+    # seconds, for 3 rounds of 2 calls each.
     times = iter([0.0, 12.0, 20.0, 44.0, 50.0, 110.0])
     spread = measure(
         lambda carry, number: carry + 1,
@@ -114,9 +114,10 @@ def test_copies_are_read_and_written(monkeypatch):
 
 def test_bytes_that_must_be_read():
     found = {name: work.num_bytes for name, work in works().items()}
-    page = 4 * 4 * 8 * 4  # slots, keys and values of two heads, head_dim, float32
+    page = 4 * 4 * 8 * 4  # slots, heads of keys and values, head_dim, bytes
     query = 2 * 3 * 4 * 8 * 4
-    # 30 tokens are 8 pages; a window of 6 from position 27 on begins in page 5.
+    # Without a window, 30 tokens are read from 8 pages. A window of 6 that starts at
+    # position 27 begins in page 5.
     assert found["attention"] == 2 * 8 * page + 2 * query
     assert found["window"] == 2 * 3 * page + 2 * query
     assert found["greedy"] == 2 * 4 * 64 * 4
@@ -300,7 +301,10 @@ def test_rejects_arguments_that_cannot_run(arguments, message):
 
 
 def test_the_plan_of_a_real_device():
-    """The plan has all real shapes in the types of the device, goals first."""
+    """On a real device, the benchmark plans all real shapes, goals first.
+
+    Their types are those that the device uses.
+    """
     options = bench.make_parser().parse_args([])
     planned = bench.plan(options, "gpu")
     names = [(case.operation, case.name) for case in planned]
@@ -310,7 +314,7 @@ def test_the_plan_of_a_real_device():
     is_goal = [case.is_goal for case in planned]
     assert is_goal == sorted(is_goal, reverse=True)
     goals = {(case.operation, case.name) for case in planned if case.is_goal}
-    # A page write with the name of an attention goal is not a goal.
+    # A page write may have the name of a goal for attention, and is none itself.
     assert goals == {
         ("paged_attention", f"{model}/tp1/{call}")
         for model in ("2b", "9b", "27b")
@@ -345,7 +349,7 @@ def test_goals_are_computed_from_the_times(verify, share, sampling, is_met):
     rows = [
         row("paged_attention", "9b/tp1/verify", "gpu", verify, share),
         row("paged_attention", "9b/tp1/decode", "gpu", 100.0, 0.9),
-        # Neither of these is our implementation.
+        # These implementations are not ours, so goals do not count their times.
         row("paged_attention", "9b/tp1/verify", "a rival", 1.0, 1.0),
         row("paged_attention", "2b/tp1/verify", "a rival", 1.0, 1.0),
         row("rejection_sampling", case, "gpu", sampling, 0.5),
@@ -363,7 +367,7 @@ def test_goals_are_computed_from_the_times(verify, share, sampling, is_met):
 
 
 def captured(monkeypatch, rival: Any, work: bench_work.Work) -> Any:
-    """The result of one step of a rival."""
+    """Return the result of one step of a rival, and the arguments of that step."""
     found = []
 
     def fake(step: Any, carry: Any, turns: Any, **timing: Any) -> Spread:
@@ -379,7 +383,7 @@ def test_dense_attention_attends_from_the_last_positions(monkeypatch):
     work = attention(WINDOW)
     rival = bench_work.rivals_of(work)["jax dot_product_attention, xla, dense"]
     result, (key, value) = captured(monkeypatch, rival, work)
-    assert key.shape[1] == 6 + 3 - 1  # only what the window reaches
+    assert key.shape[1] == 6 + 3 - 1  # only positions within the window
     query, key, value = (np.asarray(array) for array in (work.carry, key, value))
     for token, head in np.ndindex(3, 4):
         keys = key[0, : 6 + token, head // 2]

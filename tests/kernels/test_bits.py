@@ -1,4 +1,4 @@
-"""Pools store keys and values as bits of floats or as 8-bit numbers."""
+"""Pools store keys and values as the bits of floats, or as 8-bit numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,8 @@ def test_int8_error_is_at_most_half_a_step():
     np.testing.assert_allclose(kept.scales, largest / 127, rtol=1e-6)
     off = np.abs(np.asarray(from_storage(kept)) - rows).max(axis=2)
     assert (off <= 0.501 * largest / 127).all()
-    # One row alone has the same bits, so bits do not depend on other tokens.
+    # The row has the same bits when it is written alone: they do not depend on other
+    # tokens.
     alone = to_storage(jnp.asarray(rows[3:4]), pool)
     np.testing.assert_array_equal(alone.values, kept.values[3:4])
     np.testing.assert_array_equal(alone.scales, kept.scales[3:4])
@@ -109,7 +110,7 @@ def test_row_with_nan_is_nan_in_int8(broken):
 
 @pytest.mark.parametrize("num_rows", [1, 300])
 def test_each_of_many_rows_with_nan_is_nan(num_rows):
-    """A maximum that XLA:CPU vectorises ignores NaN."""
+    """XLA:CPU's vectorised maximum ignores NaN, so a scale must not rely on it."""
     rows = np.ones((num_rows, 4, 256), np.float32)
     rows[0, 1, 0] = rows[-1, 2, 255] = np.nan
     pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))

@@ -31,26 +31,27 @@ POOLS: dict[str, Any] = {
     name: jnp.zeros(0, name) for name in ("float32", "bfloat16", "uint16", "uint8")
 }
 POOLS["int8"] = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
-# Error of pages whose float32 numbers differ in the last bit.
+# Allowed difference between numbers in pages, by type: their float32 values differ in
+# the last bit.
 PAGE_STEPS = {"float32": 1e-6, "bfloat16": 1e-2, "uint16": 1e-2, "uint8": 0.13}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Random arguments of one call."""
+    """Sizes and settings of a layer, from which its random arguments are made."""
 
     heads: tuple[int, int] = (4, 2)
-    head_dim: int = 10  # sizes that fill neither registers nor panels
-    dtype: str = "float32"  # of the panels
+    head_dim: int = 10  # fills neither registers nor panels
+    dtype: str = "float32"  # type of the panels
     pages: str = "float32"
     window: int | None = 6
     model: int = MODEL
     scale: float = 0.3
     soft_cap: float | None = 2.0
-    gain: float = 0.2  # of the matrices
+    gain: float = 0.2  # standard deviation of matrices
     has_after: bool = True
     has_head_norms: bool = False
-    scheme: Scheme | None = None  # of the panels
+    scheme: Scheme | None = None  # quantization of the panels
 
     def matrix(self, seed: int, out: int, features: int) -> Any:
         rng = np.random.default_rng(seed)
@@ -67,7 +68,7 @@ class Layer:
     def attend(
         self, batch: "Batch", implementation: str | None = None, **changes: Any
     ) -> tuple[Any, Any]:
-        """Call the operation with `changes` of its settings."""
+        """Call the operation; `changes` override its settings."""
         settings = self.settings(batch)._replace(**changes)
 
         def run(stream: jax.Array, pages: Any) -> Any:
@@ -81,7 +82,7 @@ class Layer:
         return run(batch.stream, self.held(batch))
 
     def held(self, batch: "Batch") -> Any:
-        """Pages with random keys and values."""
+        """Return pages with random keys and values."""
         shape = batch.table.size + 1, PAGE_SIZE, 2 * self.heads[1], self.head_dim
         pages = np.random.default_rng(9).normal(size=shape)
         return to_storage(jnp.asarray(pages, jnp.float32), POOLS[self.pages])
@@ -128,7 +129,11 @@ def make_batch(
     ends: Sequence[int] = (19, 4, 13),
     counts: Sequence[int] = (3, 3, 5),
 ) -> Batch:
-    """By default two sequences with three queries, one with a prompt of five."""
+    """Make a batch of three sequences and two padding rows.
+
+    By default the first two have three queries each, and the third has a prompt of
+    five.
+    """
     pages_each = -(-max(ends) // PAGE_SIZE) + 3
     table = np.random.default_rng(0).permutation(3 * pages_each).reshape(3, -1)
     positions, slots = [], []
@@ -191,13 +196,14 @@ GEMMA_3_LAYERS = [
     replace(GEMMA_3_270M, scheme=Scheme(kind="int8", group_size=16)),
     replace(GEMMA_3_270M, scheme=Scheme(kind="fp8", group_size=32)),
     replace(GEMMA_3_270M, dtype="bfloat16", pages="uint16"),
-    # The 27B's: 168 is not the size of a head.
+    # The published 27B scales queries by its width over its heads, 168, and not by the
+    # head size.
     replace(GEMMA_3_270M, heads=(4, 2), head_dim=128, scale=168**-0.5),
 ]
 
 
 def check_attention(layer: Layer, batch: Batch, least: float = 0.0, **changes) -> Any:
-    """Compare with the reference; return the rows."""
+    """Check attention against the reference; return the rows."""
     found, pages = layer.attend(batch, "cpu", **changes)
     expected, expected_pages = layer.attend(batch, "reference", **changes)
     # Values that differ in the last bit of float32 may round differently to bfloat16.
@@ -215,7 +221,7 @@ def check_attention(layer: Layer, batch: Batch, least: float = 0.0, **changes) -
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_attention_equals_the_reference(layer, is_tree):
     masks = None
-    if is_tree:  # both drafts follow the newest token
+    if is_tree:  # both drafts are children of the newest token
         mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
         masks = jnp.asarray(np.stack([mask, mask]))
     check_attention(layer, make_batch(masks))
@@ -263,7 +269,7 @@ def check_feed_forward(layer: Layer, activation: str, hidden: int, block: int) -
     found, expected = run("cpu", stream), run("reference", stream)
     most = 2e-2 if dtype == "bfloat16" else 2e-5
     np.testing.assert_allclose(found, expected, atol=most)
-    many = jnp.tile(stream, (40, 1))  # more rows than are computed at a time
+    many = jnp.tile(stream, (40, 1))  # more rows than C++ computes at a time
     np.testing.assert_array_equal(run("cpu", many), np.tile(found, (40, 1)))
     for count in (1, 2, 5):
         np.testing.assert_array_equal(run("cpu", stream[:count]), found[:count])
@@ -287,7 +293,7 @@ def test_attention_of_gemma_3_equals_the_reference(layer):
 
 
 def test_window_of_gemma_3_equals_the_reference():
-    """The test above would pass even if the window were off by one."""
+    """The window's edge is tested here: the test above would miss an error of one."""
     layer = GEMMA_3_270M
     batch = make_batch(None, layer.model, ends=(521, 30, 40), counts=(5, 5, 5))
     found, _ = layer.attend(batch, implementation="cpu")
@@ -364,7 +370,7 @@ def test_rejects_mismatched_arguments():
 
 
 def test_numbers_out_of_range_write_nothing():
-    """Page ids, lengths and slots out of range access nothing outside of arrays."""
+    """Page ids, lengths and slots out of range cause no access outside of arrays."""
     layer, rng = Layer(), np.random.default_rng(3)
     for _ in range(20):
         masks = jnp.asarray(rng.integers(0, 2, (2, 3, 3)).astype(bool))
@@ -379,7 +385,8 @@ def test_numbers_out_of_range_write_nothing():
             )
             for one in batch.regions
         )
-        # Slots at or past the number of slots are padding; here negative ones are too.
+        # Slots at or past the number of slots are padding. The operations must ignore
+        # negative slots as well.
         slots = rng.choice([-7, -1, 100, 101, 2**31 - 1], batch.slots.shape)
         given = replace(batch, regions=regions, slots=slots)
         found, pages = layer.attend(given, implementation="cpu")
@@ -389,7 +396,7 @@ def test_numbers_out_of_range_write_nothing():
 
 
 def test_concurrent_calls_do_not_interfere():
-    """Buffers outlive a call, and belong to its thread."""
+    """Each thread has its own buffers, which remain after a call."""
     hidden, rows = 96, 64
     layer = Layer()
     network = FeedForward(
@@ -408,7 +415,7 @@ def test_concurrent_calls_do_not_interfere():
             made = feed_forward_block(rows, network, implementation="cpu")
             return jnp.tanh(made)
 
-        # Many calls in a row, so that both threads are in C++ at the same time.
+        # Make many calls in a row, so that both threads run C++ code at the same time.
         return jax.lax.fori_loop(0, 200, run, stream)
 
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A named implementation runs, or is an error; None selects the platform's."""
+"""A named implementation runs or is an error; None selects the platform's own."""
 
 import logging
 import subprocess

@@ -46,12 +46,13 @@ for_gpu = pytest.mark.skipif(
 # Attention on a TPU.
 
 ON_TPU = json.loads(aot_tpu.RESULTS.read_text())["paged_attention"]
-# Long pools of heads of 64 in the layout that XLA prefers: see the docstring of tpu.py.
+# Long pools of heads of 64, which XLA stores in a layout that the kernel must copy: see
+# the docstring of tpu.py.
 COPIED = ("8-to-1/64", "tiny/verify/long")
 
 
 def check_fits(result: Compiled, chip: str) -> None:
-    # Half of the limit remains for longer blocks, which tuning may choose.
+    # Half of the VMEM limit is left for longer blocks, which tuning may choose.
     assert result.vmem_bytes <= SCOPED_VMEM_BYTES[chip] // 2
 
 
@@ -96,7 +97,10 @@ def test_every_program_for_a_tpu_is_recorded_and_fits():
 )
 @pytest.mark.parametrize("kept", ["float8_e4m3fn", "int8"])
 def test_attention_on_a_tpu_reads_eight_bits_in_place(name, chip, kept):
-    """Scales too, except those of a single KV head, which the engine rejects."""
+    """8-bit pages are read in place, and so are their scales.
+
+    The exception is the scales of a single KV head, which the engine rejects.
+    """
     case = REAL_CASES[name]
     result = aot_tpu.compile_attention(aot_tpu.Program(case=case, kept=kept), chip)
     check_fits(result, chip)
@@ -111,7 +115,8 @@ def test_attention_on_a_tpu_reads_eight_bits_in_place(name, chip, kept):
         "attention_tpu",
         [
             ("9b/tp1/verify-window", "v5e:2x4", (1, 1, 8), "9b/tp8/verify-window"),
-            # A draft with fewer KV heads than chips: each head has two copies.
+            # A draft model has fewer KV heads than there are chips, so each head has
+            # two copies.
             ("2b/tp1/decode-two", "v5e:2x4", (1, 2, 4), "2b/tp4/decode-two"),
         ],
         is_example=lambda one: one[2] == (1, 2, 4),
@@ -132,7 +137,7 @@ def test_chips_of_a_mesh_run_the_kernel_of_their_part(
 @pytest.mark.long_suite(name="attention_tpu")
 @pytest.mark.parametrize(("chip", "block_tokens"), [("v5e", 1024), ("v6e", 1536)])
 def test_oversized_block_does_not_compile(chip, block_tokens):
-    """The error names the limit that the other tests use."""
+    """The compiler's error names the VMEM limit that the other tests use."""
     program = replace(aot_tpu.PROGRAMS["9b/tp1/decode"], block_tokens=block_tokens)
     limit = SCOPED_VMEM_BYTES[chip] // 2**20
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"limit {limit}.00M exceeded"):
@@ -142,7 +147,8 @@ def test_oversized_block_does_not_compile(chip, block_tokens):
 # Attention on a GPU.
 
 ON_GPU = json.loads(aot_gpu.RESULTS.read_text())
-# Equal programs once, by the first of their names.
+# Programs without duplicates: equal programs are listed once, under the first one's
+# name.
 UNEQUAL = {program: name for name, program in reversed(aot_gpu.PROGRAMS.items())}
 
 
@@ -176,8 +182,8 @@ def test_attention_fits_an_h200(name):
         assert np.prod(own[0].grid) <= 132 * own[0].resident
     if program.chips == 1 and not program.is_tree:
         assert len(own) == len(compiled.kernels)
-        # Temporaries are the float32 results and statistics of splits, and no copy of a
-        # page.
+        # Temporaries hold only the float32 results and statistics of splits: no copy of
+        # a page.
         rows = splits * case.seqs * case.queries * case.q_heads
         assert compiled.temp_bytes <= rows * (case.head_dim + 1) * 4 + 4096
     if aot_gpu.versions() == ON_GPU["versions"]:  # else: ON_GPU["command"]
@@ -209,7 +215,10 @@ def test_attention_on_a_gpu_reads_eight_bits_in_place(name, kept):
 @for_gpu
 @pytest.mark.long_suite(name="attention_gpu")
 def test_gpus_that_divide_the_heads_exchange_nothing():
-    """The program of eight chips is that of one with an eighth of the heads."""
+    """With heads split over GPUs, each runs the program of its own heads.
+
+    It equals the program of one GPU for a model with only these heads.
+    """
     divided = aot_gpu.compile_program(aot_gpu.PROGRAMS["9b/tp1/verify on 8 chips"])
     assert divided == aot_gpu.compile_program(aot_gpu.PROGRAMS["9b/tp8/verify"])
 
@@ -218,7 +227,7 @@ def test_gpus_that_divide_the_heads_exchange_nothing():
 @for_gpu
 @pytest.mark.long_suite(name="attention_gpu")
 def test_tiles_larger_than_shared_memory_do_not_compile(monkeypatch):
-    # Symbolizing the stack of the error would take minutes.
+    # Without this, LLVM would take minutes to print the error's stack with symbols.
     monkeypatch.setenv("LLVM_DISABLE_SYMBOLIZATION", "1")
     tiles = Tiles(rows=64, keys=128, splits=1, num_stages=5)
     case = REAL_CASES["9b/tp1/prefill"]
@@ -226,13 +235,13 @@ def test_tiles_larger_than_shared_memory_do_not_compile(monkeypatch):
         aot_gpu.compile_program(aot_gpu.Program(case=case, tiles=tiles))
 
 
-# Page writes, on both.
+# Page writes, on TPUs and GPUs.
 
 CHIP_MARKS = {"v5e": for_tpu, "v6e": for_tpu, "h200": for_gpu}
-PAGES = 4096  # of every pool here; no other array is nearly as large
+PAGES = 4096  # pages per pool: no other array is nearly as large
 WRITES = writes.CASES | writes.REAL_CASES
-# One case for every shape, by its first name: a chip of the 2B at TP 2 is one of the
-# 9B at TP 4.
+# Cases without duplicates: cases of one shape are listed once, under the first one's
+# name. A chip of the 2B at TP 2 has the shape of one of the 9B at TP 4.
 NAMES = {
     (case.tokens, case.kv_heads, case.head_dim): name
     for name, case in reversed(WRITES.items())
@@ -242,7 +251,10 @@ SMALL_ROWS = sorted(name for shape, name in NAMES.items() if shape[2] % 128)
 
 
 def chips(*names: str, in_suite: tuple[str, ...] = ("v6e",)) -> list[Any]:
-    """Parameters; both TPUs get one kernel: all of the second are in the suite."""
+    """Return parameters for these chips; those in `in_suite` are in the long suite.
+
+    Both TPUs get the same kernel, so `make test` compiles only for the first.
+    """
     suite = [pytest.mark.long_suite(name="page_writes")]
     return [
         pytest.param(
@@ -260,19 +272,20 @@ ALL_CHIPS, BOTH_TPUS = ("v5e", "v6e", "h200"), ("v5e", "v6e")
 class Written:
     """What the compiler reports about one program that writes pages."""
 
-    pool_bytes: int  # with the padding of tiles
+    pool_bytes: int  # bytes, with the padding of tiles
     alias_bytes: int
     temp_bytes: int
-    # Operations that make an array as large as the pool, and as large as its scales.
+    # For the pool's values and for its scales: operations whose result is as large as
+    # the array.
     whole_pools: list[list[str]]
     num_fusions: int
 
     @property
     def is_in_place(self) -> bool:
-        """The memory of each array is written by one fusion, and by nothing else."""
+        """Whether the memory of each array is written by one operation and no other."""
         # A bitcast is another name for the same memory.
         made = [[one for one in ones if one != "bitcast"] for ones in self.whole_pools]
-        # Of a TPU's scales it is a kernel's call.
+        # A fusion writes the array. On a TPU, a kernel's call writes scales.
         is_once = all(ones in (["fusion"], ["custom-call"]) for ones in made)
         return is_once and self.alias_bytes == self.pool_bytes
 
@@ -339,7 +352,8 @@ def describe(compiled: Any, arrays: list[Any], rows: Any) -> Written:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     entry = text[text.index("\nENTRY") :]
     row_bytes = rows.size * rows.dtype.itemsize
-    # Tiles round up the small arguments by a few kB; whole layouts double the pool.
+    # The padding of tiles adds a few kB to the small arguments. A second layout of a
+    # pool would double its memory.
     plain = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays)
     factor = round((memory.argument_size_in_bytes - 2 * row_bytes) / plain)
     return Written(
@@ -367,9 +381,11 @@ def _made(entry: str, shape: tuple[int, ...]) -> list[str]:
 def test_write_is_in_place(name, chip):
     program = compile_write(chip, name)
     assert program.is_in_place, program
-    # On TPU the joined rows are in VMEM, which does not count.
+    # On a TPU the joined keys and values are in VMEM, which `temp_bytes` does not
+    # count.
     assert program.temp_bytes == 0
-    # GPU: the write itself. TPU: also the slots that are in range, and the joined rows.
+    # On a GPU the write is one fusion. A TPU also has fusions for the slots that are in
+    # range and for the joined rows.
     assert program.num_fusions <= (1 if chip == "h200" else 4), program
 
 
@@ -383,7 +399,7 @@ def test_write_is_in_place(name, chip):
     ),
 )
 def test_the_kernel_reads_the_pool_where_it_was_written(name, chip):
-    """Another layout for the kernel would be a copy of the pool."""
+    """The kernel reads the layout that is written; another would need a copy."""
     program = compile_write(chip, name, attends=True)
     assert program.is_in_place, program
     assert program.temp_bytes < program.pool_bytes / 10
@@ -416,7 +432,10 @@ def test_small_rows_on_tpu_need_the_row_major_layout(name, chip):
 
 @pytest.mark.parametrize("chip", chips(*BOTH_TPUS))
 def test_small_rows_on_tpu_are_copied_otherwise(chip):
-    """This copy is why engines request the layout; if the test fails, they need not."""
+    """In XLA's own layout, small rows are copied on a TPU, so engines request another.
+
+    If this test fails, engines need not request a layout.
+    """
     program = compile_write(chip, "tiny/verify")
     assert not program.is_in_place
     assert program.whole_pools[0].count("copy") == 3
@@ -469,7 +488,7 @@ def test_int8_rows_of_an_accepted_path_are_moved_in_place():
 
 @pytest.mark.parametrize("chip", chips(*ALL_CHIPS))
 def test_write_that_is_not_in_place_is_detected(chip):
-    """The checks above can fail."""
+    """A program that copies the pool fails the checks above."""
 
     def rewrite(pool, key, value, slots):
         written: Any = reference.write_kv_pages(pool, key, value, slots)
@@ -479,9 +498,10 @@ def test_write_that_is_not_in_place_is_detected(chip):
     assert not program.is_in_place, program
 
 
-# Rejection sampling, on both.
+# Rejection sampling, on TPUs and GPUs.
 
-# Operations that copy an argument to VMEM before its use; the call joins slices there.
+# Operations that copy an argument to VMEM before it is used. The custom call joins
+# slices there.
 PREFETCHES = {"copy-done", "slice-done", "custom-call"}
 
 
@@ -524,7 +544,8 @@ def test_sampling_on_eight_tpus_exchanges_few_numbers(name):
     rows = case.seqs * (case.drafts + 1)
     assert {one.split()[0] for one in found.made} <= PREFETCHES
     assert sizes and max(sizes) == 15 * rows
-    # Two searches; else single numbers per row, per draft, per device.
+    # Two collectives are of searches; the others have single numbers per row, draft or
+    # device.
     few = max(rows, case.seqs * case.shards)
     assert sum(size > few for size in sizes) == 2
 
@@ -540,7 +561,8 @@ def test_sampling_on_a_gpu_writes_one_row_per_sequence(kind):
     case = rejection.GOAL
     row = case.seqs * case.columns
     assert set(found.made) <= {f"fusion f32[{case.seqs},{case.columns}]"}
-    # The probabilities of the row that is drawn from, and its residual.
+    # Temporaries hold the probabilities of the row from which a token is drawn, and the
+    # residual.
     assert found.temp_bytes < (2.1 * row * 4 if kind != "greedy" else 10_000)
     assert kind != "greedy" or found.launches <= 7
     assert found.kernels
@@ -581,7 +603,7 @@ ENTRY %main (p: f32[4,99]) -> f32[4,99] {
     ),
 )
 def test_benchmark_reads_logits_in_every_call_on_a_gpu(controls):
-    """Otherwise XLA could read logits once for all calls."""
+    """Otherwise XLA could read the logits once and reuse them in all calls."""
     case = SamplingCase(seqs=1, drafts=5, vocab_size=32_768, columns=32_768)
     one = NamedSharding(aot_gpu.mesh(), PartitionSpec())
     work = bench_work.sampling(case, controls, "float32", logit_bytes=2 * 6 * 4 * 32768)

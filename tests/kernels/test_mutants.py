@@ -9,7 +9,7 @@ from tests.support.mutation import applied, is_killed
 
 @pytest.fixture
 def truth():
-    """Make the verdicts of whole rows before a mutant is applied."""
+    """Compute the expected verdicts of whole rows before a mutant is applied."""
     rejection_mutants.rounds()
 
 
@@ -63,7 +63,7 @@ def test_every_implementation_of_attention_has_every_bug():
 
 
 def test_mutants_can_be_made():
-    """Every mutant finds the code that it rewrites."""
+    """Every mutant's module contains the code that the mutant replaces."""
     for one in (*mutants.MUTANTS, *rejection_mutants.MUTANTS):
         with applied(one):
             pass

@@ -43,7 +43,7 @@ def test_without_a_compiler_xla_is_used_with_a_warning(tmp_path):
 
 
 def quick_compiler(folder: Path) -> tuple[str, str]:
-    """Return a fake compiler that copies the existing library: building takes long.
+    """Return a fake compiler, which copies the existing library to save time.
 
     Returns:
         Its path, and the library's.
@@ -85,7 +85,7 @@ def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
     for damaged in (whole[:middle], whole[:middle] + bytes(64) + whole[middle + 64 :]):
         path.unlink()
         path.write_bytes(damaged)
-        # In a process of its own, which the damaged file may crash.
+        # Run in a separate process, which the damaged file may crash.
         done = run_in_new_process(
             "import logging; logging.basicConfig()\n"
             "from jaxspec_kernels import native; print(native.is_available())",
@@ -135,7 +135,7 @@ def test_library_that_cannot_be_cached_is_loaded(
     ],
 )
 def test_compiler_flag_for_the_processor(monkeypatch, tmp_path, machine, flag):
-    """Apple's clang rejects -march=native, and links without further flags."""
+    """Apple's clang rejects -march=native, and its linker gets no options."""
     commands = []
 
     def take(command, **_):
@@ -159,7 +159,10 @@ def test_compiler_flag_for_the_processor(monkeypatch, tmp_path, machine, flag):
 
 
 def test_a_library_is_for_one_kind_of_processor(monkeypatch):
-    """Machines may share a folder of libraries, and processors may be replaced."""
+    """A library's name depends on the processor's instructions.
+
+    Machines may share a folder of libraries, and processors may be replaced.
+    """
     here = native._digest.__wrapped__("c++")
     asked = []
 
@@ -180,10 +183,11 @@ def test_library_has_no_undefined_symbols_of_xla():
     library = native._load(os.environ[native.VARIABLE])._name
     command = ["nm", "-D", "--undefined-only", library]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    # "U name@VERSION" of the system's libraries, and "w", which may be absent.
+    # nm prints "U name@VERSION" for symbols of the system's libraries, and "w" for
+    # symbols that may be missing.
     names = [line.split()[1] for line in output.splitlines() if line.split()[0] == "U"]
     known = "@GLIBC", "@GLIBCXX", "@CXXABI", "@GCC", "@LIBC"
     assert names
     if any(name.startswith("__asan_") for name in names):
-        return  # a sanitizer has names of the system itself, without versions
+        return  # a sanitizer's symbols have no version
     assert [name for name in names if not any(map(name.__contains__, known))] == []

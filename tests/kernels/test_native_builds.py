@@ -36,8 +36,8 @@ MODULES = (
     test_rejection_sampling_backends,
 )
 SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-# Objects are cached: a library with a mistake differs in one. Compilers must not be
-# sanitized themselves.
+# The compiler runs through this wrapper, which caches objects, because libraries with a
+# mistake differ in only one. Compilers must not be sanitized, so it unsets LD_PRELOAD.
 WRAPPER = """#!/bin/sh
 unset LD_PRELOAD
 for word; do [ "$before" = -o ] && to=$word; before=$word; done
@@ -46,7 +46,7 @@ kept={objects}/$(cksum < "$before" | tr ' ' -).o
 [ -f "$kept" ] && exec cp "$kept" "$to"
 {compiler} "$@" {flags} && cp "$to" "$kept.$$" && mv "$kept.$$" "$kept"
 """
-# Like `python -m pytest`, with the sources of another folder.
+# Runs pytest on the sources in another folder.
 CHILD = """
 import sys
 from pathlib import Path
@@ -102,7 +102,7 @@ def run_cases(
     wrapper.chmod(0o755)
     own = {"CXX": str(wrapper), native.VARIABLE: str(folder), **environment}
     command = [sys.executable, "-c", CHILD, str(sources), "-q", "-p"]
-    # Capture nothing: a sanitizer prints its report and ends the process.
+    # Capture no output: a sanitizer prints its report and ends the process at once.
     command += [
         "no:cacheprovider",
         "-s",
@@ -122,7 +122,7 @@ def assert_all_pass(done: subprocess.CompletedProcess[str]) -> None:
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
-# The other backends of the same tables run no C++.
+# Only tests of backends that run C++.
 ALL = (
     *(str(HERE / f"{one.__name__.rpartition('.')[2]}.py") for one in MODULES),
     *("-k", "not gpu and not tpu"),
@@ -132,8 +132,8 @@ ALL = (
 @pytest.fixture(scope="module")
 def sanitizers() -> dict[str, str]:
     """Return the environment of a process that loads a sanitized library."""
-    # Preload C++'s library as well: Python does not load it, and without it exceptions
-    # of XLA are lost.
+    # Preload C++'s library as well: Python does not load it, and without it XLA's
+    # exceptions are lost.
     names = "libasan.so", "libstdc++.so"
     libraries = [found(native._compiler(), name) for name in names]
     if not all(map(os.path.isabs, libraries)):
@@ -150,11 +150,12 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @builds
 def test_sanitizers_find_no_error(sanitized, sanitizers):
-    """Addresses and undefined behaviour."""
+    """The address and undefined-behaviour sanitizers find no error."""
     assert_all_pass(run_cases(sanitized, SANITIZED, *ALL, **sanitizers))
 
 
-# File, line, its replacement, a test, and a part of the sanitizer's report.
+# Mistakes: file, line, replacement of the line, a test that runs it, and a part of the
+# sanitizer's report.
 READ, WRITTEN = "READ of size", "WRITE of size"
 MUTANTS = {
     "the page table is read one further": (
@@ -216,12 +217,18 @@ def levels() -> list[str]:
 @builds
 @pytest.mark.parametrize("level", levels())
 def test_other_processors_compute_the_same(tmp_path, level):
-    """With neither AVX2 nor FMA, with both, with AVX-512: 4, 8, 16 floats at once."""
+    """Builds without AVX2 and FMA, with both, and with AVX-512 give equal results.
+
+    They compute 4, 8 and 16 floats at once.
+    """
     assert_all_pass(run_cases(tmp_path, f"-march={level}", *ALL))
 
 
 def cross_compiler() -> list[str] | None:
-    """For Linux on ARM: Debian's, or the clang of PyPI's `ziglang`, if it is there."""
+    """Return a command that compiles for Linux on ARM, or None.
+
+    It is Debian's compiler, or the clang of PyPI's `ziglang`.
+    """
     path = shutil.which("aarch64-linux-gnu-g++")
     if path is not None:
         return [path]
@@ -230,12 +237,13 @@ def cross_compiler() -> list[str] | None:
     return None
 
 
-# Not in the long suite, which is only recorded if nothing is skipped.
+# This test may be skipped, so it is not in the long suite, which is recorded only if it
+# skips nothing.
 @pytest.mark.slow
 @pytest.mark.skipif(cross_compiler() is None, reason="no cross compiler for ARM")
 @pytest.mark.parametrize("source", sorted(native._FOLDER.glob("*.cc")), ids=str)
 def test_it_compiles_for_arm(tmp_path, source):
-    """To NEON's vectors, and a product and a sum to one instruction."""
+    """Code for ARM uses NEON's vectors and its fused multiply-add."""
     compiler, made = cross_compiler(), tmp_path / "made.s"
     assert compiler is not None
     command = [*compiler, *native._FLAGS, "-S", f"-I{jax.ffi.include_dir()}"]
@@ -330,7 +338,7 @@ class ThreadPool {
 @builds
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_threads_do_not_race(tmp_path, is_broken):
-    """All parts end before the caller continues; if not, the sanitizer reports it."""
+    """The sanitizer reports a part that still runs when the caller continues."""
     compiler = native._compiler()
     if not os.path.isabs(found(compiler, "libtsan.so")):
         pytest.skip("the compiler has no sanitizer of threads")

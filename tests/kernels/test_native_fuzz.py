@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("has_native")
 SIXTEEN = replace(SMALL, head_dim=16)
 fuzzed = settings(
     max_examples=40,
-    # Fixtures only check that there is a library.
+    # The fixture only checks that there is a library, so all examples may share it.
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 # Limits of legal values, and values far outside.
@@ -65,7 +65,8 @@ def test_sequence_out_of_range_does_not_change_others(
     if masks is not None:
         any_mask = np.random.default_rng(seed).integers(0, 2, (2, 5, 5)).astype(bool)
         masks = masks.at[odd].set(any_mask)
-    # Other sequences could see a slot that holds NaN, but not here.
+    # Arbitrary page ids may point to slots that hold NaN for others, so 0 replaces NaN
+    # here.
     found = run(
         query,
         jnp.nan_to_num(pages),
@@ -190,7 +191,7 @@ def test_tokens_are_in_the_vocabulary_for_any_logits(columns, data, is_certain):
 
 @pytest.mark.parametrize("temperature", [-0.0, -1.0])
 def test_padding_has_no_weight_at_any_temperature(temperature):
-    """Columns past the vocabulary are -inf, and -inf / -0 is +inf."""
+    """Padding columns are -inf, and a temperature of -0 would turn them into +inf."""
     shard = VocabShard(columns=7, tile=7, vocab_size=4, axis_name=None)
     ones = jnp.ones(2)
     distribution = Distribution(temperature * ones, 0 * ones, -jnp.inf * ones, 0 * ones)
@@ -203,7 +204,7 @@ def test_padding_has_no_weight_at_any_temperature(temperature):
 
 @pytest.fixture(autouse=True, scope="module")
 def mask_function():
-    """Install a mask function that returns zeros, as the operation needs one."""
+    """Install a function that returns masks of zeros: the operation needs one."""
 
     def answer(words: int, ids: Any, *others: Any) -> np.ndarray:
         return np.zeros((len(ids), len(others[-1]), words), np.uint32)
@@ -312,7 +313,10 @@ def run_form(
 @fuzzed
 @given(data=st.data())
 def test_mismatched_operands_are_an_error_and_no_crash(name, data):
-    """Change up to two axes or types of operands or results, or an attribute."""
+    """Change up to two sizes, axes or types of arrays, and perhaps an attribute.
+
+    The arrays are operands and results.
+    """
     arguments, results, attributes = FORMS[name]
     forms = [form.split() for form in (*arguments, *results)]
     for _ in range(data.draw(st.integers(0, 2))):
@@ -344,7 +348,7 @@ def test_mismatched_operands_are_an_error_and_no_crash(name, data):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_matching_operands_are_no_error(name):
-    """Shows that the errors in the test above come from the changes."""
+    """Without a change there is no error: errors above come from the changes."""
     arguments, results, attributes = FORMS[name]
     given, made = (
         [tuple(form.split()) for form in forms] for forms in (arguments, results)

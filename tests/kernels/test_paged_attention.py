@@ -1,7 +1,7 @@
 """Every attention backend equals float64, and reads no slot that no query sees.
 
 Such slots hold NaN in all pools here. `test_kernels_aot.py` compiles the kernels for
-chips, and so tests what a chip supports and has memory for.
+chips, to check that the chips support them and have enough memory.
 """
 
 import re
@@ -48,7 +48,8 @@ from tests.kernels.oracle import (
     random_forest,
 )
 
-# The reference handles smaller heads.
+# Heads of 16 for tests of the C++ operation: for smaller heads, a CPU uses the
+# reference.
 SIXTEEN = replace(SMALL, head_dim=16)
 SMALL_OF = {"reference": SMALL, "cpu": SIXTEEN, "gpu": SMALL, "tpu": SMALL}
 FAST_ON_TPU = ("tiny/verify", "2b/tp8/decode-two")
@@ -57,7 +58,7 @@ in_suite = pytest.mark.long_suite(name="attention_calls")
 
 
 def row(backend: str, *values: Any, slow: bool = False) -> Any:
-    """One row of a table; slow ones are run by the suite."""
+    """Return a row of a table; slow rows run only in the suite of slow tests."""
     return pytest.param(backend, *values, marks=[in_suite] * slow)
 
 
@@ -85,7 +86,7 @@ def public(call: Call, arrays: Any = None, **settings: Any) -> jax.Array:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16"])
 @pytest.mark.parametrize("name", CASES)
 def test_public_call_equals_float64(name, dtype):
-    """With the backend that the platform has."""
+    """The platform's own backend computes the result."""
     call = build(CASES[name], dtype="bfloat16" if dtype == "uint16" else dtype)
     query, pages, *rest = call.arrays
     if dtype == "uint16":
@@ -94,7 +95,7 @@ def test_public_call_equals_float64(name, dtype):
 
 
 def _scaled_rows() -> list[Any]:
-    """Heads and queries of real models; the ones that run fast are always run."""
+    """Return rows with heads and queries of real models; fast ones always run."""
     return [
         (row if is_fast else slow)(backend, name, dtype)
         for name, dtype in SCALED_CALLS
@@ -173,7 +174,7 @@ def test_every_length_equals_float64(backend, window, end):
             for kv_heads in (1, 3)
         ),
         slow("gpu", 2, 2, {}),
-        # A token's heads are in two tiles.
+        # One token's heads extend over two tiles.
         row("gpu", 6, 2, dict(tiles=replace(TILES, rows=4))),
         row("gpu", 16, 2, dict(tiles=replace(TILES, rows=64))),
         *(
@@ -195,7 +196,7 @@ def test_query_heads_share_kv_heads(backend, q_heads, kv_heads, own):
     ],
 )
 def test_padding_and_empty_sequences_are_zeros(backend, own):
-    """TPU: buffers pass from one sequence to the next that has something to read."""
+    """On a TPU, buffers pass from a sequence to the next one that is not empty."""
     for kv_len in (
         [0, 2, 5, 90], [0, 0, 0, 0], [0, 90, 0, 0], [90, 0, 0, 41], [1, 2, 0, 5],
     ):  # fmt: skip
@@ -220,7 +221,7 @@ def test_padding_and_empty_sequences_are_zeros(backend, own):
 def test_trees_equal_float64(backend, window):
     case = replace(SMALL_OF[backend], queries=7, window=window)
     for seed in range(6):
-        # The root's own position is in the pages: at least `queries` tokens.
+        # The tree's root is in the pages, so a sequence has at least `queries` tokens.
         kv_len = [7, *np.random.default_rng(seed).integers(7, 91, 3).tolist()]
         check(backend, build(case, seed, kv_len=kv_len, mask=random_forest(4, 7, seed)))
 
@@ -306,11 +307,12 @@ def test_block_size_does_not_matter(backend, window, own):
     ],
 )
 def test_row_does_not_depend_on_the_other_rows(backend, window):
-    """Bitwise: otherwise a request's text would depend on other requests."""
+    """Compare bits: otherwise a request's text would depend on other requests."""
     case = replace(SMALL_OF[backend], window=window)
     base = build(case, kv_len=[60, 60, 60, 60])
     expected = run(backend, base)[0]
-    # Shorter and longer walks, starts before and after the row's own window.
+    # Other rows are longer or shorter, and some start before or after the row's own
+    # window.
     for others in ([0, 0, 0], [1, 7, 90], [90, 90, 90], [33, 80, 5]):
         other = build(case, seed=5, kv_len=[60, *others])
         pages, table = other.kv_pages.copy(), other.page_table.copy()
@@ -322,7 +324,7 @@ def test_row_does_not_depend_on_the_other_rows(backend, window):
 
 @needs_native
 def test_token_does_not_depend_on_the_number_of_queries():
-    """Bitwise, on a CPU: K changes from round to round."""
+    """Compare bits, on a CPU, because K changes from round to round."""
     call = build(replace(SIXTEEN, queries=6), kv_len=[90, 41, 16, 6])
     query, *rest = call.arrays
     whole = run("cpu", call)
@@ -336,12 +338,14 @@ def test_token_does_not_depend_on_the_number_of_queries():
     [
         (None, [90, 3, 17, 0], 6),
         (None, [16, 1, 0, 0], 1),
-        # The first query is at 85 and sees 78..85 at most: blocks 4 and 5.
+        # The first query is at 85 and sees at most 78..85, in blocks 4 and 5.
         (8, [90, 90, 90, 90], 2),
-        # An empty row takes part in nothing, a short one pulls the walk to its start.
+        # The reference reads from the earliest window of all sequences to the longest
+        # one's end; empty sequences do not count.
         (8, [90, 0, 0, 0], 2),
         (8, [90, 40, 0, 0], 5),
-        # 85 - 5 = 80 is the first slot of block 5; one more token reaches block 4.
+        # The first query sees slots from 85 - 5 = 80 on, where block 5 starts. With one
+        # more token in the window it would see block 4.
         (6, [90, 90, 90, 90], 1),
         (7, [90, 90, 90, 90], 2),
     ],
@@ -354,11 +358,12 @@ def test_reference_reads_only_blocks_in_reach(monkeypatch, window, kv_len, num_b
 @pytest.mark.parametrize(
     ("backend", "window", "kv_len", "num_pages"),
     [
-        # Page 22 is the last of 90 tokens.
+        # 90 tokens fill 23 pages.
         slow("tpu", None, [90, 3, 17, 0], 23 + 1 + 5 + 0),
         # The first query is at 85 and sees 78..85: pages 19 to 22.
         slow("tpu", 8, [90, 90, 0, 90], 12),
-        # 85 - 5 = 80 is the first slot of page 20; one more token reaches page 19.
+        # The first query sees slots from 85 - 5 = 80 on, where page 20 starts. With one
+        # more token in the window it would see page 19.
         row("tpu", 6, [90, 0, 0, 0], 3),
         row("tpu", 7, [90, 0, 0, 0], 4),
         slow("tpu", 1, [16, 17, 4, 1], 2 + 2 + 1 + 1),
@@ -371,7 +376,7 @@ def test_reference_reads_only_blocks_in_reach(monkeypatch, window, kv_len, num_b
 def test_kernels_read_only_pages_in_reach(
     monkeypatch, backend, window, kv_len, num_pages
 ):
-    """The TPU kernel reads each of them once; the GPU kernel reads no others."""
+    """The TPU kernel reads each visible page once; the GPU kernel reads no others."""
     case = replace(SMALL, window=window)
     kept: dict[str, Any] = {}
     if backend == "gpu":
@@ -388,7 +393,8 @@ def test_kernels_read_only_pages_in_reach(
     [
         row("reference", "bfloat16", "float32", EXACT),
         row("gpu", "bfloat16", "float32", EXACT),
-        # Weights have 16 bits over bfloat16 values; a bfloat16 result is rounded.
+        # On a TPU, softmax weights keep 16 bits in the product with bfloat16 values. A
+        # bfloat16 result is rounded.
         row("tpu", "bfloat16", "float32", 3e-5),
         slow("tpu", "float32", "bfloat16", 2**-7),
     ],
@@ -439,7 +445,7 @@ def test_pages_of_eight_bits_equal_float64(backend, kind, window):
     for call, arrays in calls:
         check(backend, call, arrays=arrays)
     call, arrays = build_quantized(case, kind, 5, query_dtype="bfloat16")
-    # GPU: products are bfloat16's, which has all digits of the pages.
+    # A GPU multiplies in bfloat16, which represents 8-bit values exactly.
     limit = 2e-2 if backend == "gpu" else EXACT
     measure = error if backend == "gpu" else error_beyond_rounding
     assert measure(call, run(backend, call, arrays=arrays)) <= limit
@@ -457,7 +463,8 @@ def test_pages_of_eight_bits_equal_float64(backend, kind, window):
             )
             for name in SCALED_CASES
         ),
-        # Rows of lanes hold many heads of a page, or a page's head has several rows.
+        # A row of lanes holds the scales of several heads of a page, or one head's
+        # scales take several rows.
         *(
             pytest.param(
                 replace(SMALL, page_size=size, q_heads=6, kv_heads=3),
@@ -467,7 +474,7 @@ def test_pages_of_eight_bits_equal_float64(backend, kind, window):
             )
             for size in (1, 2, 8, 16, 64, 128, 256)
         ),
-        # 8 heads' rows share one of lanes, or do not fill it.
+        # The scales of 8 rows of heads share a row of lanes, or do not fill it.
         *(
             pytest.param(
                 replace(SMALL, page_size=16, q_heads=heads, kv_heads=heads),
@@ -487,7 +494,7 @@ def test_int8_in_lanes_equals_float64(case, block_tokens):
 
 
 def test_nan_scale_affects_only_its_token():
-    """Other tokens in its page and its row of lanes do not change."""
+    """A NaN scale makes its own token NaN, and no other in its page or lanes."""
     call, (query, pages, table, kv_len) = build_quantized(SMALL, IN_LANES, 2)
     slot = 40
     page, offset = table[0, slot // SMALL.page_size], slot % SMALL.page_size
@@ -503,7 +510,7 @@ def test_nan_scale_affects_only_its_token():
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=in_suite), 7])
 def test_heads_and_sequences_split_over_a_mesh(window):
-    """As the step program calls it: every device has its heads of all pages."""
+    """Devices have their own heads of all pages, as in the step program."""
     case = replace(SMALL, q_heads=8, kv_heads=4, window=window)
     call = build(case, kv_len=[90, 0, 33, 4])
     mesh = jax.make_mesh(
@@ -548,7 +555,7 @@ def test_no_race_and_nothing_out_of_bounds(window, is_scaled, capfd):
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("name", ["reference", "tpu", "gpu"])
 def test_positions_past_the_page_table_hold_nothing(name, window):
-    """The last round of a request reaches past its pages with unused queries."""
+    """Unused queries of a request's last round may be past the end of its pages."""
     page_size, table = 16, jnp.arange(1, 10, dtype=jnp.int32)[None]
     query, pages = (
         jax.random.normal(key, shape)
@@ -569,7 +576,7 @@ def test_positions_past_the_page_table_hold_nothing(name, window):
     found = BACKENDS[name].paged_attention(
         query, pages, table, jnp.array([length]), **settings, **own[name]
     )
-    # The two queries that are inside, alone.
+    # Compute the two queries that are within the pages alone.
     expected = reference.paged_attention(
         query[:, :2], pages, table, jnp.array([length - 3]), **settings
     )
@@ -638,7 +645,7 @@ def test_unsupported_queries_are_errors():
     ],
 )
 def test_bad_arguments_are_errors(change, message, monkeypatch):
-    """Without checks of annotations, as a user calls it."""
+    """Type annotations are not checked here, as when a user calls the function."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     shapes = {
         "query": (2, 5, 4, 8),
@@ -661,14 +668,14 @@ def test_bad_arguments_are_errors(change, message, monkeypatch):
 def test_one_long_sequence_fills_a_gpu():
     case = replace(REAL_CASES["9b/tp1/verify"], seqs=1)
     assert case.kv_heads * tiles_of(case).splits >= 132
-    # But splits are not so small that merging them takes longer.
+    # Splits have a minimum size: merging smaller ones would take longer than it saves.
     assert tiles_of(replace(case, context=512)).splits == 4
     assert tiles_of(replace(case, window=251)).splits == 2
 
 
 @pytest.mark.parametrize("name", REAL_CASES)
 def test_splits_run_at_once_on_a_gpu(name):
-    """Thread blocks that wait for others would double the time."""
+    """All thread blocks run at once: a second wave would double the time."""
     case = REAL_CASES[name]
     tiles = tiles_of(case)
     rows = case.queries * case.q_heads // case.kv_heads

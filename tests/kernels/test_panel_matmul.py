@@ -1,4 +1,4 @@
-"""Products with panels: exact, and independent of other rows."""
+"""Products with panels are exact, and a row's bits do not depend on other rows."""
 
 from dataclasses import replace
 from typing import Any
@@ -77,7 +77,8 @@ def test_products_of_a_row_do_not_depend_on_other_rows(dtype):
                 np.testing.assert_array_equal(found, whole[start : start + count])
 
 
-# Shapes, and groups that divide them: of whole matrices, and of a few features.
+# Shapes, and sizes of groups that divide their features: a whole row, or a few
+# features.
 QUANTIZED = [
     ("tiny/gate_up_proj", Scheme(kind="int8")),
     ("a pad of each", Scheme(kind="int8")),

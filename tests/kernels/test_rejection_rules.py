@@ -33,14 +33,15 @@ ORACLES = {STANDARD: standard_oracle, BLOCK: block_oracle}
 
 @pytest.fixture(autouse=True)
 def _margin(monkeypatch):
-    # The logarithm of a probability of 2**-12 is off by 2**-21 of it in float32.
+    # In float32 the logarithm of a probability of 2**-12 has an error of 2**-21 times
+    # the probability.
     monkeypatch.setattr(enumeration, "MARGIN", 2.0**-18)
 
 
 def decide(
     tokens, draft_probs, target_logits, num_draft_tokens, *, temperature, **given
 ):
-    """One rule for all sequences, without filters."""
+    """Verify with one rule for all sequences, without filters."""
     seqs = tokens.shape[0]
     ones = jnp.ones(seqs)
     given.setdefault("accept_uniform", jnp.zeros((seqs, DRAFTS)))
@@ -75,7 +76,7 @@ def rule_of(rule: int):
 
 
 def test_choices_give_the_text_of_plain_decoding():
-    """For any drafts, the tokens are the target's own choices."""
+    """For any drafts, the accepted tokens are the target's own choices."""
     random = np.random.default_rng(0)
     every = np.indices((VOCAB,) * DRAFTS).reshape(DRAFTS, -1).T
     rows = []
@@ -107,7 +108,7 @@ def test_choices_give_the_text_of_plain_decoding():
     emitted[row, accepted] = verdict.next_token
     is_emitted = np.arange(DRAFTS + 1) <= accepted[:, None]
     assert (emitted == plain)[is_emitted].all()
-    # No draft is rejected that the target would have chosen.
+    # A draft that the target would have chosen is never rejected.
     is_over = accepted == count
     next_draft = emitted[row, accepted]
     disagrees = next_draft != np.pad(tokens, ((0, 0), (0, 1)))[row, accepted]
@@ -115,7 +116,7 @@ def test_choices_give_the_text_of_plain_decoding():
 
 
 def test_cases_cover_the_rules():
-    """Without all kinds of cases, the enumeration would prove less."""
+    """All kinds of cases occur; otherwise the enumeration would prove less."""
     cases = make_cases()
     paths = make_paths(cases)
     assert len(cases) >= 50
@@ -154,7 +155,7 @@ def test_block_accepts_no_less_than_standard():
 
 
 def test_block_rule_gives_the_papers_example():
-    """Sun et al., section 2: 10/9 accepted tokens become 11/9."""
+    """Section 2 of Sun et al.: the block rule accepts 11/9 tokens instead of 10/9."""
     case = constant_case([1 / 3, 2 / 3, 0, 0], [2 / 3, 1 / 3, 0, 0], num_draft_tokens=2)
     for rule, expected in ((STANDARD, 10 / 9), (BLOCK, 11 / 9)):
         (distribution,) = distributions([case], *rule_of(rule))

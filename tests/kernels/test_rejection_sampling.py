@@ -58,7 +58,7 @@ def test_rules_are_numbered_as_in_the_plan():
 
 
 def test_rounds_cover_the_rules():
-    """Without all kinds of rounds, the tests above would prove less."""
+    """All kinds of rounds occur; otherwise the tests above would prove less."""
     one = make_round()
     accepted, _ = run(one)
     for kind in RULES.values():
@@ -69,7 +69,7 @@ def test_rounds_cover_the_rules():
 
 
 def check_distribution(rule: int, count: int = 45) -> None:
-    """The exact distribution of all K + 1 tokens is the target's."""
+    """The exact distribution of a round's K + 1 tokens equals the target's."""
 
     def apply(
         tokens, draft, target, num_draft_tokens, *, accept_uniform, sample_uniform
@@ -78,7 +78,7 @@ def check_distribution(rule: int, count: int = 45) -> None:
         return reference.rejection_sampling(
             tokens,
             draft,
-            jnp.log(target),  # NaN in the rows that do not count
+            jnp.log(target),  # rows that do not count hold NaN
             num_draft_tokens,
             plain_sampling_values(seqs),
             rule=jnp.full(seqs, rule, jnp.int32),
@@ -102,7 +102,8 @@ def check_distribution(rule: int, count: int = 45) -> None:
 
 @pytest.mark.parametrize("rule", ORACLES)
 def test_emitted_tokens_follow_the_target_exactly(rule, monkeypatch):
-    # The logarithm of a probability of 2**-12 is off by 2**-21 of it in float32.
+    # In float32 the logarithm of a probability of 2**-12 has an error of 2**-21 times
+    # the probability.
     monkeypatch.setattr(enumeration, "MARGIN", 2.0**-18)
     check_distribution(rule)
 
@@ -110,7 +111,7 @@ def test_emitted_tokens_follow_the_target_exactly(rule, monkeypatch):
 @pytest.mark.parametrize("is_certain", [False, True])
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
 def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
-    """Chi-square over many seeds; a certain draft is a point mass without an array."""
+    """A chi-square test over many seeds; a certain draft has no probabilities."""
     seqs, vocab = 40_000, 7
     random = np.random.default_rng(5)
     # Two drafts; the second row's distribution depends on the first token.
@@ -124,7 +125,8 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
         best = distribution[vocab].argmax()
         tokens = np.broadcast_to([best, distribution[best].argmax()], tokens.shape)
     logits = np.stack([table[np.full(seqs, vocab)], *table[tokens.T]], axis=1)
-    # Coupled drafts share the noise; drafts that do not use it are fine too.
+    # Coupled drafts may share the target's noise. Drafts that do not use it are also
+    # verified correctly.
     words = random.integers(0, 2**32, (seqs, 3, 2), dtype=np.uint32)
     verdict = by_public_name(
         jnp.asarray(tokens, jnp.int32),
@@ -135,7 +137,7 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
         rule=jnp.full(seqs, RULES[rule], jnp.int32),
         accept_uniform=jnp.asarray(random.random((seqs, 2)), jnp.float32),
         sample_uniform=jnp.asarray(random.random(seqs), jnp.float32),
-        noise_words=jnp.asarray(words),  # used by the coupled rule only
+        noise_words=jnp.asarray(words),  # only the coupled rule uses them
     )
     accepted, following = np.asarray(verdict.num_accepted), np.asarray(verdict[1])
     assert len(set(accepted)) == 3
@@ -210,7 +212,7 @@ def test_bfloat16_logits_equal_their_float32_values():
 
 
 def test_row_does_not_depend_on_the_other_rows():
-    """Other rows' parameters decide which passes run, but not a row's verdict."""
+    """Other rows' parameters decide which passes run, but change no verdict."""
     one = with_kind(make_round(seed=4, is_filtered=False), STANDARD)
     others = make_round(seed=5)
     mine = np.arange(len(one.kind)) % 2 == 0
@@ -268,7 +270,7 @@ def test_named_implementation_is_not_replaced(name):
     ],
 )
 def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
-    """Type checks are off, as for users."""
+    """Type annotations are not checked here, as when a user calls the function."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     one = make_round(8)
     names = (
@@ -287,5 +289,6 @@ def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
         given[name] = jnp.zeros(shape, given[name].dtype)
     with pytest.raises(ValueError, match=re.escape(str(shape))) as raised:
         rejection_sampling(**given)
-    # A wrong array of logits is what the others are compared with.
+    # Other shapes are compared with that of the logits, so the error may name another
+    # array if the logits are wrong.
     assert name == "target_logits" or str(raised.value).startswith(name)

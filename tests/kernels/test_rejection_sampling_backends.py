@@ -28,7 +28,7 @@ from tests.kernels.rejection_rounds import (
     uncached,
 )
 
-# Three tiles, of which the last is cut and has padding.
+# Three tiles; the last one is incomplete and has padding.
 COLUMNS, VOCAB_SIZE, TILE = 300, 290, 128
 ROWS = 12
 INFINITY = float("inf")
@@ -36,7 +36,7 @@ STRICT = pltpu.InterpretParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
 LAUNCH: dict[str, Any] = dict(tile=TILE, interpret=True)
-# Module and further arguments of a backend's functions, and the error of its sums.
+# Module of a backend, further arguments of its functions, and the error of its sums.
 PASSES: dict[str, tuple[Any, dict[str, Any], float]] = {
     "reference": (passes, {}, 1e-5),
     "cpu": (cpu, {}, 2e-6),
@@ -57,7 +57,7 @@ def _skip_without_library(request: pytest.FixtureRequest):
 
 
 def shard_of(backend: str) -> VocabShard:
-    """C++ and the GPU read a whole row at once; the others walk tiles."""
+    """Return the vocabulary as one tile for C++ and the GPU, else in several tiles."""
     tile = COLUMNS if backend in ("cpu", "gpu") else TILE
     return VocabShard(columns=COLUMNS, tile=tile, vocab_size=VOCAB_SIZE, axis_name=None)
 
@@ -80,7 +80,10 @@ def make_logits(rows: int) -> np.ndarray:
 def exact_rows(
     dtype: Any = jnp.float32, rows: int = ROWS
 ) -> tuple[jax.Array, np.ndarray, np.ndarray]:
-    """Logits, their float64 values with -inf for padding, and temperatures."""
+    """Return logits, temperatures, and the logits in float64.
+
+    Padding is -inf in the latter.
+    """
     logits = jnp.asarray(make_logits(rows), dtype)
     exact = np.asarray(logits.astype(jnp.float32), np.float64)
     exact[:, VOCAB_SIZE:] = -np.inf
@@ -100,7 +103,7 @@ def weights_of(exact: np.ndarray, temperature: np.ndarray) -> np.ndarray:
 
 @cache
 def exact_distribution() -> tuple[jax.Array, np.ndarray, Distribution, np.ndarray]:
-    """Rows, a distribution whose threshold keeps half of each, and their weights."""
+    """Return rows with a threshold that keeps half of each, and their weights."""
     logits, exact, temperature = exact_rows()
     threshold = np.median(exact[:, :VOCAB_SIZE], axis=1).astype(np.float32)
     weights = weights_of(exact, temperature)
@@ -121,7 +124,7 @@ def probabilities_by(weights: np.ndarray) -> np.ndarray:
         ("reference", "float32", ROWS),
         ("cpu", "float32", ROWS),
         *(("gpu", dtype, ROWS) for dtype in ("float32", "bfloat16")),
-        # 40: the second block of rows is cut.
+        # 40 rows do not fill the second block.
         *(
             ("tpu", dtype, rows)
             for dtype in ("float32", "bfloat16")
@@ -166,7 +169,7 @@ def test_mass_above_equals_float64(backend, counts):
 def test_probabilities_equal_float64(backend):
     logits, _, distribution, weights = exact_distribution()
     found = PASSES[backend][0].probabilities(shard_of(backend), logits, distribution)
-    # Of exponents as low as -87, in 24 bits.
+    # The weights have exponents down to -87, in 24 bits, which limits the precision.
     expected = probabilities_by(weights)
     np.testing.assert_allclose(found, expected, rtol=6e-6, atol=1e-37)
     assert not np.asarray(found)[:, VOCAB_SIZE:].any()
@@ -206,7 +209,7 @@ def test_residual_mass_equals_float64(backend, is_certain):
     draft = Draft(
         jnp.asarray(tokens), None if is_certain else jnp.asarray(probs, jnp.float32)
     )
-    # A pad has no draft probability.
+    # Padding columns have no draft probabilities.
     given = shard_of(backend), logits, distribution, draft, jnp.asarray(joint)
     found = module.residual_mass(*given, **own)
     target = probabilities_by(weights).reshape(seqs, inner + 2, COLUMNS)[:, 1:-1]
@@ -245,7 +248,7 @@ def test_verdicts_are_those_of_whole_rows(backend, seqs, vocab, seeds):
 def test_forced_drafts_are_accepted_and_the_target_continues(
     backend, seqs, vocab, seeds
 ):
-    """For any drafts and every rule; the token is never drawn from a residual."""
+    """Any draft may be forced; the next token never comes from a residual."""
     run, is_other = decide(backend, vocab), []
     for seed in range(seeds):
         one = make_round(seqs, vocab=vocab, seed=seed)
@@ -258,7 +261,7 @@ def test_forced_drafts_are_accepted_and_the_target_continues(
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 def test_slices_of_the_vocabulary_agree_on_the_verdict(backend):
-    """`test_rejection_sampling_sharded.py` tests the reference, on 8 devices."""
+    """Two devices agree; `test_rejection_sampling_sharded.py` tests eight."""
     one = make_round(16, vocab=290, seed=1)
     run = sliced(VERDICTS[backend], check_vma=False)
     with uncached():
@@ -267,7 +270,7 @@ def test_slices_of_the_vocabulary_agree_on_the_verdict(backend):
 
 
 def distribution_of(logits: np.ndarray) -> tuple[Distribution, np.ndarray]:
-    """The distribution of unfiltered rows, and their weights."""
+    """Return the distribution of rows without filters, and their weights."""
     maximum = logits.max(axis=1)
     weights = np.exp(logits.astype(np.float64) - maximum[:, None])
     arrays = np.ones(len(logits)), maximum, np.full(len(logits), -INFINITY)
@@ -277,7 +280,7 @@ def distribution_of(logits: np.ndarray) -> tuple[Distribution, np.ndarray]:
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_cutoffs_on_cpu_equal_those_of_sorting(counts):
-    """Sharp and flat rows, equal logits, sorted ones, and one that is not searched."""
+    """Rows are sharp, flat, with ties, or sorted; one has no filter to search for."""
     random = np.random.default_rng(0)
     shard = VocabShard(columns=700, tile=700, vocab_size=697, axis_name=None)
     for spread in (0.01, 3, 60):
@@ -313,7 +316,10 @@ def test_cutoffs_on_cpu_equal_those_of_sorting(counts):
 
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_cpu_inverts_the_cumulative_sum(is_certain):
-    """From the target after full acceptance or without drafts, else the residual."""
+    """The token is drawn from the target after full acceptance or without drafts.
+
+    After a rejection it is drawn from the residual.
+    """
     random = np.random.default_rng(0)
     seqs, columns, size = 400, 600, 597
     shard = VocabShard(columns=columns, tile=columns, vocab_size=size, axis_name=None)

@@ -67,7 +67,7 @@ def verdict_of(logits, drafts=(0,), *, rule=STANDARD, u=0.0, v=0.0, draft=None, 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("bad", [-INF, np.nan])
 def test_excluded_tokens_are_neither_accepted_nor_drawn(rule, bad):
-    # A uniform of 0 would accept whatever is not excluded.
+    # With a uniform of 0, a draft is accepted unless the target excludes it.
     logits = [bad, bad, 1.0, bad]
     for v in (0.0, LARGEST_UNIFORM):
         assert verdict_of(logits, [0, 0], rule=rule, v=v) == (0, 2)
@@ -91,7 +91,7 @@ def test_row_without_finite_logits_accepts_nothing_and_returns_token_zero(
 def test_infinite_logit_is_always_drawn(rule):
     assert verdict_of([3.0, INF, 5.0], [1], rule=rule, u=LARGEST_UNIFORM) == (1, 1)
     assert verdict_of([3.0, INF, 5.0], [2], rule=rule) == (0, 1)
-    # A quotient would overflow; differences do not.
+    # A quotient of these would overflow; differences of logits do not.
     if rule != GREEDY:
         assert verdict_of([3.0, 30.0, 5.0], [2], rule=rule, temperature=1e-38) == (0, 1)
 
@@ -108,7 +108,7 @@ def test_draft_is_rejected_if_the_products_are_equal():
 
 @pytest.mark.parametrize("rule", [STANDARD, BLOCK])
 def test_empty_residual_falls_back_to_the_target(rule):
-    # Draft probabilities above the target everywhere, as rounding can make them.
+    # The draft's probabilities exceed the target's everywhere, as rounding can cause.
     logits = [0.0, 0.0, -INF, 0.0]
     for v, token in ((0.0, 0), (0.4, 1), (LARGEST_UNIFORM, 3)):
         found = verdict_of(logits, [0], rule=rule, draft=[0.5] * 4, u=0.99, v=v)
@@ -193,7 +193,7 @@ def whole(columns: int, tile: int) -> VocabShard:
     return VocabShard(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
 
 
-# That of the reference and that of the kernels; with two it is a bisection.
+# The fans of the reference and of the kernels; a fan of 2 is a bisection.
 @pytest.mark.parametrize("fan", [pytest.param(2, marks=pytest.mark.slow), 8, 16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("counts", [True, False])
@@ -240,7 +240,7 @@ visited: list[None] = []
 
 @partial(jax.jit, compiler_options=UNOPTIMISED)
 def counted(*args, **more):
-    """The operation, which notes every tile that it reads."""
+    """Run the reference, and append to `visited` for every tile that it reads."""
     real = VocabShard.read
 
     def read(self, logits, number):
@@ -253,7 +253,10 @@ def counted(*args, **more):
 
 
 def count_tiles(one) -> int:
-    """Tiles of all rows that a round reads; drawing reads one row and is not meant."""
+    """Return the number of tiles that passes over all rows read.
+
+    Drawing, which reads one row, does not count.
+    """
     visited.clear()
     jax.block_until_ready(counted(*one.arrays, **one.numbers))
     jax.effects_barrier()
@@ -267,7 +270,7 @@ def count_tiles(one) -> int:
         (STANDARD, {}, 1),
         (BLOCK, {}, 2),
         (COUPLED, {}, 2),
-        # Statistics, bisection, the sum of the kept weights.
+        # Tiles for the statistics, the search, and the sum of the kept weights.
         (STANDARD, dict(top_k=5), 1 + 8 + 1),
         (STANDARD, dict(top_p=0.5), 1 + 8 + 1),
         (STANDARD, dict(min_p=0.1), 1 + 1),
@@ -287,7 +290,7 @@ def test_passes_over_the_logits_are_few(kind, filters, limit):
 
 
 def test_equal_bfloat16_logits_are_searched_in_few_passes():
-    """A border among equal logits ends with the last bit: one pass, then 16 bits."""
+    """A threshold among equal logits is found to its last bit, with few passes."""
     one = make_round(6, seed=1, is_filtered=False)
     one = replace(
         one,
@@ -324,7 +327,7 @@ def test_no_array_of_probabilities_is_made():
         .compile(READERS_COMPILER)
     )
     logits_bytes = seqs * (drafts + 1) * vocab * 4
-    # The tile times the fifteen borders of a search is the largest thing there is.
+    # The largest array is a tile times the fifteen thresholds of a search.
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < logits_bytes / 4

@@ -36,14 +36,14 @@ def _no_cache():
 
 @cache
 def on_mesh(shape: tuple[int, ...], *, has_probs: bool = True, tile: int = 3):
-    """The reference on a mesh that splits the vocabulary over all of its axes."""
+    """Return the reference on a mesh; the vocabulary is split over all its axes."""
     run = partial(reference.rejection_sampling, tile=tile)
     return sliced(run, shape, vocab_size=VOCAB, has_probs=has_probs)
 
 
 @cache
 def compiled(shape: tuple[int, ...] = (8,)):
-    """For the rounds of most tests, compiled once; and the text can be read."""
+    """Compile for the rounds of most tests, once; its text can be read."""
     return on_mesh(shape).lower(*padded(make_round())).compile()
 
 
@@ -95,7 +95,7 @@ def test_rows_without_finite_logits_return_token_zero(bad):
     one = Round(**{**vars(one), "logits": np.full_like(one.logits, bad)})
     accepted, token = compiled()(*padded(one))
     assert not np.asarray(token).any()
-    # Greedy drafts may be token 0, the argmax of nothing.
+    # A greedy draft may be token 0, which is the argmax of a row without any logit.
     assert not np.asarray(accepted)[np.asarray(one.temperature) > 0].any()
 
 
@@ -106,6 +106,6 @@ def test_collectives_carry_a_few_numbers_per_row():
     found = collectives(hlo)
     assert found, "no collective: the pattern does not fit this HLO"
     assert max(found) == seqs * (drafts + 1) * (Kernels().fan - 1)
-    # Apart from the limits of a search: single numbers per row, per draft, per device.
+    # Only searches exchange more than single numbers per row, per draft or per device.
     few = max(seqs * (drafts + 1), seqs * 8)
     assert sum(size > few for size in found) == 2

@@ -14,7 +14,11 @@ from tests.support.programs import USERS_COMPILER
 
 
 def weights(rows: jax.Array) -> jax.Array:
-    """Of a softmax: XLA fuses them in one way for a row, in another for several."""
+    """Return weights of a softmax.
+
+    XLA fuses their computation in one way for a single row, in another for several
+    rows.
+    """
     return jnp.exp(rows - rows.max(axis=1, keepdims=True))
 
 
@@ -42,7 +46,7 @@ def test_sums_of_rows_do_not_depend_on_their_number(make, size):
 
 
 def test_sums_of_heads_do_not_depend_on_the_number_of_rows():
-    """Heads are normalised one by one, in an axis of their own."""
+    """Each head is normalised alone, and has its own axis."""
     heads = np.random.default_rng(4).normal(size=(300, 4, 256)).astype(np.float32)
     options = (compiler_options() or {}) | USERS_COMPILER
     sums: Any = jax.jit(

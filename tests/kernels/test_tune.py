@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_search_changes_one_size_after_the_other():
-    """Times are 10 a + b: what the first size became is kept for the second."""
+    """The time is 10 a + b: the best `a` is kept while `b` is searched."""
     asked = []
 
     def seconds(sizes: tuning.Sizes) -> float | None:
@@ -132,7 +132,7 @@ def test_failing_kernel_is_reported(folder, monkeypatch):
         raise NotImplementedError("not today")
 
     def broken(work: Any, implementation: str, sizes: tuning.Sizes) -> Any:
-        # The first is the truth that others are compared with.
+        # The first call gives the truth with which candidates are compared.
         return refuse if calls.pop() else true(work, implementation, sizes)
 
     true, calls = tune.sized, [True] * 3 + [False]

@@ -138,7 +138,7 @@ def test_every_table_in_the_package_is_whole():
         (table(entries=None), "needs entries for some of"),
         (table(entries={"write_kv_pages": {}}), "needs entries for some of"),
         (table(entries={"paged_attention": []}), "needs entries of paged_attention"),
-        # An older format, without a level for the implementation.
+        # An older format lacks the level for the implementation.
         (table(entries={"paged_attention": {KEY: {"a": 1}}}), "needs entries of paged"),
         (gpu_table([]), "holds no object as entries of paged_attention, gpu"),
         (gpu_table({"k": {}}), "paged_attention, gpu, k: {}"),
@@ -189,7 +189,7 @@ def test_every_fact_changes_the_key(change):
 
 def test_near_sizes_share_a_key():
     assert key_of(seqs=5, context=5000) == KEY
-    for queries in (5, 7, 8):  # K = 4, 6 and 7; K = 5 was measured
+    for queries in (5, 7, 8):  # for K = 4, 6 and 7, use the sizes measured for K = 5
         assert key_of(queries=queries) == KEY
     key = tuning.sampling_key(rows=33, columns=256_000, dtype="float32")
     assert key == "rows64-columns256000-float32"
@@ -199,7 +199,7 @@ def test_keys_of_cases():
     assert attention_key(CASES["tiny/verify"], "bfloat16") == (
         "seqs4-queries8-heads6/2-dim64-page16-context512-window128-bfloat16"
     )
-    # 8 sequences of 5 rows, a quarter of the vocabulary.
+    # The case has 8 sequences of 5 rows and a quarter of the vocabulary.
     key = sampling_key(SAMPLING_CASES["9b/tp4"], "float32")
     assert key == "rows64-columns64000-float32"
 

@@ -24,7 +24,7 @@ write = jax.jit(write_kv_pages)
 
 
 def build(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
-    """Full pages, new rows, and distinct slots for them."""
+    """Return full pages, new rows, and distinct slots for the rows."""
     rng = np.random.default_rng(seed)
     num_slots = case.pages * case.page_size
     shape = (case.pages, case.page_size, 2 * case.kv_heads, case.head_dim)
@@ -38,7 +38,7 @@ def build(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def stored(values: np.ndarray, storage: str) -> np.ndarray:
-    """Values as a pool of that type keeps them."""
+    """Return values as a pool with this storage type represents them."""
     if storage != "uint16":
         return values.astype(STORAGE[storage])
     return values.astype(jnp.bfloat16).view(np.uint16)
@@ -72,8 +72,9 @@ def test_quantized_rows_are_written_and_nothing_else_changes(name, kind):
         np.testing.assert_array_equal(found, wanted.reshape(found.shape))
 
 
-# Page size times heads: 8 rows share 128 lanes, 2 or 6 do not fill them, 32 have four
-# times 128 lanes; more tokens than the kernel takes in a step; pages longer than lanes.
+# Cases by page size times heads: 8 rows share 128 lanes; 2 or 6 do not fill them; 32
+# need four times 128. Also more tokens than the kernel takes in a step, and pages
+# longer than 128 lanes.
 LANE_CASES = [
     Case(tokens=7, pages=5, page_size=4, kv_heads=2, head_dim=8),
     Case(tokens=40, pages=20, page_size=16, kv_heads=4, head_dim=8),
@@ -88,12 +89,12 @@ STRICT = pltpu.InterpretParams(
 
 
 def lane_pools(case: Case) -> tuple[ScaledPages, dict[str, jax.Array]]:
-    """Pages of int8 with scales by slot, and rows to write; one key is NaN."""
+    """Return int8 pages with scales by slot, and rows to write; one key is NaN."""
     given = build(case)
     pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
     pages = to_storage(jnp.asarray(given.pop("kv_pages")), pool)
     given["key"][0, 0, 0] = np.nan
-    # Some are pads, and the last is far past the end.
+    # Some slots are padding, and one is far past the end.
     num_slots = case.pages * case.page_size
     given["slot_mapping"][2::5] = num_slots + given["slot_mapping"][2::5]
     given["slot_mapping"][3::20] = 2**31 - 1
@@ -101,9 +102,12 @@ def lane_pools(case: Case) -> tuple[ScaledPages, dict[str, jax.Array]]:
 
 
 def check_same(found: Any, by_slot: ScaledPages) -> None:
-    """The pool in lanes holds what the other one does, in all lanes that are used."""
+    """Check that pools with scales in lanes and by slot hold the same numbers.
+
+    Unused lanes may hold anything.
+    """
     assert found.is_in_lanes
-    # What NaN becomes as a whole number depends on how XLA vectorises.
+    # NaN has no fixed value as an integer: it depends on how XLA vectorises.
     is_number = np.isfinite(by_slot.scales)
     values, expected = (np.asarray(one.values) for one in (found, by_slot))
     np.testing.assert_array_equal(values[is_number], expected[is_number])
@@ -113,7 +117,7 @@ def check_same(found: Any, by_slot: ScaledPages) -> None:
 
 
 def run_by(backend: str, name: str, interpret: Any = True) -> Any:
-    """An operation of the reference, or of the interpreted TPU kernel."""
+    """Return an operation of the reference, or of the interpreted TPU kernel."""
     if backend == "tpu":
         return jax.jit(partial(getattr(tpu, name), interpret=interpret))
     return jax.jit(getattr(reference, name))
@@ -126,7 +130,7 @@ def run_by(backend: str, name: str, interpret: Any = True) -> Any:
 )
 @pytest.mark.parametrize("backend", ["reference", "tpu"])
 def test_scales_in_lanes_are_written_as_those_by_slot(case, is_twice, backend):
-    """Equal slots with equal rows are one."""
+    """Two rows may write equal numbers to the same slot."""
     pages, given = lane_pools(case)
     expected = run_by("reference", "write_kv_pages")(pages, **given)
     if is_twice:
@@ -137,7 +141,7 @@ def test_scales_in_lanes_are_written_as_those_by_slot(case, is_twice, backend):
 @pytest.mark.parametrize("case", LANE_CASES, ids=str)
 @pytest.mark.parametrize("backend", ["by slot", "reference", "tpu"])
 def test_rows_are_copied_slot_by_slot(case, backend):
-    """All is read before anything is written: a slot is a source and a target."""
+    """All rows are read before any is written: a slot may be both source and target."""
     pages, given = lane_pools(case)
     num_slots = case.pages * case.page_size
     source = np.random.default_rng(1).integers(0, num_slots, case.tokens)
@@ -161,7 +165,7 @@ def test_rows_are_copied_slot_by_slot(case, backend):
 
 
 def test_rejects_page_size_that_is_no_power_of_two():
-    """The offset of a lane is computed with bit operations."""
+    """Bit operations compute a lane from a slot."""
     case = Case(tokens=3, pages=4, page_size=6, kv_heads=2, head_dim=8)
     pages, given = lane_pools(case)
     slots = given["slot_mapping"]
@@ -188,7 +192,7 @@ def test_scale_kernels_have_no_race_and_no_access_out_of_bounds(capfd):
 
 
 def oracle(given: dict[str, np.ndarray], storage: str) -> np.ndarray:
-    """The pages after one assignment per token and head."""
+    """Return the pages after one assignment per token and head, in numpy."""
     pages = stored(given["kv_pages"], storage)
     page_size = pages.shape[1]
     for token, slot in enumerate(given["slot_mapping"]):
@@ -219,9 +223,10 @@ ONE_ROW = Case(tokens=1, pages=40, page_size=16, kv_heads=2, head_dim=8)
     ("case", "slots"),
     [
         *((case, {}) for case in CASES.values()),
-        # Pads are dropped, whatever they hold.
+        # Padding slots are ignored, whatever their number.
         (CASES["tiny/verify"], {0: 640, 3: 641, 5: 2**31 - 1}),
-        # A single row has a path of its own; 639 is the last slot, 640 a pad.
+        # A single row is written by code of its own. Slot 639 is the last, 640 is
+        # padding.
         *((ONE_ROW, {0: slot}) for slot in (0, 17, 639, 640)),
     ],
     ids=str,
@@ -281,7 +286,7 @@ def test_every_backend_writes_kv_pages(implementation):
     ],
 )
 def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
-    """Without checks of annotations, as a user calls it."""
+    """Type annotations are not checked here, as when a user calls the function."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     arrays: dict[str, Any] = {
         name: jnp.asarray(value) for name, value in build(CASES["tiny/verify"]).items()

@@ -45,7 +45,7 @@ class LlamaConfig(ModelConfig):
 
 
 def param_specs(config: LlamaConfig) -> Specs:
-    """Every parameter, and the canonical tensors that it is made of."""
+    """Return the specification of each parameter and its canonical tensors."""
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
 
@@ -92,7 +92,7 @@ def forward(
     def run(
         layer: int, own: Params, stream: Array, batch: TokenBatch, pages: KvPages
     ) -> tuple[Array, KvPages]:
-        del layer  # they are all alike
+        del layer  # all layers are alike
         mixed, pages = attend(
             own,
             _norm(config, stream, own["norm"]),
@@ -118,7 +118,7 @@ def forward(
 def logits(
     config: LlamaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> Float[Array, "row vocab"]:
-    """Logits by the untied head."""
+    """Return the logits of rows, by the untied output matrix."""
     return params["head"].multiply(rows)
 
 
@@ -127,7 +127,10 @@ def _norm(config: LlamaConfig, rows: Array, weight: Array) -> Array:
 
 
 def tensor_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a checkpoint; all are declared as parameters."""
+    """Return the shape of every tensor of a checkpoint.
+
+    Every parameter of `param_specs` is made of them.
+    """
     model, hidden = sizes.hidden_size, sizes.intermediate_size
     queries = sizes.num_q_heads * sizes.head_dim
     keys = sizes.num_kv_heads * sizes.head_dim

@@ -1,7 +1,7 @@
 """Operations over pages with scales in lanes, split over devices by heads.
 
-Only TPUs use lanes. Here the reference implementation runs on each device's part, and
-by slot on one device: the lanes of a device hold the scales of its own heads.
+Only TPUs store scales in lanes. Here the reference implementation runs on each device's
+part, and the result is compared with scales by slot on one device.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def by_slot() -> ScaledPages:
 
 
 def run(backend: Backend, pages: ScaledPages) -> tuple[ScaledPages, jax.Array]:
-    """Write rows, copy some over others, and attend to all of them."""
+    """Write rows, copy some over others, and attend to all; return pages and result."""
 
     def step(pages: Any) -> tuple[Any, jax.Array]:
         key, value = (
@@ -88,5 +88,5 @@ def test_each_device_has_the_lanes_of_its_own_heads(devices, draft_devices, axes
     for row in range(2 * KV_HEADS):
         place = 128 * (row // rows) + own[:, row % rows]
         np.testing.assert_array_equal(scales[:, 0, place], expected.scales[:, :, row])
-    # The same sums, computed by different programs.
+    # Programs differ, so that sums may be rounded differently.
     np.testing.assert_allclose(said, attended, atol=1e-6)

@@ -28,7 +28,8 @@ def test_region_counts_its_rows():
 
 
 def test_number_of_queries_is_static():
-    # It determines shapes: as a leaf it would be traced.
+    # The number of queries determines shapes: as a leaf of the tree, jax would trace
+    # it.
     batch = TokenBatch(
         tokens=jnp.zeros(15, jnp.int32),
         positions=jnp.zeros(15, jnp.int32),

@@ -1,8 +1,8 @@
 """Workarounds for XLA:CPU give the same bits, and apply only where they are faster.
 
-These tests are of the storage layouts that XLA reads, for platforms without a C++
-compiler. The layouts of the C++ operations are used by all engines of
-`tests.support.engines`.
+These tests use the storage layouts that XLA reads, which are for platforms without a
+C++ compiler. All engines of `tests.support.engines` test the layouts of the C++
+operations.
 """
 
 import functools
@@ -73,7 +73,7 @@ def test_every_storage_layout_holds_the_matrix(form):
         matrix = matrix.astype(jnp.bfloat16)
     one = form.of(matrix)
     assert (one.shape, one.dtype) == ((192, 40), matrix.dtype)
-    assert one.nbytes == matrix.nbytes  # a product reads only one of them
+    assert one.nbytes == matrix.nbytes  # bytes of one layout: a product reads only one
     index = jnp.array([3, 191, 500])
     expected = np.asarray(matrix, np.float32)
     np.testing.assert_array_equal(one.rows(index), expected[[3, 191, 191]])
@@ -122,7 +122,7 @@ def read_by(rows: int, outputs: int, features: int = 384) -> set[str]:
         (MIN_ROWS, 3072, "panels"),
         (cpu.MAX_ROWS, 3072, "panels"),
         (cpu.MAX_ROWS + 1, 3072, "matrix"),
-        # As many rows, but too many copies of them.
+        # The same number of rows, but more copies than are worth making.
         (cpu.MAX_ROWS, 64 * 256, "matrix"),
         (MIN_ROWS, 64 * 256, "panels"),
     ],

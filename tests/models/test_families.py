@@ -72,7 +72,7 @@ def has_llama(monkeypatch):
     "scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
 def test_second_family_equals_huggingface(tmp_path, monkeypatch, scan_layers):
-    """Target and draft of the family, loaded from folders."""
+    """Target and draft model are of the second family, and are loaded from folders."""
     monkeypatch.setattr(loader, "Runner", QuickGreedyRunner)
     reference = write_llama(tmp_path / "target", num_layers=2)
     write_llama(tmp_path / "draft", num_layers=1)
@@ -100,7 +100,7 @@ def test_second_family_equals_huggingface(tmp_path, monkeypatch, scan_layers):
     "scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
 def test_gemma_3_equals_huggingface_in_the_engine(tmp_path, monkeypatch, scan_layers):
-    """With prompts and texts longer than the window, and a draft with fewer layers."""
+    """Prompts and texts exceed the window, and the draft model has fewer layers."""
     monkeypatch.setattr(loader, "Runner", QuickGreedyRunner)
     reference = make_gemma3(1)
     reference.save_pretrained(tmp_path / "target")
@@ -163,7 +163,7 @@ def test_unknown_family_error_lists_all_families():
     ],
 )
 def test_declared_tensors_match_the_layout(model_type, tensors_of_layer, num_layers):
-    """For every published size: otherwise a tensor would be read but not used."""
+    """Parameters use every tensor of a checkpoint, for every published size."""
     family: Any = FAMILIES[model_type]
     names = {size: tensors_of_layer * count + 2 for size, count in num_layers.items()}
     assert family.layout.published.keys() == names.keys()

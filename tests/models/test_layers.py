@@ -39,7 +39,7 @@ NORMS = dict(before=MODEL, after=MODEL, q_norm=HEAD_DIM, k_norm=HEAD_DIM)
 
 
 def make_weights(kv_heads: int = 2, heads: int = HEADS) -> dict[str, np.ndarray]:
-    """Random matrices (out, in), and weights of the norms."""
+    """Return random matrices (out, in), and weights of the norms."""
     rng = np.random.default_rng(7)
     keys, queries = kv_heads * HEAD_DIM, heads * HEAD_DIM
     shapes = dict(
@@ -55,7 +55,10 @@ def norms_of(weights: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def matrices_of(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The matrices in the layers' order: each head's keys, then its values."""
+    """Return the matrices as the layer stores them.
+
+    In the fused one, each head's keys come before its values.
+    """
     both = [weights[name].reshape(-1, 1, HEAD_DIM, MODEL) for name in "kv"]
     kv_proj = np.concatenate(both, axis=1).reshape(-1, MODEL)
     return dict(q_proj=weights["q"], kv_proj=kv_proj, o_proj=weights["o"])
@@ -72,7 +75,7 @@ def params_of(weights: dict[str, np.ndarray], form: Any, dtype: str) -> dict[str
 
 
 def batch_of(start: int, count: int) -> TokenBatch:
-    """Consecutive tokens of one sequence, in shuffled pages."""
+    """Return consecutive tokens of one sequence, in shuffled pages."""
     order = np.random.default_rng(0).permutation(NUM_PAGES).astype(np.int32)
     position = np.arange(start, start + count)
     region = Region(
@@ -97,7 +100,10 @@ def run_chunks(
     options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> np.ndarray:
-    """Rows of the attention block, `chunk` tokens per call; unused slots hold NaN."""
+    """Run the attention block, `chunk` tokens per call; return its rows.
+
+    Unused slots hold NaN.
+    """
     kv_heads = params["kv_proj"].shape[0] // (2 * HEAD_DIM)
     pages: Any = jnp.full((NUM_PAGES, PAGE_SIZE, 2 * kv_heads, HEAD_DIM), jnp.nan)
     stored = storage_dtype(params["q_proj"].dtype, "cpu")
@@ -122,7 +128,7 @@ def run_chunks(
 
 
 def hugging_face(weights: dict[str, np.ndarray], theta: float) -> np.ndarray:
-    """The same block of a Gemma 3 layer in eager float32."""
+    """Return the rows of HuggingFace's Gemma 3 layer in eager float32."""
     config = Gemma3TextConfig(
         hidden_size=MODEL,
         num_attention_heads=HEADS,
@@ -168,7 +174,7 @@ def test_normalised_heads_equal_huggingface(form, kv_heads, theta):
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
 @pytest.mark.parametrize("form", [DenseMatrix, NativeMatrix])
 def test_each_norm_changes_the_rows(form, name):
-    """Otherwise the comparison above would prove nothing about the norm."""
+    """Without this, the comparison above would prove nothing about a norm."""
     weights = make_weights()
     params, norms = params_of(weights, form, "float32"), norms_of(weights)
     without: dict[str, Any] = norms | {name: None}
@@ -200,7 +206,7 @@ def test_normalised_heads_have_the_same_bits_in_chunks_of_any_size(form, dtype):
 
 
 def test_devices_normalise_only_their_own_heads():
-    """Eight devices have one head each and do not gather others for the norms."""
+    """Each of eight devices has one head, and gathers no other for the norms."""
     heads, mesh = 8, make_mesh(8)
     weights = make_weights(heads, heads)
     norms = norms_of(weights)

@@ -54,7 +54,8 @@ FORMS = [
     (cpu.QuantizedMatrix, SCHEMES[1]),
 ]
 
-# A mix as in Q4_K_M: types differ between two layers, and between keys and values.
+# Types as in Q4_K_M: they differ between two layers, and between the keys and values of
+# a layer.
 GGUF_LAYER = {
     "self_attn.q_proj": "Q4_0",
     "self_attn.k_proj": "Q4_0",
@@ -100,7 +101,7 @@ def test_every_form_equals_its_dequantized_values(form, scheme):
     expected = dequantize(values, scales)
     assert (one.shape, one.dtype) == ((70, 48), FLOAT32)
     item = 0.5 if scheme.kind == INT4 else 1
-    rows = 96 if form is cpu.QuantizedMatrix else 70  # whole panels
+    rows = 96 if form is cpu.QuantizedMatrix else 70  # rows of whole panels
     assert one.nbytes == rows * (48 * item + 4 * scheme.num_groups(48))
     index = jnp.array([3, 69, 500])
     np.testing.assert_allclose(one.rows(index), expected[[3, 69, 69]], rtol=1e-7)
@@ -116,7 +117,7 @@ def config_of(scheme: Scheme | MixedScheme | None, **changes: Any) -> Any:
 
 
 def numbers_of(scheme: Scheme, config: ModelConfig) -> dict[str, np.ndarray]:
-    """The dequantized tensors of a quantized model."""
+    """Return the dequantized tensors of a quantized model."""
     found = {}
     for name, array in make_tensors(config).items():
         own = scheme
@@ -167,11 +168,11 @@ def test_placement_is_the_same_for_loaded_random_and_abstract(
     assert forms[0] == forms[1] == forms[2]
     layer = trees[0]["layers"]["1"]
     if devices > 1 and not is_scanned:
-        out = layer["feed_forward"]["down_proj"]  # features are split
+        out = layer["feed_forward"]["down_proj"]  # input features are split
         spec = out.values.sharding.spec
         if scheme.group_size is not None:
             assert spec[0] == out.scales.sharding.spec[0] == ("model", "replica")
-        q_proj = layer["attention"]["q_proj"]  # outputs are
+        q_proj = layer["attention"]["q_proj"]  # outputs are split
         assert q_proj.scales.sharding.spec[-1] == ("model", "replica")
     embedding = trees[0]["embedding"]
     assert isinstance(embedding, Matrix)
@@ -258,7 +259,7 @@ MIXED = MixedScheme(
 
 
 def gguf_tensor(rows: np.ndarray, kind: str) -> Tensor:
-    """A tensor in a GGUF file's type; other types as float32."""
+    """Return a tensor in a GGUF type; an array of an unquantized type is unchanged."""
     tensor = in_memory({kind: rows})[kind]
     scheme = GGUF_SCHEMES.get(kind)
     return tensor if scheme is None else quantized(tensor, scheme)
@@ -302,7 +303,7 @@ def test_each_matrix_has_its_tensors_scheme():
     schemes = {"/".join(path): spec.scheme for path, spec in specs.items()}
     assert schemes["embedding"] == Scheme(kind=INT8, group_size=16)
     assert schemes["layers/0/attention/q_proj"] == Scheme(kind=INT4, group_size=32)
-    # Its keys are Q4_0, its values Q6_K.
+    # One matrix has keys in Q4_0 and values in Q6_K, so both are stored as int8.
     assert schemes["layers/0/attention/kv_proj"] == Scheme(kind=INT8, group_size=16)
     assert schemes["layers/1/attention/kv_proj"] == Scheme(kind=INT8, group_size=32)
     assert schemes["layers/0/feed_forward/gate_up_proj"] is None  # gate is Q4_K

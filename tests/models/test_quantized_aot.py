@@ -33,15 +33,15 @@ from tests.program.aot_record import (
     skip_without_compiler,
 )
 
-# One layer of each kind.
+# One local and one global layer.
 NUM_LAYERS = 2
 # The smallest matrix takes 4.7 MB in int8 (27B on one of eight chips: 2.4 MB), and
 # twice that in bfloat16: on a TPU the limit is below every widened matrix. On a GPU it
 # allows for partial sums; `gate_up_proj` takes at least 85 MB in bfloat16.
 TEMP_BYTES = {"v5e-1": 2**22, "v5e-8": 2**22, "h200": 2**26}
 NAMED = {kind: Scheme(kind=kind, group_size=GROUP_SIZES[kind]) for kind in GROUP_SIZES}
-# Types of GGUF files: int4 and int8 in groups of 32 and 16 features. Each in its own
-# model, and several in one.
+# Types of GGUF files: int4 and int8 in groups of 32 and 16 features. Some models have
+# one of these types, one model has several.
 GGUF_TYPES = ("Q4_0", "Q8_0", "Q3_K", "Q6_K")
 MIXED = "mixed"
 _MIXED_TYPES = {
@@ -84,7 +84,7 @@ def sizes_of(size: str) -> Sizes:
 
 
 def expected_bytes(size: str, kind: str) -> float:
-    """Bytes of weights that a pass reads, by published sizes: each once.
+    """Return the bytes of all weights, which a pass reads once, by published sizes.
 
     Matrices of layers are quantized, norms and the embedding are not.
     """
@@ -95,7 +95,7 @@ def expected_bytes(size: str, kind: str) -> float:
             total += 2 * math.prod(shape)
             continue
         scheme = scheme_of(kind, name)
-        # A float32 for each output and group of features.
+        # One float32 scale for each output and group of features.
         num_scales = shape[0] * scheme.num_groups(shape[1])
         total += value_bytes[scheme.kind] * math.prod(shape) + 4 * num_scales
     return total
@@ -140,7 +140,8 @@ def test_no_matrix_is_widened_in_memory(devices, size, kind):
     step = compile_step(config, describe_mesh(devices, config), shape)
     facts, target = step.facts, step.forms[0]
     print(devices, size, kind, facts)
-    # Nor in on-chip memory, S(1), where an eighth of a 27B matrix would fit.
+    # No matrix is widened in on-chip memory, S(1), either, where an eighth of a 27B
+    # matrix would fit.
     assert hlo.dequantized(step.text.replace("S(1)", ""), target["layers"]) == []
     assert facts["temp_bytes"] < TEMP_BYTES[devices]
     # Arguments: values of 8 or 4 bits, and scales. Matrices are split over chips;

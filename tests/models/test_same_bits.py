@@ -77,7 +77,7 @@ Part = tuple[Any, Any, Any, Any]
     compiler_options=(compiler_options() or {}) | USERS_COMPILER,
 )
 def run(config: ModelConfig, params: Any, pages: Any, parts: list[Part]) -> Any:
-    """Logits of every row of a launch, and the pages."""
+    """Run one launch; return the logits of its rows, and the pages."""
     network = build_network(config, params, Backend(implementation="reference"))
     batch = join_batches([make_token_batch(*part, POOL) for part in parts])
     output, pages = network.forward(batch, pages)
@@ -85,7 +85,7 @@ def run(config: ModelConfig, params: Any, pages: Any, parts: list[Part]) -> Any:
 
 
 def part_of(texts: np.ndarray, ends: list[int], num_queries: int) -> Part:
-    """The last `num_queries` tokens of texts, up to their `ends`."""
+    """Return the last `num_queries` tokens of each text up to its end in `ends`."""
     position = np.array(ends)[:, None] + np.arange(-num_queries, 0)
     tokens = np.take_along_axis(TEXTS[texts], np.maximum(position, 0), axis=1)
     return (
@@ -100,7 +100,7 @@ class Reader:
     """Runs texts, and stores the logits of their tokens.
 
     Attributes:
-        logits: By text and token.
+        logits: Logits of every token of every text, NaN before it has run.
     """
 
     def __init__(self, dtype: str):
@@ -128,7 +128,10 @@ class Reader:
 def by_rounds(
     dtype: str, num_seqs: int, num_queries: int, num_texts: int = NUM_TEXTS
 ) -> np.ndarray:
-    """Run `num_seqs` texts at a time, `num_queries` tokens of each per launch."""
+    """Run `num_seqs` texts at a time, `num_queries` tokens of each in a launch.
+
+    Return the logits of all tokens.
+    """
     reader = Reader(dtype)
     for first in range(0, num_texts, num_seqs):
         # The last batch is filled up by repeating the last text.
@@ -139,7 +142,10 @@ def by_rounds(
 
 
 def by_tiles(dtype: str, num_tiles: int, num_decoding: int = 0) -> np.ndarray:
-    """Run prompts by tiles, with sequences that decode 6 tokens per launch."""
+    """Run prompts by tiles; `num_decoding` other texts decode 6 tokens per launch.
+
+    Return the logits of all tokens.
+    """
     reader = Reader(dtype)
     ends = [*range(NUM_TOKENS, 0, -TILE)][::-1]
     decoding = list(range(NUM_TEXTS - num_decoding, NUM_TEXTS))
@@ -158,7 +164,7 @@ def by_tiles(dtype: str, num_tiles: int, num_decoding: int = 0) -> np.ndarray:
 
 @functools.cache
 def plain(dtype: str) -> np.ndarray:
-    """The logits of every token, with one token of two texts per launch."""
+    """Return the logits of all tokens, from launches with one token of two texts."""
     return by_rounds(dtype, 2, 1)
 
 

@@ -72,7 +72,7 @@ def test_logits_equal_huggingface(shards):
 
 
 def batch_of(num_tokens: int) -> TokenBatch:
-    """The first tokens of the prompt, as one sequence on the pages 0 and 1."""
+    """Return the first tokens of the prompt, as one sequence on pages 0 and 1."""
     slots = jnp.arange(num_tokens, dtype=jnp.int32)
     region = Region(
         page_table=jnp.array([[0, 1]], jnp.int32),
@@ -134,7 +134,7 @@ def test_stack_holds_each_layers_parameters(how, shards, dtype):
     each = made(how, scan_layers=False, **form)
     scanned = made(how, scan_layers=True, **form)
     assert sorted(scanned["layers"]) == ["0", "1"]
-    # Random values do not depend on scanning.
+    # Scanned or not, parameters have the same random values.
     for name in ("embedding", "final_norm"):
         jax.tree.map(np.testing.assert_array_equal, scanned[name], each[name])
     for layer in range(4):
@@ -170,7 +170,7 @@ def test_abstract_forms_match_loaded_ones(shards):
 
 
 def test_stack_is_filled_in_place():
-    """The largest stack of a 27B takes gigabytes: two would not fit."""
+    """Filling a stack needs no second copy: the largest of a 27B has gigabytes."""
     placement = jax.sharding.NamedSharding(make_mesh(1), jax.sharding.PartitionSpec())
     values = [np.full((3, 2), number, np.float32) for number in (1, 2)]
     parts = [jax.device_put(one, placement) for one in values]
@@ -184,7 +184,11 @@ def test_stack_is_filled_in_place():
     ("scan_layers", "shards", "num_apart"), [(False, 2, 0), (True, 2, 10), (True, 1, 0)]
 )
 def test_products_in_the_loop_have_barriers(scan_layers, shards, num_apart):
-    """Five products in each layer of a period; one CPU device multiplies in C++."""
+    """In the loop, barriers keep the five products of each layer apart.
+
+    A period has two layers. One CPU device needs no barriers, because C++ computes its
+    products.
+    """
     config = model_config(reference(), scan_layers=scan_layers)
     params = made("abstract", scan_layers=scan_layers, shards=shards, dtype=jnp.float32)
     batch, pages = batch_of(8), init_kv_pages(config, 4, 4, jnp.float32)
@@ -242,7 +246,7 @@ def test_layers_after_whole_periods_are_separate():
 
 
 def test_streams_are_in_layer_order():
-    """Scanned layers come first, then the separate ones."""
+    """The outputs of scanned layers come first, then those of separate layers."""
     model, streams = make_gemma3(num_hidden_layers=14), []
     for scan_layers in (False, True):
         config = model_config(model, scan_layers=scan_layers)

@@ -21,7 +21,8 @@ from jaxspec_kernels import native
 from tests.models import llama
 from tests.models.test_weights import CONFIG, TENSORS, make_config
 
-# Of 96: neither the first nor contiguous, and split evenly over two devices.
+# Token ids of 96 to keep: neither the first ones nor contiguous, and divisible over two
+# devices.
 KEPT = (0, 1, 2, 7, 31, 32, 50, 51, 64, 93, 94, 95)
 TRIMMED = dataclasses.replace(CONFIG, draft_vocab_size=len(KEPT))
 
@@ -58,7 +59,7 @@ def check_kept_logits() -> None:
 
 @pytest.mark.parametrize("kind", [None, "int8"])
 def test_untied_head_is_trimmed_and_quantized(kind):
-    """The kept rows are the head's; the embedding remains whole."""
+    """The head keeps only some rows; the untied embedding remains whole."""
     config = make_config(tie_word_embeddings=False)
     head = np.random.default_rng(5).normal(size=TENSORS[EMBEDDING].shape)
     tensors = in_memory(TENSORS | {HEAD: head.astype(np.float32)})
@@ -68,7 +69,7 @@ def test_untied_head_is_trimmed_and_quantized(kind):
     check_equal(config, tensors)
     rows = np.random.default_rng(1).normal(size=(6, config.hidden_size))
     expected = np.tanh(rows @ head.T / 3) * 3
-    # Error of int8 rows of 48 values; another matrix would be off by more than 3.
+    # Allowed error of int8 rows of 48 values; with a wrong matrix it would exceed 3.
     atol = 1e-5 if kind is None else 0.3
     np.testing.assert_allclose(logits_of(config, tensors), expected, atol=atol)
     options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
@@ -82,7 +83,10 @@ def test_untied_head_is_trimmed_and_quantized(kind):
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 def test_differently_quantized_head_is_dequantized(kind):
-    """Files of compressed-tensors, AWQ and GPTQ may have such heads."""
+    """Files of compressed-tensors, AWQ and GPTQ may have a quantized head.
+
+    Its scheme differs from the requested one, so it is dequantized.
+    """
     sizes = dict(hidden_size=128, num_attention_heads=16, intermediate_size=128)
     config = make_config(**sizes, tie_word_embeddings=False)
     arrays = random_tensors(config, tensor_shapes)
@@ -101,12 +105,12 @@ def test_differently_quantized_head_is_dequantized(kind):
 @pytest.mark.parametrize("kind", [None, "int8", "int4", "fp8"])
 @pytest.mark.parametrize("has_operations", [True, False])
 def test_kept_logits_equal_the_whole_heads(kind, has_operations, monkeypatch):
-    """For all forms of the matrices, including the embedding's."""
+    """Logits of kept tokens are equal for all storage layouts of the matrices."""
     if not has_operations:
         monkeypatch.setenv(native.VARIABLE, native.OFF)
     config, tensors = CONFIG, TENSORS
     if kind is not None:
-        # int4 groups have 128 features.
+        # Groups of int4 have 128 features, so the model is wider.
         sizes = dict(hidden_size=128, num_attention_heads=16, intermediate_size=128)
         config = make_config(**sizes)
         scheme = named_scheme(kind, has_embedding=True)
@@ -150,7 +154,7 @@ def test_quantized_embedding_provides_the_kept_rows():
 
 
 def test_untied_head_is_trimmed_in_place(monkeypatch):
-    """The embedding is for input tokens: it is unchanged."""
+    """Trimming replaces the head's rows; the embedding still has all input tokens."""
     monkeypatch.setitem(families.FAMILIES, "llama", llama.FAMILY)
     sizes: Any = {
         item.name: getattr(CONFIG, item.name)
@@ -174,7 +178,7 @@ def test_loaded_random_and_abstract_parameters_match():
     ]
     assert forms[0] == forms[1] == forms[2]
     assert len(set(map(jax.tree.structure, made))) == 1
-    # Except for the head, the parameters are those of the whole model.
+    # Except for the head, the parameters equal those of the whole model.
     whole = random_params(CONFIG, seed=3, **options)
     for name in ("head", TOKEN_IDS):
         del made[1][name]

@@ -31,7 +31,10 @@ def make_config(**changes: Any) -> Any:
 
 
 def make_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Tensors with distinct values; names are written out, so that they are checked."""
+    """Return tensors with distinct values.
+
+    Their names are written out here, so that the loader's are checked.
+    """
     model, hidden = config.hidden_size, config.intermediate_size
     queries = config.num_q_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
@@ -67,7 +70,7 @@ def load(config: ModelConfig, tensors: dict[str, np.ndarray], **options: Any) ->
 
 
 def values_of(params: Any) -> Any:
-    """The tree with plain arrays, (out, in), for matrices."""
+    """Return the tree with a plain array (out, in) for every matrix."""
     return jax.tree.map(
         lambda leaf: getattr(leaf, "values", leaf),
         params,
@@ -102,7 +105,7 @@ def test_key_and_value_rows_alternate_by_head():
     for layer in (0, 1):
         prefix = f"model.layers.{layer}.self_attn."
         fused = load(CONFIG, TENSORS)["layers"][str(layer)]["attention"]["kv_proj"]
-        heads = np.asarray(fused).reshape(2, 2, 8, 48)  # head, key or value, row
+        heads = np.asarray(fused).reshape(2, 2, 8, 48)  # axes: head, key or value, row
         key = TENSORS[prefix + "k_proj.weight"].reshape(2, 8, 48)
         value = TENSORS[prefix + "v_proj.weight"].reshape(2, 8, 48)
         np.testing.assert_array_equal(heads[:, 0], key)
@@ -176,7 +179,7 @@ UNTIED = make_config(tie_word_embeddings=False)
 
 
 def test_head_is_required_exactly_if_untied():
-    """An `lm_head` copy that was not compared and dropped is an error."""
+    """Opening drops an `lm_head` that equals the embedding; loading one is an error."""
     head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
     with pytest.raises(CheckpointError, match="'lm_head.weight' is not part of"):
         load(CONFIG, head | TENSORS)
@@ -204,7 +207,7 @@ def test_untied_model_has_one_more_matrix_in_every_tree(scan_layers):
     ]
     assert forms[0] == forms[1] == forms[2]
     assert {tree["head"].shape for tree in made} == {(96, 48)}
-    # Other random values equal the tied model's.
+    # Apart from the head, random values equal the tied model's.
     random, plain = values_of(made[1]), make_random(tied, seed=3, **options)
     assert not np.array_equal(random.pop("head"), random["embedding"])
     jax.tree.map(np.testing.assert_array_equal, random, plain)
@@ -256,25 +259,29 @@ WIDE = dict(num_attention_heads=8, num_key_value_heads=8, intermediate_size=1024
                 down_proj=(48, 128),
             ),
         ),
-        # Two KV heads for eight shards: every device has the head that it reads.
+        # Two KV heads cannot be split over eight devices: each device has the one that
+        # its query heads read.
         (
             WIDE | dict(num_key_value_heads=2),
             {},
             dict(q_proj=(8, 48), kv_proj=(16, 48), o_proj=(48, 8)),
         ),
-        # Three cannot be split over eight: every device has all of them.
+        # Three KV heads cannot be divided among eight devices: each device has all of
+        # them.
         (
             WIDE | dict(num_attention_heads=24, num_key_value_heads=3),
             {},
             dict(q_proj=(24, 48), kv_proj=(48, 48), o_proj=(48, 24)),
         ),
-        # A split unit is not cut: one gate block.
+        # A block of gate and up columns is never cut: with a single block, each device
+        # has all of it.
         (
             WIDE | dict(intermediate_size=64),
             {},
             dict(q_proj=(8, 48), kv_proj=(16, 48), gate_up_proj=(128, 48)),
         ),
-        # Draft sharding over two of eight devices: four copies of each shard.
+        # A draft model is split over two of eight devices, so each part has four
+        # copies.
         (
             WIDE | dict(num_key_value_heads=2),
             dict(mesh_axes=DRAFT_MESH_AXES),
@@ -327,7 +334,7 @@ def test_random_parameters_have_the_structure_of_loaded_ones(dtype):
         values = np.asarray(leaf, np.float32)
         if leaf.ndim == 1:
             assert not values.any()
-        else:  # at least 1500 values: a standard deviation within 10 %
+        else:  # with at least 1500 values, the standard deviation is within 10 %
             assert abs(values.std() * leaf.shape[1] ** 0.5 - 1) < 0.1
 
 

@@ -39,10 +39,10 @@ class Program:
     """One of the benchmark's programs.
 
     Attributes:
-        make: Compiles it.
+        make: Function that compiles it.
         rows: Largest number of positions whose logits it computes at once.
-        layers: Of the models that run in it.
-        weight_bytes: Of both models of the pair, which the process always holds.
+        layers: Numbers of layers of the models that run in it.
+        weight_bytes: Weights of both models, which the process always holds.
     """
 
     make: Callable[[], Any]
@@ -52,12 +52,12 @@ class Program:
 
 
 def gpu() -> Mesh:
-    """A mesh of one GPU, for compilation only."""
+    """Return a mesh of one GPU, for compilation only."""
     return describe(PLACES["h200"])
 
 
 def room(name: str) -> float:
-    """Bytes that the benchmark's programs may use."""
+    """Return the bytes that the benchmark's programs may use on a GPU."""
     return MEMORY_GIB[name] * GIB * full_size.MEMORY_FRACTION
 
 
@@ -129,12 +129,12 @@ def compile_program(name: str, program: Program) -> tuple[dict[str, Any], str]:
 
 
 def fits(pair_bytes: int) -> dict[str, bool]:
-    """Whether the program fits, by the GPU's name."""
+    """Return for each kind of GPU whether a program of this size fits."""
     return {name: pair_bytes <= room(name) for name in MEMORY_GIB}
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    """Write a line for every program, so that diffs show which ones changed."""
+    """Write the file; each program has its line, so that diffs show which changed."""
     head = {
         "device": "NVIDIA H200, compiled for and not run",
         "memory_gib": MEMORY_GIB,

@@ -26,7 +26,8 @@ NUM_CHIPS = 16
 # Eight sequences of 8,192 tokens.
 NUM_PAGES = 4096
 NUM_DRAFT_TOKENS = 5
-# Participants: `{{0,1,2,3},{4,5,6,7}}`, or axes, `mesh['a'=4,'b'=4] {'b'}`.
+# The two ways in which HLO writes the participants of a collective: lists,
+# `{{0,1,2,3},{4,5,6,7}}`, or axes, `mesh['a'=4,'b'=4] {'b'}`.
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _BY_AXES = re.compile(r"replica_groups=mesh\[([^\]]+)\] \{([^}]+)\}")
 
@@ -37,7 +38,7 @@ class Cell:
 
     Attributes:
         draft_devices: Number of devices that share a copy of the draft.
-        layers: Of target and draft; None for all.
+        layers: Layers of target and draft to compile; None for all.
     """
 
     draft_devices: int
@@ -54,7 +55,7 @@ class Cell:
 
     @property
     def shape(self) -> StepShape:
-        """Eight greedy sequences."""
+        """The shape of a round of eight greedy sequences."""
         return StepShape(
             num_seqs=8,
             num_draft_tokens=NUM_DRAFT_TOKENS,
@@ -63,7 +64,7 @@ class Cell:
         )
 
     def config(self) -> EngineConfig:
-        """Configuration of the engine whose program is compiled."""
+        """Return the configuration of the engine whose program is compiled."""
         return engine_config(
             "27b",
             "2b",
@@ -78,7 +79,7 @@ class Cell:
         )
 
 
-# The long suite compiles all; the first one has one layer of each kind.
+# The long suite compiles every program. The first one has only one layer of each kind.
 _CELLS = [
     Cell(draft_devices=4, layers=(2, 2)),
     Cell(draft_devices=4),
@@ -90,7 +91,7 @@ RECORD = Record("aot_hosts", CELLS)
 
 
 def describe_hosts(draft_devices: int) -> Mesh:
-    """The mesh of all chips, grouped by host, as `Runner` orders them."""
+    """Return the mesh of all chips, grouped by host, as `Runner` orders them."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     topology = topologies.get_topology_desc(

@@ -50,7 +50,8 @@ FEATURES = {
 }
 # Devices for which jax cannot parse the program text of large batches.
 UNREADABLE = ("v6e-1",)
-# An H100 runs the machine code for an H200, with less memory.
+# An H100 runs the programs compiled for an H200, so they must also fit its smaller
+# memory.
 PLACES = {"h200": ("h100", "h200")}
 
 
@@ -59,12 +60,12 @@ class Cell:
     """A program to compile.
 
     Attributes:
-        draft: None: the target alone, without drafts.
+        draft: Size of the draft model; None for the target alone, without drafts.
         num_tokens: Prompt tokens in one launch.
         form: Features that requests need: a key of `FEATURES`.
         draft_devices: Number of devices that share a copy of the draft; None: the
             target's number.
-        layers: Of target and draft; None for all.
+        layers: Layers of target and draft to compile; None for all.
     """
 
     device: str
@@ -78,12 +79,12 @@ class Cell:
 
     @property
     def pair(self) -> str:
-        """Names of its models, for display."""
+        """Names of the cell's models, for display."""
         return self.target if self.draft is None else f"{self.target}<-{self.draft}"
 
     @property
     def name(self) -> str:
-        """Unique name."""
+        """Unique name of the cell."""
         parts = [self.device, self.pair, f"{self.num_seqs}+{self.num_tokens}"]
         parts.append(self.form)
         if self.draft_devices is not None:
@@ -107,7 +108,7 @@ class Cell:
         )
 
     def args(self, **changes: Any) -> EngineArgs:
-        """Arguments of an engine with whole models."""
+        """Return the arguments of an engine with whole models."""
         models: dict[str, Any] = dict(model=f"google/gemma-2-{self.target}")
         if self.draft is not None:
             models["speculative_model"] = f"google/gemma-2-{self.draft}"
@@ -115,7 +116,7 @@ class Cell:
         return EngineArgs(**(given | changes))
 
     def config(self) -> EngineConfig:
-        """Configuration of the engine whose program is compiled."""
+        """Return the configuration of the engine whose program is compiled."""
         return engine_config(
             self.target,
             self.draft,
@@ -125,22 +126,26 @@ class Cell:
         )
 
     def facts(self, place: str) -> MemoryFacts:
-        """Memory facts of the devices with whole models, known without a compiler."""
+        """Return the facts for the memory plan of whole models on a place's devices.
+
+        They are known without a compiler.
+        """
         config = dataclasses.replace(self, layers=(None, None)).config()
         return find_facts(config, named_mesh(place, config), GivenSizes(), place)
 
 
 def _cells() -> dict[str, Cell]:
-    """All cells in the order of compilation, the most informative first."""
+    """Return all cells in the order of compilation, the most informative first."""
     kaggle: dict[str, Any] = dict(device="v5e-8", target="27b")
     v6e: dict[str, Any] = dict(device="v6e-1", target="9b", num_tokens=512)
     alone: dict[str, Any] = dict(device="v6e-1", target="2b", draft=None)
     gpu: dict[str, Any] = dict(device="h200")
-    # More prompt tokens than an engine chooses.
+    # Cells with more prompt tokens per launch than an engine chooses.
     prompts = alone, dict(gpu, target="9b"), kaggle
-    # The number of prompt tokens that an engine chooses for this number of sequences.
+    # Cells with the number of prompt tokens that an engine chooses for so many
+    # sequences.
     many: dict[str, Any] = dict(num_seqs=256, num_tokens=512)
-    # Small programs are enough to show how a draft is divided.
+    # Cells that show how a draft model is divided, for which small programs are enough.
     rounds: dict[str, Any] = dict(num_seqs=64, num_tokens=0, form="greedy")
     cells = [
         Cell(**kaggle, num_seqs=64, draft_devices=8, layers=(2, None)),
@@ -212,7 +217,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def memory_table(rows: dict[str, dict[str, Any]]) -> str:
-    """Table of a device's bytes at each size, and tokens that the KV cache can hold."""
+    """Return a table of a device's bytes, and of tokens in the KV cache, by size."""
     columns = (
         "device", "models", "sequences + prompt tokens", "weights",
         "plain", "with controls", "estimated for both", "code, estimated",
@@ -261,7 +266,7 @@ def draft_sums(cell: Cell, num_layers: int | None = None) -> tuple[int, int]:
     float32 all-reduces per layer, and one in bfloat16 for the embedding.
 
     Args:
-        num_layers: Of the draft; None for all.
+        num_layers: Layers of the draft model; None for all.
     """
     assert cell.draft is not None
     if cell.draft_devices == 1:
@@ -309,7 +314,7 @@ def _sum(found: dict[str, int]) -> tuple[int, int]:
 
 
 def sharding_of(cell: Cell) -> DraftSharding:
-    """The default draft sharding for the cell's models."""
+    """Return the default draft sharding for the cell's models."""
     args = cell.args(speculative_draft_tensor_parallel_size=None)
     found = plan_for(args, cell.device).draft_sharding
     assert found is not None
@@ -317,7 +322,10 @@ def sharding_of(cell: Cell) -> DraftSharding:
 
 
 def sharding_table(rows: dict[str, dict[str, Any]]) -> str:
-    """Table of drafts over few and many devices: bytes, sums, estimate of a pass."""
+    """Return a table of draft models over few and over many devices.
+
+    It has their bytes, their sums over devices, and the estimated time of a pass.
+    """
     columns = (
         "draft over", "program, layers", "draft's weights",
         "KV of a token, both models", "pages",
@@ -357,7 +365,7 @@ def sharding_table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def tables(rows: dict[str, dict[str, Any]]) -> str:
-    """Both tables of `benchmarks/README.md`."""
+    """Return both tables of `benchmarks/README.md`."""
     return f"{memory_table(rows)}\n\n{sharding_table(rows)}"
 
 

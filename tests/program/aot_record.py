@@ -52,7 +52,7 @@ def engine_config(
     """Configure an engine with models of published sizes.
 
     Args:
-        num_layers: Of both models, or of each; all if None.
+        num_layers: Layers of both models, or of each; None for all.
         given: Engine arguments.
     """
     layers = num_layers if isinstance(num_layers, tuple) else (num_layers, num_layers)
@@ -164,7 +164,7 @@ class Record:
         return {row["name"]: row for row in rows}
 
     def write(self, rows: dict[str, dict[str, Any]]) -> None:
-        """Write a line for every program, so that diffs show which ones changed."""
+        """Write one line per program, so that diffs show which ones changed."""
         head = {
             "command": f"PYTHONPATH=.venv/aot python -m {self.package}.{self.module}",
             "versions": aot_gpu.versions() | aot_tpu.versions(),
@@ -200,7 +200,7 @@ class Record:
         if not options.table:
             for name in tqdm(wanted, unit="program"):
                 row = measure(name)
-                rows = self.read() | {name: row}  # another process may have written
+                rows = self.read() | {name: row}  # another process may have added rows
                 self.write(rows)
         print(make_table(rows))
 

@@ -78,7 +78,7 @@ PLACES = {
         platform="cuda", topology="1x1x1", devices=1, draft_devices=1,
         num_pages=4096, hbm=141 * 10**9,
     ),
-    # The largest pair for each chip; an H200 runs the program of an H100.
+    # The largest Gemma 3 pair that fits each chip. An H200 runs the H100's program.
     "v5e-1/gemma-3": Place(
         pair=("google/gemma-3-4b-it", "google/gemma-3-270m-it"),
         platform="tpu", topology="v5e:1x1", devices=1, draft_devices=1,
@@ -106,7 +106,7 @@ RECORD = Record("aot_step", PLACES)
 
 
 def describe(place: Place) -> Mesh:
-    """A mesh of the devices, for compilation only."""
+    """Return a mesh of the place's devices, for compilation only."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     options: dict[str, Any] = {}

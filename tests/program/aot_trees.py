@@ -34,9 +34,9 @@ from tests.program import hlo
 from tests.program.aot_record import Record, compile_step, engine_config, markdown
 
 DEVICES = ("h200", "v6e-1", "v5e-8")
-# Devices with the target of their rounds.
+# Devices, each with the target model of its rounds.
 PLACES = *((device, "9b") for device in DEVICES), ("h200", "27b"), ("v5e-8", "27b")
-# Drafts of the main chain, which is the number of a tree's levels.
+# Drafts of the main chain, which is as long as the tree has levels.
 NUM_LEVELS = 5
 NUM_SEQS, NUM_PAGES, NUM_LAYERS = 8, 4096, 2
 # A main chain of five, three of whose nodes have siblings with children.
@@ -62,11 +62,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique name."""
+        """Unique name of the case."""
         return f"{self.device}/{self.target}/{self.kind}"
 
     def config(self, **changes: Any) -> EngineConfig:
-        """Configuration of the engine whose program is compiled."""
+        """Return the configuration of the engine whose program is compiled."""
         own = KINDS[self.kind]
         count = len(read_paths(own[TREE_KEY])) if TREE_KEY in own else NUM_LEVELS
         return engine_config(
@@ -99,7 +99,7 @@ def measure(case: Case, **changes: Any) -> dict[str, Any]:
     arrays in memory with an element for each pair of the tree's rows.
 
     Args:
-        changes: Changed engine arguments.
+        changes: Engine arguments that differ from the case's.
     """
     config = case.config(**changes)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
@@ -131,10 +131,10 @@ def measure(case: Case, **changes: Any) -> dict[str, Any]:
 
 
 def mask_operands(text: str, table_len: int, pages: Any) -> dict[str, int]:
-    """Operands of attention other than queries, pages, page tables and lengths.
+    """Return attention's operands for masks, with their bytes.
 
-    Args:
-        pages: Of all layers; their scales are not masks.
+    These are all operands other than queries, pages, page tables and lengths. `pages`
+    are those of all layers, whose scales are not masks either.
     """
     known = {(NUM_SEQS, table_len), (NUM_SEQS,), (NUM_SEQS + 1,)}
     for leaf in jax.tree.leaves(pages):
@@ -181,7 +181,7 @@ def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Table with a line per device and target; each cell lists all kinds."""
+    """Return a table with a line per device and target; cells list all kinds."""
     columns = (
         "device", "target", "drafts", "operations given", "operations made",
         "temporaries, MB", "code, MB", "masks, bytes", "CPU-s",

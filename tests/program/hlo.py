@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-# Operations that move bytes and compute nothing.
+# Operations that only move bytes, without computing.
 _MOVES = (
     "all-gather", "all-to-all", "collective-permute", "copy", "reduce-scatter",
     "transpose",
 )  # fmt: skip
-# Operations that name values and write none.
+# Operations that only name values, without writing.
 _NAMES = ("bitcast", "conditional", "get-tuple-element", "parameter", "tuple", "while")
 _COLLECTIVES = (
     "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
@@ -21,14 +21,15 @@ _COLLECTIVES = (
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
 # An upper bound: two 4-bit values share a byte.
 _BYTES |= {"f8e4m3fn": 1, "s4": 1}
-# The result's shapes, one or several in parentheses, then the operation's name.
+# Matches the result's shape, or several shapes in parentheses, and the operation's
+# name.
 _OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
 _NOTHING = (0, "u8[]", "")
 # One line per operation, in StableHLO and in HLO.
 _ANY_OPERATION = re.compile(
     r"^\s*(?:ROOT )?%?[\w.-]+(?:, %[\w.-]+|:\d+)* = ", re.MULTILINE
 )
-# What jax reports about a program text that it cannot parse.
+# A part of jax's error about a program text that it cannot parse.
 _UNREADABLE = "async-update instruction"
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{(\S*?)\})?")
 
@@ -59,7 +60,7 @@ def facts(
     Args:
         state: Arrays that are updated in place.
         kept: Arrays, such as weights and pages, that may not be copied.
-        text: Of the program, if `compiled` cannot provide it.
+        text: Text of the program, if `compiled` cannot provide it.
     """
     memory, text = compiled.memory_analysis(), text or compiled.as_text()
     assert text is not None
@@ -72,7 +73,7 @@ def facts(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        # Peak memory in use, without arguments.
+        # Largest memory in use at a time, without the arguments.
         peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
         code_bytes=code,
         # The sum of arguments, results that are not donated, temporaries and code.
@@ -88,7 +89,7 @@ def facts(
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes of the arrays of these shapes on one chip."""
+    """Return the bytes that arrays of these shapes take on one chip."""
     return sum(_local_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -98,7 +99,7 @@ def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _operations(text: str) -> Iterator[tuple[str, str, int, str]]:
-    """Name, shape, bytes and layout of every operation's (largest) result."""
+    """Yield name, shape, bytes and layout of every operation's largest result."""
     for line in text.splitlines():
         found = _OPERATION.search(line)
         if found is None:
@@ -109,8 +110,8 @@ def _operations(text: str) -> Iterator[tuple[str, str, int, str]]:
             count = math.prod(int(size) for size in sizes.split(",") if size)
             bytes_ = count * _BYTES.get(kind, 4)
             arrays.append((bytes_, f"{kind}[{sizes}]", layout))
-        # An asynchronous operation lists operands too: a gather's are smaller; the
-        # first of a copy's two is its destination.
+        # The results of an asynchronous operation include its operands. A gather's
+        # operands are smaller than its result, and a copy's result comes first.
         size, shape, layout = max(arrays, key=lambda array: array[0], default=_NOTHING)
         yield name, shape, size, layout
 
@@ -133,13 +134,16 @@ def all_reduces(text: str) -> dict[str, int]:
 
 
 def bytes_of(move: str) -> int:
-    """Bytes of the array in an entry of `moves`."""
+    """Return the bytes of the array in an entry of `moves`."""
     [(kind, *_)] = _ARRAY.findall(move)
     return math.prod(shape_of(move)) * _BYTES.get(kind, 4)
 
 
 def largest_collective(text: str, *, but: tuple[int, ...]) -> int:
-    """Elements of the largest collective other than of a layer's hidden rows."""
+    """Return the elements of the largest collective that is not of hidden rows.
+
+    Hidden rows of a layer are those of the width `but`.
+    """
     sizes = [0]
     for name, shape, _, _ in _operations(text):
         dimensions = sizes_of(shape)
@@ -150,33 +154,36 @@ def largest_collective(text: str, *, but: tuple[int, ...]) -> int:
 
 
 def _as_slots(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of pages as the scatter's operand."""
+    """Return the shape of pages as the operand of a scatter."""
     return (shape[0] * shape[1], *shape[2:]) if len(shape) == 4 else shape
 
 
 def shape_of(move: str) -> tuple[int, ...]:
-    """Dimensions of the array in an entry of `moves`."""
+    """Return the dimensions of the array in an entry of `moves`."""
     sizes = re.sub(r".*\[(.*)\]", r"\1", move).split(",")
     return tuple(int(size) for size in sizes if size)
 
 
 def sizes_of(move: str) -> tuple[int, ...]:
-    """`shape_of`, sorted: a transposed weight is a copy too."""
+    """Return the sorted dimensions of an entry's array.
+
+    Sorted, because a transposed weight is a copy too.
+    """
     return tuple(sorted(shape_of(move)))
 
 
 def moves(text: str) -> dict[str, int]:
-    """Operations that only move data, with their bytes."""
+    """Return the operations that only move data, with their bytes."""
     return {
         f"{name} {shape}": size
         for name, shape, size, layout in _operations(text)
-        # S(1) is on-chip memory: XLA fetches weights there before it needs them.
+        # XLA fetches weights to on-chip memory, S(1), before it needs them: not a move.
         if name.removesuffix("-start") in _MOVES and "S(1)" not in layout
     }
 
 
 def largest(found: dict[str, int], count: int = 8) -> dict[str, int]:
-    """The `count` entries with the most bytes."""
+    """Return the `count` entries with the most bytes."""
     order = sorted(found, key=lambda move: -found[move])
     return {move: found[move] for move in order[:count]}
 
@@ -214,7 +221,7 @@ def taken_out(text: str, stacks: Any) -> list[str]:
 
 
 def dequantized(text: str, params: Any) -> list[str]:
-    """Operations that write a quantized weight as floats of 16 or 32 bits."""
+    """Return operations that write a quantized weight as 16 or 32-bit floats."""
     sizes = set()
     for leaf in jax.tree.leaves(params):
         local = leaf.sharding.shard_shape(leaf.shape)

@@ -47,12 +47,13 @@ LARGEST_MOVE = {
     "v5e-1/gemma-3": 2**21, "v6e-1/gemma-3": LOGITS, "v5e-8/gemma-3": 2**23,
     "h100/gemma-3": 8 * 5 * 262_144 * 4,
 }  # fmt: skip
-# Elements: a few per row and candidate. A vocabulary is 256,000 per row.
+# Elements of the largest collective: a few per row and candidate. A row of logits would
+# have 256,000.
 LARGEST_COLLECTIVE = 2**13
 
 
 def check_in_place(row: Row) -> None:
-    """All of the state but padding is updated in place; nothing is copied."""
+    """Check that the whole state is updated in place, and that nothing is copied."""
     assert row["donated_bytes"] >= row["state_bytes"], "the state is not in place"
     assert row["copied"] == [], "a weight or a layer's pages are copied"
 
@@ -67,14 +68,15 @@ def check_step(row: Row) -> None:
 
 
 def check_hosts(row: Row) -> None:
-    """One executable for all hosts; the draft's sums do not cross hosts."""
+    """Check that all hosts run one program, and drafts add no sums between hosts."""
     check_in_place(row)
     cell, chips = aot_hosts.CELLS[row["name"]], NUM_CHIPS // NUM_HOSTS
     by_host = [host for host in range(NUM_HOSTS) for _ in range(chips)]
     assert row["processes"] == by_host, "a host's chips are not adjacent"
     assert row["executables"] == 1, "more than one executable"
     assert row["hbm_bytes"] < int(15.75 * 2**30), "it does not fit"
-    # Logits of a sixteenth of the vocabulary, and prefetched weights.
+    # Temporaries are the logits of a sixteenth of the vocabulary, and prefetched
+    # weights.
     assert row["peak_bytes"] < 2**29
     target, draft = (
         layers or whole for layers, whole in zip(cell.layers, (46, 26), strict=True)
@@ -82,7 +84,8 @@ def check_hosts(row: Row) -> None:
     # Two sums per layer, after attention and after the feed-forward block; one for the
     # embedding, and two to sample from a divided vocabulary.
     of_target = 2 * target + 3
-    # The draft is twice in the text: the first pass, and the loop of the others.
+    # The draft model is in the text twice: in the first pass, and in the loop over the
+    # others.
     of_draft = 2 * (2 * draft + 3)
     whole = f"all-reduce over {NUM_CHIPS}"
     expected = {whole: of_target, f"all-reduce over {chips}": of_draft}
@@ -94,7 +97,7 @@ def check_hosts(row: Row) -> None:
 
 
 def check_tree(row: Row) -> None:
-    """A row's mask is one bit per visible row of the tree, and a depth."""
+    """Check that a row's mask is one bit per row of the tree, with a depth."""
     check_in_place(row)
     if row["name"].endswith("/chain"):
         assert row["rows"] == row["nodes"] + 1 == aot_trees.NUM_LEVELS + 1
@@ -103,18 +106,21 @@ def check_tree(row: Row) -> None:
     most = max(row["mask_operands"].values(), default=0)
     limit = 4 * words * row["rows"] * aot_trees.NUM_SEQS
     assert 0 < most <= limit, "masks are no bits"
-    # A constant mask for all sequences, in bytes, is allowed.
+    # One constant mask in bytes, which all sequences share, is allowed.
     assert sum(row["squares"].values()) <= 4 * row["rows"] ** 2, "squares in memory"
 
 
 def check_h200(row: Row) -> None:
-    """It fits with both models' weights, on an H100 too; only logits are larger."""
+    """Check that a program fits an H200 and an H100 with both models' weights.
+
+    No move may be larger than the logits.
+    """
     check_in_place(row)
     fits = aot_h200.fits(row["pair_bytes"])
     assert all(fits.values()), "the pair does not fit"
     assert row["fits"] == fits
-    # Up to four copies of the logits, and the rows of a layer: at batch 1, with small
-    # logits, that is less than the pages of one layer.
+    # Temporaries are at most four copies of the logits, and the rows of a layer. At
+    # batch 1 the logits are small, so the limit is below a layer's pages.
     logits = row["logits_bytes"]
     assert max(row["moves"].values(), default=0) <= logits, "a large move"
     assert row["peak_bytes"] <= 4 * logits + 2**21, "large temporaries"
@@ -186,7 +192,8 @@ COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
         ),
         ("trees", "v6e-1/9b/tree", {"donated_bytes": 0}, "in place"),
         ("trees", "v6e-1/9b/tree", COPIED, "are copied"),
-        # A mask with a byte, or an MXU operand's element, for each pair of rows.
+        # A mask with a byte for each pair of rows, or with an element of an MXU
+        # operand.
         (
             "trees",
             "v6e-1/9b/tree",
@@ -238,10 +245,11 @@ def test_pair_compiles(name):
     print(row)
     check_step(row)
     target_layers, draft_layers = row["layers"]
-    # One attention per layer: the target's, and the draft's first and looped pass.
+    # Each layer has one attention: in the target's pass, in the draft model's first
+    # pass and in its loop.
     assert num_attentions(text) >= target_layers + 2 * draft_layers
     if place.devices > 1:
-        # One after attention and one after the feed-forward block, in every layer.
+        # Every layer has a sum after attention and one after the feed-forward block.
         target, draft = (model.hidden_size for model in aot_step.models(place))
         sums = row["all_reduces"]
         assert of_width(sums, "f32", target, draft) == {
@@ -316,11 +324,12 @@ def test_eight_bit_pages_are_updated_in_place(kind, kept):
     row = aot_trees.measure(case, kv_cache_dtype=kept)
     print(json.dumps(row))
     check_tree(row)
-    # The pages have the same number of values as in bfloat16, in half the bytes; int8
-    # has scales.
+    # The pages hold as many values as in bfloat16, in half the bytes; int8 has scales
+    # as well.
     wide = TREES[name]["state_bytes"]
     assert 0.5 * wide < row["state_bytes"] < 0.51 * wide
-    # With two layers of either model, pages of another shape would be noticed.
+    # With two layers per model, a move of one layer's pages in any shape would be at
+    # least this large.
     smallest = aot_trees.NUM_PAGES * case.config().page_size * 8 * 256
     assert max(row["moves"].values()) < smallest
 
@@ -328,7 +337,7 @@ def test_eight_bit_pages_are_updated_in_place(kind, kept):
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "name",
-    # One program of every kind: a minute on a core. Parts repeat by layer.
+    # In `make test`, one program of every kind, each a minute of processor time.
     members(
         "h200",
         ("plain/27b/batch 8", "pass/9b/batch 1/K 0", "round/9b-2b/K 8"),
@@ -341,14 +350,15 @@ def test_gpu_benchmark_program_compiles(name):
     row, text = aot_h200.compile_program(name, program)
     print(row)
     check_h200(row)
-    # One attention per layer: the target's, and the draft's first and looped pass.
+    # Each layer has one attention: in the target's pass, in the draft model's first
+    # pass and in its loop.
     num_passes = sum(program.layers) + sum(program.layers[1:])
     assert num_attentions(text) >= num_passes
-    # All logits are computed, even if no token is read.
+    # The program computes all logits, even if it returns no token.
     assert re.search(r"= \w+\[(?:\d+,)*256000\]", text)
 
 
-# Devices, draft, and the largest number of rounds of a launch.
+# Device, draft model, and the maximum number of rounds in a launch.
 SCANNED = [
     ("v6e-1", None, 1), ("v6e-1", "2b", 1), ("v5e-8", "2b", 1), ("h200", "2b", 1),
     ("v6e-1", "2b", 8),

@@ -21,7 +21,7 @@ SEQS, DRAFTS, VOCAB, PAGE, PAGES = 24, 3, 72, 4, 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """Sequences with known tokens and drafts, and the controls of each."""
+    """Sequences with known tokens, drafts and controls, and a launch's arrays."""
 
     asked: list[TokenControls | None]
     tokens: list[list[int]]
@@ -66,7 +66,7 @@ def make_round(asked: list[TokenControls | None], *, few_tokens: int = 6) -> Rou
     some = random.permutation(VOCAB)[:few_tokens]
     tokens = random.choice(some, (count, PAGE * PAGES))
     pages[table] = tokens.reshape(count, PAGES, PAGE)
-    # Junk past the end, with tokens that do not occur in the texts.
+    # Slots past the end hold tokens that do not occur in the texts.
     table = np.where(np.arange(PAGES) * PAGE < lengths[:, None], table, count * PAGES)
     active = dataclasses.replace(
         make_active(count, num_tokens=lengths, num_prompt=num_prompt),
@@ -98,7 +98,7 @@ def random_controls(seed: int) -> TokenControls | None:
 
 
 def with_bad_words(made: Round) -> Round:
-    """Add words that end at each row, some off by one token or one position."""
+    """Add bad words that end at rows; some differ by a token or are a position off."""
     asked = []
     for seq, one in enumerate(made.asked):
         if one is None:
@@ -151,7 +151,7 @@ def test_each_control_alone_equals_the_loop(one: TokenControls):
 
 
 def test_bad_words_forbid_their_last_token_only():
-    """Words count only within the output: one that starts in the prompt is allowed."""
+    """A bad word counts only if it is in the output, not if it starts in the prompt."""
     made = with_bad_words(make_round([TokenControls()] * SEQS))
     found, expected = made.adjusted(Backend()), made.expected()
     np.testing.assert_array_equal(found == -np.inf, expected == -np.inf)
@@ -179,7 +179,11 @@ def test_bad_words_do_not_mask_the_last_allowed_tokens(shards):
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_bad_words_do_not_leave_only_an_early_stop_id(shards):
-    """A row's only allowed tokens are a bad word and a stop id before `min_tokens`."""
+    """The only allowed tokens of a row are a bad word and a stop id.
+
+    Before `min_tokens` both would be forbidden. A row needs a token, so then neither
+    is; later the stop id remains.
+    """
     stop, word, early = 40, 5, 2
     asked = TokenControls(allowed=(stop, word), bad_words=((word,),))
     made = make_round([asked] * 2)
@@ -206,7 +210,7 @@ def test_split_vocabulary_equals_one_device(shards):
 
 
 def test_single_rows_equal_rows_of_the_round():
-    """Rows of the draft model count its drafts as the target's rows do."""
+    """A row computed alone, as for a draft model, counts the drafts before it."""
     made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
     together = made.adjusted(Backend())
     for row in range(DRAFTS + 1):
@@ -216,7 +220,7 @@ def test_single_rows_equal_rows_of_the_round():
 
 @pytest.mark.parametrize(("penalty", "text"), [(1.5, [1, 15]), (0.7, [1, 1, 15])])
 def test_frequency_penalty_stops_repeated_drafts(penalty, text):
-    """As in vLLM's test, drafts are [1, 1, 1], and token 15 is always second best."""
+    """Drafts are [1, 1, 1] and token 15 is always second best, as in vLLM's test."""
     asked: list[TokenControls | None] = [TokenControls(frequency_penalty=penalty)]
     logits = np.zeros((1, DRAFTS + 1, VOCAB), np.float32)
     logits[..., 1], logits[..., 15] = 100.0, 99.0

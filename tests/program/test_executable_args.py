@@ -109,7 +109,8 @@ def test_call_replaces_its_donated_arrays():
     before = jax.tree.map(np.asarray, state)
     drafts = before.proposers
     assert arrays.call(program, PLAIN, plan) is plan
-    # The draft model's pages are the same arrays; the others are the results.
+    # The plain program does not take the draft model's pages, so they are unchanged.
+    # All other arrays are its results.
     once = jax.tree.map(np.asarray, arrays.state)
     expected = jax.tree.map(other, before)
     expect_equal(once, dataclasses.replace(expected, proposers=drafts))

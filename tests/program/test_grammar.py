@@ -21,7 +21,7 @@ ROWS = 6
 
 
 def make_rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Logits, raw logits, mask words, and the words as one bool per token."""
+    """Return logits, raw logits, mask words, and the masks as one bool per token."""
     random = np.random.default_rng(vocab)
     raw = random.normal(size=(ROWS, vocab)).astype(np.float32)
     logits = raw + random.normal(size=raw.shape).astype(np.float32)
@@ -29,7 +29,7 @@ def make_rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
     is_allowed[:, 0] = True
     is_allowed[0] = True
     is_allowed[1, :-1], is_allowed[1, -1] = False, True
-    # The other controls mask all tokens that these two grammars allow.
+    # The other controls forbid all tokens that these two grammars allow.
     logits[2, is_allowed[2]] = -np.inf
     logits[1, -1] = -np.inf
     words = -(-vocab // grammar.WORD)
@@ -91,7 +91,7 @@ def test_host_receives_newest_tokens_and_drafts(
     masks = np.random.default_rng(1).integers(0, 2**32, (4, 2, 2), dtype=np.uint32)
 
     def source(*arguments):
-        # Copies: C++ frees its buffers after the call.
+        # Copy the arguments, because C++ frees its buffers after the call.
         asked.append([np.array(argument) for argument in arguments])
         return masks
 
@@ -119,7 +119,8 @@ def test_host_receives_newest_tokens_and_drafts(
         )
         return adjust(logits, jnp.asarray(drafts, jnp.int32), num_before=before)
 
-    # As in an engine: logits are split by vocabulary, other arrays are replicated.
+    # Shard as an engine does: logits are split by vocabulary, other arrays are
+    # replicated.
     whole = NamedSharding(mesh, PartitionSpec())
     split = NamedSharding(mesh, PartitionSpec(None, None, TARGET_MESH_AXES))
     logits = jax.device_put(logits, split)

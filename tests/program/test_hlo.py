@@ -18,7 +18,7 @@ HLO = """
 
 
 def test_moves_are_read_in_every_form():
-    """A copy to on-chip memory (S(1)) is not a move; a copy from there is one."""
+    """A copy to on-chip memory, S(1), is not a move; a copy from there is one."""
     assert hlo.moves(HLO) == {
         "all-gather-start f32[8,256000]": 8 * 256000 * 4,
         "all-gather-start f32[8,4,1024]": 8 * 4 * 1024 * 4,
@@ -55,7 +55,7 @@ STACKED = """
 
 
 def test_entries_taken_out_of_a_stack_are_found():
-    """Except entries that a fusion reads in place or writes to on-chip memory."""
+    """Entries that a fusion reads in place or writes to on-chip memory do not count."""
     place = SingleDeviceSharding(jax.devices()[0])
     stack = jax.ShapeDtypeStruct((2, 4096, 512), jnp.bfloat16, sharding=place)
     vectors = jax.ShapeDtypeStruct((2, 8), jnp.float32, sharding=place)
@@ -64,7 +64,7 @@ def test_entries_taken_out_of_a_stack_are_found():
 
 
 def test_copies_of_weights_and_pages_are_found():
-    """With any order of dimensions, or flattened to the rows of a scatter."""
+    """Copies may have reordered dimensions, or the flat shape of a scatter's rows."""
     place = SingleDeviceSharding(jax.devices()[0])
     forms = {
         "weight": ((2304, 16), "transpose bf16[16,2304]"),
@@ -102,7 +102,7 @@ def test_kernel_operands_are_found():
 
 
 def test_square_arrays_are_found():
-    """Only arrays in memory count, not those within a fusion or on the chip (S(1))."""
+    """Arrays inside a fusion or in on-chip memory, S(1), do not count."""
     assert hlo.squares(TREE, 17) == {
         "pred[1,17,17]": 17 * 17,
         "bf16[8,34,17]": 2 * 8 * 34 * 17,

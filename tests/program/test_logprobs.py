@@ -15,7 +15,7 @@ ROWS, VOCAB = 17, 64
 
 
 def make_logits() -> np.ndarray:
-    """Random rows, with ties, very low logits, and one token with all the mass."""
+    """Return random rows with ties, very low logits, and one certain token."""
     random = np.random.default_rng(0)
     logits = random.normal(size=(ROWS, VOCAB)) * 4
     logits[1] = random.integers(0, 3, VOCAB)
@@ -65,14 +65,14 @@ def test_logprobs_equal_the_softmax(num_top, shards):
     np.testing.assert_allclose(found.own, own, rtol=1e-5, atol=1e-4)
     above = logits > logits[np.arange(ROWS), tokens][:, None]
     np.testing.assert_array_equal(found.rank, 1 + above.sum(axis=1))
-    # Ties by lowest id, for any split of the vocabulary.
+    # Ties are ordered by token id, for any split of the vocabulary.
     order = np.argsort(-logits, axis=1, kind="stable")[:, :num_top]
     np.testing.assert_array_equal(found.top_ids, order)
     best = np.take_along_axis(distribution, order, axis=1)
     np.testing.assert_allclose(found.top, best, rtol=1e-5, atol=1e-4)
     others = np.take_along_axis(distribution, chosen, axis=1)
     np.testing.assert_allclose(found.chosen, others, rtol=1e-5, atol=1e-4)
-    # The same bits in all three ways to compute a logprob.
+    # A token's logprob has the same bits, whichever of the three ways computes it.
     if num_top:
         np.testing.assert_array_equal(found.chosen[:, 0], found.top[:, 0])
 
@@ -96,7 +96,7 @@ def test_unknown_token_affects_only_its_own_row():
     logits, tokens = make_logits(), np.arange(ROWS)
     known = logprobs_of(logits, tokens, 2)
     tokens[5] = NO_TOKEN
-    chosen = np.full((ROWS, 3), NO_TOKEN)  # as for a request without ids
+    chosen = np.full((ROWS, 3), NO_TOKEN)  # what a request without ids has
     found = logprobs_of(logits, tokens, 2, chosen=chosen)._replace(chosen=known.chosen)
     for mine, theirs in zip(found, known, strict=True):
         others = np.arange(ROWS) != 5

@@ -135,8 +135,8 @@ def count_unequal(seqs: int, vocab: int, seed: int) -> int:
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-# With four rows each, 11,520 tokens in the full run. The first vocabulary exceeds a
-# tile.
+# The full run has 11,520 tokens, with four rows per sequence. The first vocabulary is
+# larger than a tile.
 @pytest.mark.parametrize(
     ("vocab", "seqs"),
     [

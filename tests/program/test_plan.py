@@ -47,7 +47,7 @@ def fields_of(plan: StepPlan) -> dict[str, np.ndarray]:
 def test_every_control_value_arrives():
     plan = StepPlan(admissions=[ADMISSION, with_controls(1, CONTROLS)])
     fields = fields_of(plan)
-    # Controls are packed without gaps, in the order of their admissions.
+    # Entries are in the order of admissions, and only requests with controls have one.
     pads = [POOL.num_rows] * (MAX_CONTROLLED - 1)
     assert fields["control_row"].tolist() == [1, *pads]
     penalties = fields["control_penalties"][0]
@@ -56,7 +56,7 @@ def test_every_control_value_arrives():
     assert ids.tolist() == [5, 69] + [NO_TOKEN] * (MAX_BIAS - 2)
     values = fields["control_bias_values"][0]
     assert values[:2].tolist() == [-100.0, 2.5]
-    # 70 tokens are three words.
+    # The masks of 70 tokens take three words.
     allowed = fields["control_allowed"][0].tolist()
     assert allowed == [2**31 + 1, 1, 2**5]
     words = fields["control_bad_words"][0]

@@ -70,11 +70,11 @@ class Parrot:
 
 
 def make_small(target: Any, **drafts: Any) -> LLMEngine:
-    """Make an engine without a program cache, whose keys do not depend on the toys."""
+    """Make an engine without a program cache, whose keys ignore toy proposers."""
     engine = make_engine(
         target,
         max_num_seqs=4,
-        max_num_batched_tokens=96,  # all prompts in one launch
+        max_num_batched_tokens=96,  # enough for all prompts in one launch
         runner=OneGreedyProgramRunner,
         **drafts,
     )
@@ -153,7 +153,7 @@ def test_proposer_receives_the_targets_hidden_states(monkeypatch, may_find_none)
     _, kept = map(np.asarray, state.proposers[0])
     tables = np.asarray(state.rows.page_table)
     for prompt, text in zip(PROMPTS, texts, strict=True):
-        # The target has not read the last token.
+        # The target has not read the last token yet.
         tokens = [*prompt, *text][:-1]
         expected = hf_streams(target, tokens)[list(Listener().target_layers)]
         position = np.arange(len(tokens))
@@ -165,7 +165,7 @@ def test_proposer_receives_the_targets_hidden_states(monkeypatch, may_find_none)
 
 
 def hf_streams(model: Any, tokens: list[int]) -> np.ndarray:
-    """The residual stream before every layer; after the last one, normalised."""
+    """Return the residual stream before every layer, and the normalised last one."""
     with torch.no_grad():
         found = model(torch.tensor([tokens]), output_hidden_states=True)
     return np.concatenate([np.asarray(one) for one in found.hidden_states])

@@ -12,7 +12,7 @@ from tests.kernels import dense
 from tests.support.distributions import LEVEL, check_counts
 
 COUNT = 40_000
-# Correlation of independent columns: five standard deviations.
+# Limit for the correlation of independent columns: five standard deviations.
 MAX_CORRELATION = 5 / COUNT**0.5
 
 
@@ -34,7 +34,7 @@ def uniform(seeds, positions, role, index=0) -> np.ndarray:
 
 
 def test_numbers_depend_on_their_own_key_only():
-    """Neither on the batch around them nor on its shape."""
+    """The batch around a key and its shape do not change the key's numbers."""
     seed, position = np.arange(12).reshape(3, 4) % 5, np.arange(12).reshape(3, 4)
     together = uniform(seed, position, ACCEPT, 1)
     noise = dense.exponential(
@@ -65,7 +65,7 @@ def test_uniforms_are_uniform_and_below_one(role):
     ):
         assert numbers.min() >= 0 and numbers.max() < 1
         assert stats.kstest(numbers.astype(np.float64), "uniform").pvalue >= LEVEL
-        # All of the 24 bits are used.
+        # The lowest of the 24 bits is random too.
         assert (np.round(numbers * 2.0**24) % 2).mean() == pytest.approx(0.5, abs=0.02)
 
 
@@ -79,7 +79,8 @@ def test_roles_positions_indices_and_seeds_are_independent():
     ]
     columns.append(uniform(seeds + 1, 6, ACCEPT))
     correlation = np.corrcoef(np.stack(columns))
-    # The last pair are neighbours: equal numbers shifted by one row would correlate.
+    # The last two columns are neighbours: with numbers shifted by one row, they would
+    # correlate.
     np.testing.assert_array_equal(columns[-1][:-1], uniform(seeds, 6, ACCEPT)[1:])
     off = np.abs(correlation - np.eye(len(columns)))
     assert off.max() <= MAX_CORRELATION
@@ -101,14 +102,17 @@ def noise_of(seeds: np.ndarray, positions: np.ndarray, size: int) -> np.ndarray:
 
 
 def mix(bits: np.ndarray) -> np.ndarray:
-    """The finaliser of MurmurHash3, in numpy."""
+    """Compute the finaliser of MurmurHash3 in numpy."""
     bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)
 
 
 def test_noise_is_the_hash_of_ids_and_words():
-    """The logarithm aside, bit for bit: a draft and the kernels must share it."""
+    """Noise equals the hash bit for bit, but for the rounding of the logarithm.
+
+    Draft models and kernels must compute the same noise.
+    """
     seeds, positions = np.arange(3), np.array([5, 5, 70_000])
     words = randomness.words(
         seeds_of(seeds), jnp.asarray(positions, jnp.int32), jnp.full(3, SAMPLE)
@@ -129,7 +133,7 @@ def test_noise_is_exponential_and_positive():
 
 
 def test_noise_of_neighbours_is_independent():
-    """Of seeds, of positions and of vocabulary entries."""
+    """Neighbouring seeds, positions and vocabulary entries have independent noise."""
     size = COUNT
     rows = [
         noise_of(np.array([seed]), np.array([position]), size)[0]
@@ -140,7 +144,7 @@ def test_noise_of_neighbours_is_independent():
     off = np.abs(np.corrcoef(np.stack(rows)) - np.eye(len(rows)))
     assert off.max() <= MAX_CORRELATION
     assert len({row.tobytes() for row in rows}) == len(rows)
-    # And no stream is a shifted other one, a possible fault of a two-word counter hash.
+    # No stream is another one shifted, which a hash of two counter words might cause.
     heads = [set(row[:200].tolist()) for row in rows[:-1]]
     shared = [len(a & b) for i, a in enumerate(heads) for b in heads[i + 1 :]]
     assert max(shared) <= 2

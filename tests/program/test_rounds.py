@@ -44,7 +44,7 @@ def start(rule: str, seqs: int) -> Active:
 def play_round(
     active: Active, history: jax.Array, num_draft_tokens: jax.Array
 ) -> tuple[Active, jax.Array]:
-    """One round of the Markov chain; history is `[seq, LENGTH + DRAFTS + 1]`."""
+    """Run a round of the Markov chain; history is `[seq, LENGTH + DRAFTS + 1]`."""
     target = jnp.log(jnp.asarray(TARGET, jnp.float32))
     draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
     last, tokens, probs = active.last_tokens[:, 1], [], []
@@ -89,13 +89,16 @@ def always(active: Active) -> jax.Array:
 
 
 def by_the_past(active: Active) -> jax.Array:
-    """Choose K by known tokens, which is all that a controller knows."""
+    """Choose K by known tokens, the only thing that a controller may depend on."""
     return (active.last_tokens[:, 1] + active.num_tokens) % (DRAFTS + 1)
 
 
 @jax.jit
 def by_peeking(active: Active) -> jax.Array:
-    """Choose K by this round's random numbers: no drafts if the first were token 0."""
+    """Choose K by this round's random numbers, which biases the texts.
+
+    It is 0 if the first draft would be token 0.
+    """
     draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
     token, _ = sample_draft(draft[active.last_tokens[:, 1]], 0, active, Backend())
     return jnp.where(token == 0, 0, DRAFTS)
@@ -121,7 +124,8 @@ def statistic_of(
         last = np.arange(distribution.size) % VOCAB
         distribution = (distribution[:, None] * TARGET[last]).reshape(-1)
     expected = distribution * seqs
-    # Cells below 20 are merged; the statistic is normal enough at 200 degrees.
+    # Cells with fewer than 20 expected texts are merged. With 200 degrees of freedom,
+    # the statistic is nearly normal.
     rare = expected < 20
     observed = np.append(observed[~rare], observed[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
@@ -137,7 +141,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 counted = pytest.mark.parametrize("seqs", [FEWER, slow(SEQS)])
 
 
-# A constant K is a special case of the next test.
+# A constant K is a special case of the next test, so some rules are slow tests here.
 @pytest.mark.parametrize("rule", [slow("standard"), "block", slow("coupled")])
 @counted
 def test_joint_distribution_over_rounds(rule, seqs):
@@ -155,6 +159,6 @@ def test_k_may_depend_on_known_tokens(rule, seqs):
 @pytest.mark.parametrize("rule", ["standard", slow("block"), "coupled"])
 @counted
 def test_k_that_depends_on_the_rounds_noise_is_detected(rule, seqs):
-    """The coupled rule is excluded: with shared noise, K cannot change a text."""
+    """With the coupled rule K cannot change a text, so it is left out here."""
     found = statistic_of(rule, seqs, by_peeking)
     assert follows_the_distribution(*found) == (rule == "coupled"), found

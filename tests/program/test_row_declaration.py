@@ -52,5 +52,5 @@ def test_new_request_value_is_declared_once(tmp_path: Path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    # The admitted row, and one where it is not set.
+    # The value of the admitted row, and the default of another row.
     assert done.stdout.strip() == "[0.25, 1.0]"

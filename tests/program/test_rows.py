@@ -52,7 +52,7 @@ def apply(rows: Rows, plan: StepPlan) -> Rows:
 
 
 def tokens_after(rows: Rows, plan: StepPlan) -> np.ndarray:
-    """Every row's tokens by position."""
+    """Return every row's tokens by position."""
     vector = jnp.asarray(LAYOUT.pack(plan))
     after, token_pages = apply_vector(rows, used_tokens(), vector)
     assert changed_rows(rows, after) == {}
@@ -71,7 +71,7 @@ def used_tokens() -> jax.Array:
 
 
 def used_rows() -> Rows:
-    """Rows with distinct values in every leaf, as left by earlier requests."""
+    """Return rows with distinct values, as if earlier requests had left them."""
     return jax.tree.map(
         lambda leaf: (
             jnp.asarray(np.arange(leaf.size).reshape(leaf.shape), leaf.dtype)
@@ -83,7 +83,7 @@ def used_rows() -> Rows:
 
 
 def changed_rows(before: Rows, after: Rows) -> dict[str, list[int]]:
-    """Rows that differ, by the name of the leaf."""
+    """Return the numbers of the rows that differ, by the name of the field."""
     changes = {}
     leaves = (jax.tree.leaves_with_path(rows) for rows in (before, after))
     for (path, old), (_, new) in zip(*leaves, strict=True):
@@ -112,7 +112,7 @@ def test_admission_overwrites_only_its_row():
     stops = [1, 15] + [NO_TOKEN] * (MAX_STOP_IDS - 2)
     assert after.stop_ids[3].tolist() == stops
     assert (int(after.num_tokens[3]), bool(after.is_done[3])) == (0, False)
-    # The last request's pages may belong to another by now.
+    # The pages of the row's last request may belong to another request now.
     assert (after.page_table[3] == POOL.num_pages).all()
 
 
@@ -210,7 +210,7 @@ def test_gathered_sequences_equal_their_rows():
     order = [3, 0, 1, POOL.num_rows]
     gathered = jax.jit(gather, compiler_options=UNOPTIMISED)
     active = gathered(rows, used_tokens(), jnp.array(order, jnp.int32))
-    # A done row and the pad take no part.
+    # A row whose request is done, and a pad, are not active.
     assert active.is_active.tolist() == [True, True, False, False]
     assert active.is_sampled.tolist() == [False, True, False, False]
     assert active.is_coupled.tolist() == [False, True, False, False]
@@ -220,7 +220,8 @@ def test_gathered_sequences_equal_their_rows():
     for name in ("page_table", "min_total", "max_total", "top_k", "seed", "stop_ids"):
         expected = np.asarray(getattr(rows, name))[order[:3]]
         assert np.asarray(getattr(active, name))[:3].tolist() == expected.tolist()
-    # A prompt that was just read: the rows do not have its length yet.
+    # The length of a prompt that was just read is an argument: the rows do not have it
+    # yet.
     active = gathered(
         rows,
         used_tokens(),

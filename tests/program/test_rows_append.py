@@ -14,7 +14,7 @@ COUNT, WIDTH, VOCAB = 400, 4, 6
 
 
 def loop_truncate(token_ids, start, stop_ids, min_total, max_total):
-    """Emit one token at a time, as plain decoding would."""
+    """Emit one token at a time and stop as plain decoding does."""
     kept = []
     for token in token_ids:
         kept.append(token)
@@ -27,7 +27,7 @@ def loop_truncate(token_ids, start, stop_ids, min_total, max_total):
 
 
 def check_truncate() -> None:
-    """Random rounds with stop ids, limits and idle rows."""
+    """Check random rounds with stop ids, limits and idle rows."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, VOCAB, (COUNT, WIDTH))
     count = random.integers(1, WIDTH + 1, COUNT)
@@ -66,12 +66,12 @@ def check_truncate() -> None:
         got = found[0][row, : found[1][row]].tolist()
         assert (got, found[2][row]) == (kept, is_done), row
         seen.add((len(kept), int(count[row]), is_done))
-    # Ends at every offset of every round length are among the cases.
+    # The cases include an end at every offset of a round of every length.
     assert {(k, c, True) for c in range(1, 5) for k in range(1, c + 1)} <= seen
 
 
 def check_append() -> None:
-    """Tokens are written after the known ones, and nowhere else."""
+    """Check that tokens are written after the known ones, and nowhere else."""
     random = np.random.default_rng(1)
     pool = PoolShape(
         num_rows=6, num_pages=20, page_size=4, max_model_len=12, vocab_size=16
@@ -88,7 +88,7 @@ def check_append() -> None:
     )
     token_pages = np.zeros((20, 4), np.int32)
     token_pages[page_table] = known.reshape(6, 3, 4)
-    # Rows out of order, one idle, one pad past the end.
+    # Rows are not in order; one is idle, and one is a pad past the end.
     row = np.array([4, 0, 3, 2, 6])
     is_active = np.array([True, True, True, False, False])
     count = np.array([1, 4, 2, 0, 0])

@@ -30,7 +30,7 @@ LOGITS = np.random.default_rng(0).normal(size=(6, VOCAB)).astype(np.float32) * 2
 
 
 def distribution_of(logits: np.ndarray, rows: list[dict]) -> np.ndarray:
-    """The sampling distribution of rows with sampling values."""
+    """Return the distribution from which rows are sampled."""
     defaults = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     full = [defaults | row for row in rows]
 
@@ -47,7 +47,7 @@ def distribution_of(logits: np.ndarray, rows: list[dict]) -> np.ndarray:
     return probs
 
 
-# Traced once per shape, and compiled with little optimization.
+# Each shape is traced once, and compiled with few optimizations.
 quick_jit: Any = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 
 
@@ -71,7 +71,7 @@ def verified(logits, active):
 def draw(
     logits: np.ndarray, sampling_values: SamplingValues, uniform: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens by inverting the cumulative sum at given uniforms, and probabilities."""
+    """Return tokens by inverting the cumulative sum, and the probabilities."""
     token, probs = inverted(
         jnp.asarray(logits, jnp.float32),
         sampling_values,
@@ -82,13 +82,13 @@ def draw(
 
 
 def at_one(rows: int) -> SamplingValues:
-    """Temperature 1 and no filter."""
+    """Return sampling values with temperature 1 and no filter."""
     ones = jnp.ones(rows, jnp.float32)
     return SamplingValues(ones, jnp.zeros(rows, jnp.int32), ones, 0 * ones)
 
 
 def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) -> None:
-    """Check random logits, flat to sharp, with one row per control."""
+    """Check random logits, flat to sharp; each row has its own values."""
     random = np.random.default_rng(size)
     scale = random.choice([0.2, 1.0, 4.0], (len(rows), 1))
     logits = random.normal(size=(len(rows), size)) * scale
@@ -104,14 +104,14 @@ def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) ->
         exact["top_k"] = row.get("top_k", 0)
         expected = filtered_distribution(logits[index], **exact)
         np.testing.assert_allclose(found[index], expected, atol=1e-6, err_msg=str(row))
-        # Below 1e-30 float32 may have nothing left.
+        # In float32, weights below 1e-30 may become 0.
         is_clear = (expected == 0) | (expected > 1e-30)
         is_kept = (found[index] > 0)[is_clear]
         np.testing.assert_array_equal(is_kept, expected[is_clear] > 0, str(row))
 
 
 def random_rows(size: int, count: int = 48) -> list[dict]:
-    """Sampling values of every kind in one batch, with greedy rows."""
+    """Return sampling values of every kind in one batch, with greedy rows."""
     random = np.random.default_rng(size)
     rows = []
     for _ in range(count):
@@ -150,7 +150,7 @@ def test_one_kind_of_control_alone(row):
 
 
 def test_wide_nucleus_and_large_top_k_are_found():
-    """In flat distributions many tokens are kept; thresholds equal those by sorting."""
+    """Flat distributions keep many tokens; thresholds equal those found by sorting."""
     rows = [
         dict(top_p=0.9),
         dict(top_k=700),
@@ -189,7 +189,7 @@ def test_masked_tokens_have_no_probability():
 
 
 def check_draw(size: int) -> None:
-    """Edges and middles of every cell of the float64 cumulative sum."""
+    """Check uniforms at the ends and in the middle of each token's interval."""
     random = np.random.default_rng(size)
     rows, uniforms, tokens = [], [], []
     for trial in range(6):
@@ -207,7 +207,7 @@ def check_draw(size: int) -> None:
             if low < high:
                 uniforms += [low, (low + high) / 2, high]
                 tokens += [token] * 3
-        # The smallest and the largest possible uniform.
+        # Include the smallest and the largest possible uniform.
         uniforms += [0.0, LARGEST_UNIFORM]
         tokens += [positive[0], positive[-1]]
         rows += [logits] * (len(tokens) - len(rows))
@@ -224,7 +224,7 @@ def test_draw_inverts_the_cumulative_sum(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_draw_never_takes_a_token_of_weight_zero(size):
-    """Even if rounding makes the sums disagree."""
+    """This holds even if rounding makes the sums of blocks and of tokens disagree."""
     random = np.random.default_rng(size)
     logits = random.normal(size=(2000, size)).astype(np.float32) * 8
     logits[random.random(logits.shape) < 0.6] = -np.inf
@@ -272,11 +272,12 @@ def test_every_row_follows_its_own_rule():
         (randomness.DRAFT, 2, token),
         (randomness.SAMPLE, 0, plain_with(active)),
     ):
-        # The uniform of round start 10, at the distance to the position.
+        # The round starts at position 10: its uniform at the distance to this position.
         distance = jnp.full(6, index, jnp.int32)
         start = active.num_tokens
         uniform = randomness.uniform(active.seed, start, role, distance)
-        # The noise of the position itself, for draft and target alike.
+        # The coupled rule's noise depends on the position itself, for draft model and
+        # target alike.
         noise = dense.exponential(
             active.seed, start + distance, randomness.SAMPLE, VOCAB
         )
@@ -292,7 +293,7 @@ def test_every_row_follows_its_own_rule():
 
 @pytest.mark.parametrize("is_active", [True, False], ids=["greedy", "inactive"])
 def test_batch_without_sampled_rows_takes_the_argmax(is_active):
-    """Pads with a temperature do not make a batch sampled."""
+    """Only padding rows have a temperature, and they do not make a batch sampled."""
     active = make_active(6, temperature=float(not is_active), is_active=is_active)
     token, probs = draft_with(active, 0)
     np.testing.assert_array_equal(token, LOGITS.argmax(axis=1))
@@ -320,7 +321,10 @@ def test_tokens_of_many_seeds_follow_the_distribution():
 
 
 def test_race_agrees_more_the_closer_the_distributions_are():
-    """Coupling: the same noise, two distributions; equal distributions always agree."""
+    """With the same noise, two distributions agree more, the closer they are.
+
+    This is the coupled rule. Equal distributions always agree.
+    """
     count = 20_000
     seeds = np.random.default_rng(6).integers(0, 2**32, (count, 2), dtype=np.uint32)
     active = make_active(count, temperature=1.0, rule=COUPLED, seed=seeds)
@@ -336,7 +340,8 @@ def test_race_agrees_more_the_closer_the_distributions_are():
     plain, _ = tokens[0.0]
     for token, distance in tokens.values():
         agreement = (token == plain).mean()
-        # Daliri et al.: at least (1 - TV) / (1 + TV); five standard deviations.
+        # The minimum by Daliri et al., (1 - TV) / (1 + TV), less five standard
+        # deviations.
         assert agreement >= (1 - distance) / (1 + distance) - 2.5 / count**0.5
         assert agreement <= 1 - distance + 2.5 / count**0.5
 

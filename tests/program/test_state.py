@@ -38,7 +38,7 @@ def test_new_rows_are_empty():
     assert rows.page_table.shape == (3, 4)
     assert np.asarray(rows.is_done).all()
     assert not np.asarray(rows.num_tokens).any()
-    # The pad page: writes through it are dropped.
+    # Unused entries name the pad page, and writes to it are dropped.
     assert (np.asarray(rows.page_table) == POOL.num_pages).all()
     assert (np.asarray(rows.stop_ids) == NO_TOKEN).all()
 
@@ -74,7 +74,10 @@ def test_pages_of_eight_bits_split_by_heads_with_their_scales(kept):
     [(1, False, 256, 256), (4, False, 512, 128), (2, True, 256, 128)],
 )
 def test_a_tpu_has_the_lanes_of_each_devices_heads(parts, scan_layers, lanes, own):
-    """16 rows of heads in pages of 16: 256 lanes, or 128 for each of four devices."""
+    """Pages of 16 tokens with 16 rows of heads have 256 scales, one per lane.
+
+    On one of four devices they have 64, in 128 lanes.
+    """
     config = config_from_hf(published_config("9b"))
     config = dataclasses.replace(config, scan_layers=scan_layers)
     pool = dataclasses.replace(POOL, kv_cache_dtype="int8", page_size=16)
@@ -105,7 +108,7 @@ def test_memory_plan_rejects_page_types_the_device_cannot_read(device, options, 
         heads = 8 // options.get("tensor_parallel_size", 1)
         scale_bytes = 16 * 2 * heads * 4 if options["kv_cache_dtype"] == "int8" else 0
         if device == "v5e-8" and scale_bytes:
-            scale_bytes = max(scale_bytes, 128 * 4)  # whole rows of lanes
+            scale_bytes = max(scale_bytes, 128 * 4)  # scales fill whole rows of lanes
         assert page_bytes == 42 * (16 * 2 * heads * 256 + scale_bytes)
         return
     with pytest.raises(UnsupportedError, match=says):
@@ -124,7 +127,7 @@ def test_old_gpus_reject_fp8():
 
 def test_the_state_can_be_donated_and_used_again():
     state = EngineState(
-        # A copy: an array that shares numpy's memory is not donated.
+        # Copy the rows: jax does not donate an array that shares numpy's memory.
         rows=jax.tree.map(jnp.copy, init_rows(POOL)),
         token_pages=jnp.copy(init_token_pages(POOL)),
         target_pages=(),
@@ -152,7 +155,7 @@ def test_zeroed_arrays_take_memory_when_written():
     array = init_zeros(form).block_until_ready()
     assert (resident_pages() - before) * resource.getpagesize() < array.nbytes / 2
     assert not np.asarray(array).any()
-    # It is still a buffer that a program can update in place.
+    # A program can still update the array in place.
     start = array.unsafe_buffer_pointer()
     array = jax.jit(lambda one: one.at[5, 3].set(1), donate_argnums=0)(array)
     assert array.unsafe_buffer_pointer() == start

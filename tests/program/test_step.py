@@ -38,7 +38,8 @@ LOOPED = StepShape(
     max_rounds=4,
     features=Features(all_greedy=True),
 )
-# The last one samples and has prompts: with the first it covers all parts of a round.
+# The last shape samples and has prompts. Together with the first, it covers all parts
+# of a round.
 SHAPES = [LOOPED, dataclasses.replace(LOOPED, features=Features())] + [
     StepShape(num_seqs=seqs, num_draft_tokens=drafts, max_prompt_tokens=chunk)
     for seqs, drafts, chunk in [(1, 0, 0), (2, 0, 0), (1, 0, 32), (1, 3, 0), (2, 3, 0)]
@@ -83,7 +84,7 @@ def test_tested_programs_equal_users_programs():
         runner: Any = users_engine.__wrapped__("float32").runner
         runner.compiler_options = options
         text = runner.executable(SHAPES[-2]).as_text()
-        # Source locations may differ, because a program may come from the cache.
+        # Ignore source locations, which differ if a program comes from the cache.
         text = re.sub(r"(?m)^(File|Function|Stack)\w+\n(\d+ .*\n)+", "", text)
         texts.append(re.sub(r"metadata=\{[^}]*\}", "", text))
     assert texts[0] == texts[1]
@@ -115,7 +116,7 @@ TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
     ],
 )
 def test_kv_of_accepted_tree_paths_are_moved_in_place(num_drafts, keys, num_seqs):
-    """For the target, and for a draft model that runs over its own tree."""
+    """Pages of the target, and of a draft model with its own tree, are not copied."""
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -135,7 +136,7 @@ def test_kv_of_accepted_tree_paths_are_moved_in_place(num_drafts, keys, num_seqs
 
 
 def test_answers_are_stored_in_place():
-    """The round also reads and writes tokens."""
+    """The cache of answers and the pages of tokens are updated in place."""
     engine = make_engine(
         pair.target(),
         num_draft_tokens=4,
@@ -232,5 +233,5 @@ def test_models_and_pages_are_split_over_devices(shards, draft_shards):
 
 
 def num_shards(array: jax.Array) -> int:
-    """Number of different parts of an array."""
+    """Return the number of different parts into which an array is split."""
     return array.size // array.addressable_shards[0].data.size

@@ -59,7 +59,7 @@ def test_both_forms_write_pages_in_place(engine, num_seqs, features):
     ("chunk", "features"), [(0, GREEDY), slow(0, Features()), (32, Features())]
 )
 def test_no_products_outside_of_the_two_forms(engine, chunk, features):
-    """The two forms contain all matrix products."""
+    """The wide and the narrow pass contain all matrix products of the program."""
     shape = StepShape(
         num_seqs=1,
         num_draft_tokens=pair.NUM_DRAFT,
@@ -73,7 +73,7 @@ def test_no_products_outside_of_the_two_forms(engine, chunk, features):
 
 @pytest.mark.parametrize("features", [GREEDY, slow(Features())])
 def test_programs_for_many_drafts_have_a_narrow_pass(features):
-    """Suffix proposals may have few drafts, and only the device knows the number."""
+    """Suffix proposers may find few drafts, and only the device knows how many."""
     count = 2 * FEW + 1
     engine = make_lookup_engine(num_draft_tokens=count, lookup=None, suffix={})
     shape = StepShape(
@@ -114,7 +114,7 @@ def test_a_text_without_repeats_runs_plain_rounds_only():
         **pair.SETTINGS,
     )
     prompt = pair.prompts(1, longest=9, seed=4)[0]
-    # Sampled: the greedy text repeats one token.
+    # Sample, because the greedy text repeats one token.
     params = SamplingParams(seed=1, temperature=1.0, max_tokens=12, ignore_eos=True)
     (text,) = tokens_of(generate(pair.plain_engine(), [prompt], params))
     with pair.recorded(engine) as rounds:
@@ -124,12 +124,12 @@ def test_a_text_without_repeats_runs_plain_rounds_only():
 
 
 def entry_of(program: str) -> str:
-    """The outermost computation of a compiled program."""
+    """Return the outermost computation of a compiled program."""
     return program[program.index("\nENTRY") :]
 
 
 def has_products(program: str, computation: str) -> bool:
-    """Whether a computation has matrix products outside of its loops."""
+    """Return whether a computation has matrix products outside of its loops."""
     called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", computation)
     inner = (re.search(rf"^%{name} .*?^}}", program, re.M | re.S) for name in called)
     is_here = " dot(" in computation or '"jaxspec_multiply"' in computation

@@ -49,7 +49,8 @@ def test_slots_follow_the_page_table(count):
     for length in range(0, 19):
         kv_len = [length, max(0, 11 - length)]
         batch = region(kv_len, count)
-        # Writes to any slot number at or past the number of slots are dropped.
+        # A write to any slot at or past the number of slots is dropped, so all of these
+        # are equal.
         slots = np.minimum(np.asarray(batch.slot_mapping), PADS)
         assert slots.tolist() == expected_slots(kv_len, count)
         positions = np.asarray(batch.positions).reshape(2, count)
@@ -58,7 +59,7 @@ def test_slots_follow_the_page_table(count):
 
 
 def test_no_slot_is_negative():
-    # jax wraps a negative index, even with mode="drop".
+    # A negative slot would be a bug: jax wraps a negative index, even with mode="drop".
     for length in range(0, 19):
         assert (np.asarray(region([length, 0], 6).slot_mapping) >= 0).all()
 
@@ -81,7 +82,7 @@ def test_joined_regions_stay_in_order():
 
 
 def test_tokens_without_a_slot_attend_to_nothing():
-    """Padding rows use the last row's page table, whose pages may be freed."""
+    """Padding rows have the last row's page table, whose pages may be free again."""
     batch = region([6, 6], 3, is_written=[[True, False, True], [False] * 3])
     (part,) = batch.regions
     assert np.asarray(part.kv_len).tolist() == [6, 0]
@@ -89,7 +90,10 @@ def test_tokens_without_a_slot_attend_to_nothing():
 
 
 def check_tree_region() -> None:
-    """Positions follow depths, slots follow rows, and rows see their ancestors."""
+    """Check that positions follow depths and slots follow rows.
+
+    A row sees its ancestors.
+    """
     tree = Tree(parents_of([(0,), (0, 0), (1,), (0, 1), (1, 0)]))
     tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
     kv_len = np.array([9, 12])
@@ -118,7 +122,7 @@ def test_tree_positions_follow_depth_and_slots_follow_rows():
     "length", [1, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 8, 9, 21))]
 )
 def test_every_tree_node_has_the_logits_of_its_path(length: int):
-    """Up to eleven levels, with windows of 8 and pages of 4 at every offset."""
+    """Trees have up to eleven levels; windows of 8 and pages of 4 end at any offset."""
     reference, random = make_micro(seed=4), np.random.default_rng(length)
     parents = [*range(-1, 10)]
     parents += random.integers(-1, 11, 12).tolist()

@@ -25,14 +25,14 @@ GREEDY = -1
 
 
 def make_batch(kinds: np.ndarray) -> dict:
-    """Drafts close to the target, so that every number of accepted ones occurs."""
+    """Return a batch with drafts so close to the target that any number is accepted."""
     random = np.random.default_rng(4)
     logits = random.normal(size=(SEQS, DRAFTS + 1, VOCAB)).astype(np.float32) * 2
     draft_logits = logits[:, :-1] + random.normal(size=(SEQS, DRAFTS, VOCAB)) * 0.7
     temperature = np.where(kinds == GREEDY, 0.0, random.choice([0.7, 1.0], SEQS))
     top_k = random.choice([0, 4, 9], SEQS)
     top_p = random.choice([1.0, 0.8], SEQS)
-    # The first two positions may not hold the stop id.
+    # In some sequences, the first two positions may not hold the stop id.
     min_total = np.where(random.random(SEQS) < 0.5, START + 2, 0)
     active = make_active(
         SEQS,
@@ -63,7 +63,7 @@ def make_batch(kinds: np.ndarray) -> dict:
             tokens[row, offset] = random.choice(VOCAB, p=distribution)
             if kinds[row] == GREEDY and random.random() < 0.7:
                 tokens[row, offset] = masked[row, offset].argmax()
-    # Every draft token gets a positive draft probability.
+    # Give every draft token a positive draft probability.
     drawn = np.take_along_axis(draft, tokens[..., None], 2)
     np.put_along_axis(draft, tokens[..., None], np.maximum(drawn, 0.01), 2)
     draft /= draft.sum(axis=2, keepdims=True)
@@ -82,7 +82,7 @@ def run_accept(batch: dict, **forced: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = jnp.asarray(batch["tokens"], jnp.int32)
     num_draft_tokens = jnp.asarray(batch["num_draft_tokens"], jnp.int32)
     decide = partial(verify, tree=Tree.chain(DRAFTS), adjust=None, **forced)
-    # A function of its own: a jit of the same one would not see a mutant.
+    # Jit a new function: a cached trace would not contain a mutant.
     run = jax.jit(lambda *args: decide(*args, Backend()), compiler_options=UNOPTIMISED)
     verdict = run(
         Proposal(tokens, num_draft_tokens, jnp.asarray(batch["draft"])),
@@ -94,7 +94,7 @@ def run_accept(batch: dict, **forced: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbers_of(active) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Accept uniforms, sample uniforms and coupled noise, by their documented keys."""
+    """Return accept uniforms, sample uniforms and coupled noise by documented keys."""
     numbers = jax.jit(_numbers, compiler_options=UNOPTIMISED)(active.seed)
     uniform, sample, noise = map(np.asarray, numbers)
     return uniform, sample, noise
@@ -126,7 +126,10 @@ def invert(weights: np.ndarray, uniform: float) -> int:
 
 
 def by_choices(drafts: np.ndarray, choices: np.ndarray) -> tuple[int, int]:
-    """Accepted drafts and next token if tokens are `choices`, as in plain decoding."""
+    """Return accepted drafts and the next token.
+
+    `choices` are the tokens of plain decoding.
+    """
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
         accepted += 1
@@ -179,7 +182,7 @@ def expected_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
 
 
 def check_mixed_batch(kinds_in_batch: tuple[int, ...]) -> None:
-    """Check every sequence of a batch with these kinds."""
+    """Check the verdict of every sequence of a batch with these kinds."""
     kinds = np.resize(kinds_in_batch, SEQS)
     batch = make_batch(kinds)
     accepted, following = run_accept(batch)
@@ -198,7 +201,7 @@ def test_greedy_batch():
 
 
 def test_standard_with_greedy():
-    """No coupled and no block sequence: the program skips both branches."""
+    """Without coupled and block sequences, the program skips the branches for them."""
     check_mixed_batch((STANDARD, GREEDY))
 
 
@@ -207,7 +210,7 @@ def test_coupled_batch():
 
 
 def test_groups_decide_like_the_whole_batch(monkeypatch):
-    """Hundreds of sequences do not fit one group."""
+    """Hundreds of sequences exceed the memory of one group."""
     most = 4 * VOCAB * (DRAFTS + 1) * 32
     monkeypatch.setattr("jaxspec.program.verify.MAX_GROUP_BYTES", most)
     assert _group_size((SEQS, DRAFTS + 1, VOCAB)) == 30
@@ -220,7 +223,7 @@ def test_groups_decide_like_the_whole_batch(monkeypatch):
         ((8, 6, 256_000), 8),
         ((256, 6, 256_000), 32),
         ((256, 1, 256_000), 256),
-        ((256, 6, 32_000), 256),  # of eight shards of the vocabulary each
+        ((256, 6, 32_000), 256),  # each of eight shards of the vocabulary
         ((1, 6, 256_000), 1),
     ],
 )
@@ -228,12 +231,17 @@ def test_group_size_is_bounded_by_logits(shape, size):
     assert _group_size(shape) == size
 
 
-# More than there are drafts, as in a launch with fewer drafts than the engine's.
+# There are more rates than drafts, as in a launch with fewer drafts than the engine's
+# maximum.
 RATES = (0.9, 0.6, 0.75, 0.1)
 
 
 def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
-    """Uniforms against the given probabilities, then the target's argmax or draw."""
+    """Return numbers of accepted drafts and next tokens by the specification.
+
+    A draft passes if its uniform is below its rate. The next token is the target's
+    argmax or sample.
+    """
     uniform, sample, noise = numbers_of(batch["active"])
     verdicts = []
     for row, kind in enumerate(kinds):

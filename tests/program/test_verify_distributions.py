@@ -25,7 +25,7 @@ from tests.support.rows import make_active, make_control_rows
 VOCAB, DRAFTS, LENGTH, SEQS = len(TARGET), 3, 4, 15_000
 PROMPT = (0, 3)
 TEMPERATURE = 0.7
-# Strong enough that each clearly changes the distribution of four tokens.
+# The controls are strong enough that each changes the distribution of four tokens.
 ASKED = TokenControls(
     presence_penalty=0.4,
     frequency_penalty=0.6,
@@ -36,7 +36,7 @@ ASKED = TokenControls(
 
 
 def start(rule: str) -> tuple[Active, jax.Array]:
-    """Sequences of the prompt alone, each on a page of its own."""
+    """Return sequences that have only the prompt, each on its own page."""
     seeds = np.random.default_rng(1).integers(0, 2**32, (SEQS, 2), dtype=np.uint32)
     active = dataclasses.replace(
         make_active(
@@ -59,7 +59,7 @@ def start(rule: str) -> tuple[Active, jax.Array]:
 def play_round(
     active: Active, tokens: jax.Array, asked: ControlRows, is_plain: bool
 ) -> tuple[Active, jax.Array]:
-    """One round of a Markov chain."""
+    """Run one round of a Markov chain."""
     target = jnp.log(jnp.asarray(TARGET, jnp.float32))
     draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
     adjust = controls.adjuster(
@@ -102,7 +102,7 @@ def play_round(
 
 
 def controlled_distribution() -> np.ndarray:
-    """Probability of every text of `LENGTH` tokens, by enumeration in float64."""
+    """Return the probability of every text of `LENGTH` tokens, in float64."""
     distribution = []
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
         known: list[int] = list(PROMPT)
@@ -119,7 +119,7 @@ def check_distribution(rule: str, *, is_plain: bool = False) -> None:
     play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     active, tokens = start(rule)
     asked = make_control_rows([ASKED], VOCAB)
-    # Positions past these are pads.
+    # Keep two entries: the others are padding.
     asked = dataclasses.replace(
         asked, bias_ids=asked.bias_ids[:, :2], bias_values=asked.bias_values[:, :2]
     )
@@ -137,7 +137,7 @@ def check_distribution(rule: str, *, is_plain: bool = False) -> None:
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-# Controls change distributions before any rule applies; rules are tested elsewhere.
+# Controls change distributions before any rule applies, so few rules suffice here.
 @pytest.mark.parametrize("rule", [slow("standard"), "block", slow("coupled")])
 def test_drafting_rounds_follow_the_controlled_distribution(rule):
     check_distribution(rule)

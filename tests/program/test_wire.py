@@ -128,7 +128,7 @@ def random_result(shape: StepShape) -> dict[str, np.ndarray]:
 
 
 def through(values: dict[str, np.ndarray], shape: StepShape) -> StepResult:
-    """Return the host's result for the device's values."""
+    """Pack `values` as the device does, and unpack them as the host does."""
     layout = ResultLayout(shape)
     parts = layout.flatten({name: jnp.asarray(one) for name, one in values.items()})
     return StepResult.unpack(np.asarray(jnp.concatenate(parts)), shape)
@@ -202,7 +202,7 @@ def test_plan_holds_the_number_of_rounds():
     for number in (0, 5):
         with pytest.raises(AssertionError):
             layout.pack(StepPlan(num_rounds=number))
-    # Pages for every token that the rounds may add.
+    # The limit on page updates covers every token that the rounds may add.
     single = PlanLayout(dataclasses.replace(shape, max_rounds=1), POOL)
     assert "num_rounds" not in single.fields
     with pytest.raises(AssertionError):

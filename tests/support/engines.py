@@ -43,7 +43,8 @@ MICRO = dict(
     sliding_window=8,
 )
 
-# Factor of the outputs of a draft's layers after the first.
+# Factor of the outputs of a draft model's layers after the first, relative to the
+# target's.
 DIMMED = 0.1
 
 # Program cache that all tests use, in this run and in later ones.
@@ -407,7 +408,7 @@ def with_params(engine: LLMEngine, params: Any, target_params: Any = None) -> LL
         old.compiler,
         old.compiles_in_background,
     )
-    runner.token_masks = old.token_masks  # called by compiled programs
+    runner.token_masks = old.token_masks  # compiled programs call it
     return _over(config, runner)
 
 

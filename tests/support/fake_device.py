@@ -68,7 +68,7 @@ def repeat_truth(text: list[int]) -> Truth:
 
 
 class Row:
-    """A row of the device, with its request."""
+    """A row of the device: its request, its tokens, and the slots of its pages."""
 
     def __init__(self, admission: Admission, pool: PoolShape):
         self.admission, self._pool = admission, pool
@@ -129,7 +129,7 @@ class FakeDevice:
 
     def run(self, plan: StepPlan, shape: StepShape) -> StepResult | DraftPrefillResult:
         """Apply a plan and return the program's result."""
-        PlanLayout(shape, self.pool).pack(plan)  # raises if it does not fit
+        PlanLayout(shape, self.pool).pack(plan)  # raises if the plan does not fit
         assert len(plan.decode) <= shape.num_seqs
         assert len(plan.tiles) <= shape.num_tiles
         if shape.is_draft_prefill:
@@ -146,7 +146,7 @@ class FakeDevice:
         return dataclasses.replace(first, later=tuple(later))
 
     def _alive(self, rows: list[int]) -> list[int]:
-        """Return the rows that have not ended."""
+        """Return those of `rows` whose sequences have not ended."""
         return [row for row in rows if not self.rows[row].is_done]
 
     def _run_round(self, plan: StepPlan, shape: StepShape) -> StepResult:
@@ -204,7 +204,7 @@ class FakeDevice:
         return result
 
     def _wanted(self, row: int, drafts: int, shape: StepShape) -> int:
-        """Return how many of the planned drafts a row's sequence has room for."""
+        """Return how many of the planned drafts a sequence has room for."""
         assert 0 <= drafts <= shape.num_draft_tokens
         left = self.rows[row].admission.max_total - self.rows[row].num_tokens
         return min(drafts, max(left - 1, 0))
@@ -214,7 +214,7 @@ class FakeDevice:
         return int(self._random.integers(0, wanted + 1))
 
     def _num_right(self, row: Row, drafts: int) -> int:
-        """Return how many drafts are accepted."""
+        """Return how many drafts are accepted, a random number."""
         return int(self._random.integers(0, drafts + 1))
 
     def forget(self) -> None:

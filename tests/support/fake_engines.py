@@ -78,7 +78,7 @@ Use = Callable[[AsyncLLMEngine], Awaitable[Any]]
 
 
 def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
-    """Run `use` with an engine whose launches are delayed; it must end up idle."""
+    """Run `use` with an engine with delayed launches; assert that it ends idle."""
     engine, runner = make_fake_engine(num_draft_tokens=3, **changes)
     launch = runner.launch
 

@@ -48,7 +48,7 @@ METHODS: dict[str, Any] = {
     "medusa": MedusaMethod,
 }
 
-# A round: the number of known tokens before it, and its drafts.
+# A round: the number of tokens known before it, and its drafts.
 Round = tuple[int, list[int]]
 
 
@@ -162,7 +162,7 @@ def replay(
     with the trainer's passes over whole texts, and indexed [draft][round, vocab].
 
     Args:
-        rounds: For each round the number of known tokens, and the drafts.
+        rounds: For each round, the number of tokens known before it, and its drafts.
     """
     runner = engine.runner
     config: Any = engine.config.head_config

@@ -1,4 +1,4 @@
-"""Specifications of the lookups in plain Python, and sequences in pages to search."""
+"""Plain Python specifications of lookups, and sequences in pages to search."""
 
 import dataclasses
 from fractions import Fraction

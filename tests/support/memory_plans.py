@@ -31,7 +31,8 @@ PROGRAMS = ProgramFacts(
 )
 
 
-# Without drafts, programs have one row per sequence, and no distributions.
+# Programs without drafts have one row of logits per sequence, and no draft
+# distributions.
 WITHOUT = dataclasses.replace(PROGRAMS, num_draft_tokens=0, draft_vocab_size=0)
 
 

@@ -28,7 +28,7 @@ class Mutant:
 
 
 def rewritten(one: Mutant) -> tuple[Callable, Callable]:
-    """Return the real function, and its mutant with the same globals."""
+    """Return the real function, and its mutant, which has the same globals."""
     module = importlib.import_module(one.module)
     real = getattr(module, one.function)
     file = inspect.getsourcefile(module)
@@ -71,7 +71,7 @@ def applied(one: Mutant) -> Iterator[None]:
 
 def is_killed(one: Mutant) -> bool:
     """Return whether the mutant's check fails with an assertion."""
-    # Otherwise functions that are traced already would run without the mutant.
+    # Without this, functions that are already traced would run without the mutant.
     jax.clear_caches()
     with applied(one):
         try:
@@ -79,6 +79,6 @@ def is_killed(one: Mutant) -> bool:
         except AssertionError:
             return True
         finally:
-            # Otherwise later tests in this process would run the mutant.
+            # Without this, later tests in this process would run the mutant.
             jax.clear_caches()
     return False

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 
-Book = Any  # nbformat returns a dict whose keys are attributes as well
+Book = Any  # nbformat's notebooks are dicts whose keys are also attributes
 
 
 def read(name: str) -> Book:
@@ -47,7 +47,7 @@ def parameters_of(book: Book) -> dict[str, Any]:
 
 
 def run_cells(name: str, *cell_ids: str, **names: Any) -> dict[str, Any]:
-    """Run cells in this process after defining `names`; return all defined names."""
+    """Run cells in this process, with `names` defined; return all defined names."""
     book = read(name)
     space: dict[str, Any] = {"Path": Path} | parameters_of(book) | names
     for cell_id in cell_ids:

@@ -63,7 +63,7 @@ SETTINGS: dict[str, Any] = dict(
 )
 EOS = 1
 
-# Smallest lead of the best logit at which rounding cannot change a greedy token.
+# If the best logit leads by more than this, rounding cannot change a greedy token.
 MIN_MARGIN = 1e-4
 
 

@@ -1,8 +1,8 @@
 """Compile options of programs in tests and in processes that tests start.
 
 Most tests check results, not speed, so their programs compile in a third of the usual
-time and run slower. Tests of the exact bits or instructions that users get use
-`USERS_COMPILER`.
+time and run slower. Tests that check the exact bits or instructions of users' programs
+compile with `USERS_COMPILER`.
 """
 
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 QUICK_COMPILER: dict[str, str | bool] = {
     "xla_backend_optimization_level": "0",
     "xla_cpu_use_fusion_emitters": False,
-    # Compiling parts in parallel takes more CPU time in total.
+    # Compiling parts in parallel would take more CPU time in total.
     "xla_cpu_parallel_codegen_split_count": "1",
 }
 # XLA's defaults, which users have.

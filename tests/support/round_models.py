@@ -8,8 +8,8 @@ VOCAB, DRAFTS, LENGTH = 4, 3, 4
 _random = np.random.default_rng(0)
 
 
-# Next-token probabilities by last token. The draft prefers tokens that are rare in the
-# target.
+# Next-token probabilities, by last token. The draft model prefers tokens that are rare
+# in the target.
 TARGET = _random.dirichlet([0.7] * VOCAB, VOCAB)
 
 

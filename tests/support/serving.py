@@ -29,7 +29,7 @@ Ask = Callable[[httpx.AsyncClient], Awaitable[Any]]
 
 
 class TurnsTokenizer(StubTokenizer):
-    """Renders a conversation as the text of its last message."""
+    """Renders a conversation as only the text of its last message."""
 
     def write_chat(
         self, messages: Sequence[Mapping[str, Any]], **_: Any
@@ -126,7 +126,7 @@ class Site:
         self.address = bound.getsockname()
         self.url = f"http://127.0.0.1:{self._port}/"
         self.app = make_app(self.engine, ServerSettings(**settings))
-        # Streams are interrupted when the server stops.
+        # When the server stops, it interrupts streams.
         config = uvicorn.Config(
             self.app, log_level="error", timeout_graceful_shutdown=0, ws="none"
         )

@@ -86,7 +86,7 @@ def num_bytes(tree: Any) -> int:
 
 
 def written_in_c(program: str) -> set[tuple[int, ...]]:
-    """Return the result shapes of operations in C++, except the residual stream."""
+    """Return the shapes of C++ operations' results, except the residual stream."""
     calls = re.findall(r"= \((.*?)\) custom-call\(.*jaxspec_attention_block", program)
     sizes = {one for call in calls for one in re.findall(r"\w+\[([\d,]+)\]", call)}
     return {tuple(map(int, one.split(","))) for one in sizes}

@@ -8,7 +8,7 @@ from jaxspec.config.token_tree import (
 
 
 def paths_below(ranks: int, levels: int) -> list[Path]:
-    """Return all paths with at most this number of ranks and levels."""
+    """Return all paths of one to `levels` ranks, each below `ranks`."""
     found: list[Path] = []
     for length in range(1, levels + 1):
         found += itertools.product(range(ranks), repeat=length)

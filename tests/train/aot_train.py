@@ -45,8 +45,8 @@ class Cell:
     Attributes:
         tensor_parallel_size: Chips that share a copy of target and head.
         rows: Rows of `length` tokens in a step.
-        layers: Of the target; None for all.
-        heads: Of Medusa; None for the default.
+        layers: Layers of the target to compile; None for all.
+        heads: Number of Medusa heads; None for the default.
     """
 
     method: str
@@ -76,7 +76,7 @@ class Cell:
         return make_parser().parse_args(words)
 
 
-# The long suite compiles the first two: a whole model takes minutes.
+# The long suite compiles only the first two, because a whole model takes minutes.
 _CELLS = [
     Cell(
         method="medusa",
@@ -97,7 +97,7 @@ RECORD = Record("aot_train", CELLS, package="tests.train")
 
 
 def describe(cell: Cell) -> Target:
-    """9B on the chips: shapes and placement of its weights."""
+    """Return 9B on the chips: the shapes of its weights, and their placement."""
     content = published_config("9b")
     if cell.layers is not None:
         content["num_hidden_layers"] = cell.layers
@@ -115,7 +115,7 @@ def describe(cell: Cell) -> Target:
 
 
 def forms_of(state: TrainState, params: Any, target: Target) -> TrainState:
-    """Shapes of a state with the placement that the trainer gives it."""
+    """Return the shapes of a state, with the placement that the trainer gives it."""
     whole = replicated(target.mesh)
 
     def place(form: Any, sharding: NamedSharding) -> Any:

@@ -1,4 +1,4 @@
-"""The command line trains a head that loads; errors take two lines."""
+"""The command line trains a head that can be loaded; errors take two lines."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def test_bad_arguments_fail_before_anything_runs(
     shown = capsys.readouterr().err
     assert re.search(named, shown), shown
     assert not (tmp_path / "out").exists()
-    # The corrected command starts.
+    # No work folder remains, with which the corrected command would fail.
     assert not (tmp_path / "out.work").exists()
 
 

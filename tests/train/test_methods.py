@@ -1,4 +1,4 @@
-"""Trained models are written in an engine's format, with the same outputs there."""
+"""Trained models are written in an engine's format and give the same outputs there."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ from tests.train import tiny
 
 @partial(jax.jit, static_argnums=0)
 def passes_of(method, params, embedding, tokens, states):
-    """Logits of every pass."""
+    """Return the logits of every pass."""
     found = method.hidden(params, embedding, tokens, states)
     return [
         method.logits(params, embedding, number, hidden)
@@ -51,7 +51,7 @@ def test_saved_head_equals_the_trained_one(tmp_path, kind):
     ids = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
     trimmed = ids if method.config.is_trimmed else None
     params = method.init(target, 3, trimmed)
-    # Rounded to the written type, and nonzero.
+    # Make parameters nonzero, and round them to the type in which they are written.
     params = jax.tree.map(
         lambda leaf: (
             leaf
@@ -99,7 +99,7 @@ def test_eagle3_head_starts_with_the_targets_logits():
 
 
 def draft_target(folder: Path) -> Target:
-    """The tiny target in a folder with a tokenizer."""
+    """Return the tiny target, in a folder with a tokenizer."""
     shutil.copy(bundled_target() / "tokenizer.model", folder)
     (folder / "config.json").write_text("{}")
     return dataclasses.replace(tiny.make_target(), folder=folder)
@@ -155,7 +155,10 @@ def test_draft_of_a_gguf_target_has_its_tokenizer(tmp_path):
 
 
 def test_parallel_draft_is_trained_on_an_engines_inputs(tmp_path):
-    """Masks after every token of a text; the oracle runs HuggingFace on each prefix."""
+    """Training computes the drafts that masks after every token would give.
+
+    The oracle runs HuggingFace on each prefix of the text, followed by masks.
+    """
     reference = make_hf_model(seed=4, num_hidden_layers=2, sliding_window=4)
     content = TINY | dict(num_hidden_layers=2, model_type="gemma2", sliding_window=4)
     method = DraftMethod(

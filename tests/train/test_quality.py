@@ -1,4 +1,4 @@
-"""The quality cost of a form equals HuggingFace's, summed in float64."""
+"""The quality cost of quantization equals HuggingFace's, summed in float64."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Attention over rows equals HuggingFace's in pass 0, and a chain's in later passes."""
+"""Attention over training rows: pass 0 equals HuggingFace, later passes a chain."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from tests.train import tiny
 
 def test_rows_of_the_target_equal_huggingface(monkeypatch):
     monkeypatch.setattr(rows, "BLOCK", 5)  # smaller than a row, and not a divisor of it
-    # Four devices have two copies of each of two KV heads.
+    # The model has two KV heads, so each has two copies on four devices.
     target, text = tiny.make_target(model=4), tiny.make_text(2)
     assert target.num_kv_heads == 4
     layers = (0, 1, 3)
@@ -59,7 +59,7 @@ def test_passes_over_rows_equal_chains_from_every_token(monkeypatch):
     tensors = {name: torch.tensor(value) for name, value in arrays.items()}
     embedding = torch.tensor(np.asarray(target.embedding.values))  # pyright: ignore[reportAttributeAccessIssue]
     fused = torch.tensor(streams[0].reshape(count, -1)) @ tensors["fc.weight"].T
-    ahead = torch.tensor(np.pad(tokens[0], (0, 4)))  # zeros past the end
+    ahead = torch.tensor(np.pad(tokens[0], (0, 4)))  # zeros follow the end
     for token in (0, 3, count - 1):
         hidden = fused[: token + 1]
         for number in range(method.num_passes):

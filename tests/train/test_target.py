@@ -1,4 +1,4 @@
-"""States on disk equal the target's, row by row, in bfloat16."""
+"""The target's hidden states on disk equal those computed, to bfloat16's precision."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ LAYERS = (1, 4)
 def test_cached_states_are_read_in_any_order(tmp_path, monkeypatch):
     target, text = tiny.make_target(), tiny.make_text(5)
     files = StateFiles(tmp_path / "states", target, LAYERS)
-    files.fill(text.tokens, batch_rows=2)  # the last batch has one row
+    files.fill(text.tokens, batch_rows=2)  # the last batch has only one row
     numbers = np.array([4, 0, 3])
     found = files.read(numbers)
     tokens = jnp.asarray(text.tokens[numbers])

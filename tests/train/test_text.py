@@ -80,7 +80,10 @@ def test_missing_data_is_named(tmp_path):
 
 
 class Echo:
-    """Repeats one token, `max_tokens` times or four times."""
+    """An engine that repeats the first token, at most four times.
+
+    It fails for prompts that begin with token 0.
+    """
 
     def __init__(self):
         self.params = []
@@ -104,7 +107,8 @@ class Echo:
 def test_only_generated_tokens_count():
     echo, prompts = Echo(), [([number] * 7, [9]) for number in range(1, 401)]
     text = write_text(echo, prompts, length=10, num_tokens=500, seed=3)
-    # 100 prompts at a time, each with room for three more tokens.
+    # Prompts are sent 100 at a time, and each has room for three more tokens. The
+    # second batch exceeds the 500 tokens.
     assert len(text) == 200 and text.num_written == 600
     assert (text.starts == 7).all() and (text.sizes == 10).all()
     np.testing.assert_array_equal(text.tokens[5], [6] * 10)

@@ -23,7 +23,8 @@ def check(row: dict[str, Any]) -> None:
     for program in ("states", "step"):
         assert row[program]["executables"] == 1
     assert aot_train.peak(row) < HBM_BYTES
-    # A head is small compared with the target; its moments are twice its size.
+    # A head is small compared with the target, although the optimizer's moments take
+    # twice its size.
     assert 0 < row["state_bytes"] < 2 * row["target_bytes"]
     assert row["step"]["donated_bytes"] >= row["state_bytes"], "updated in place"
     shapes = [*row["states"]["collectives"], *row["step"]["collectives"]]
@@ -63,7 +64,7 @@ def test_program_beyond_its_limits_fails(change: dict[str, Any], message: str):
 @pytest.mark.long_suite(name="train")
 @pytest.mark.parametrize("name", [EXAMPLE, SHORT])
 def test_training_compiles(name: str):
-    """A method with few layers and heads, and a head with several passes."""
+    """One program has few layers and heads, the other a head with several passes."""
     if aot_tpu.MISSING is not None:
         pytest.skip(aot_tpu.MISSING)
     check(aot_train.measure(name))

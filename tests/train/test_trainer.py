@@ -1,4 +1,4 @@
-"""Resumed and distributed runs end with the same parameters as single runs."""
+"""Resumed and distributed runs end with the same parameters as one on one device."""
 
 import json
 from typing import Any
@@ -22,7 +22,7 @@ IDS = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
 
 
 def make_trainer(method=None, target=None, work=None, **changes) -> Trainer:
-    """Train a Medusa head, which compiles quickly, unless another method is given."""
+    """Return a trainer, by default of a Medusa head, which compiles quickly."""
     given: dict[str, Any] = dict(
         steps=STEPS, rows=ROWS, warmup_steps=1, eval_every=100, save_every=2
     )
@@ -63,7 +63,7 @@ def test_resumed_run_gives_the_same_parameters(tmp_path):
     ]
     assert min(moved) > 1e-5, "every parameter is trained"
 
-    # As if interrupted after its second step, which was saved.
+    # The first run ends after its second step, as if interrupted, and saves it.
     first = make_trainer(work=tmp_path / "parts")
     for _ in range(2):
         first._step(first._rows_of(first.step))
@@ -97,7 +97,8 @@ def test_mesh_gives_the_same_parameters(method, matrix):
     for trainer in (one, many):
         trainer._step(trainer._rows_of(0))
     for here, there in zip(leaves(one), leaves(many), strict=True):
-        # Adam's first step has the size of the learning rate for any gradient.
+        # Adam's first step has the size of the learning rate for any gradient, so tiny
+        # gradients may have either sign.
         close = np.isclose(here, there, atol=2e-5)
         assert close.mean() > 0.99
     for name, values in one.acceptance().items():
@@ -145,7 +146,7 @@ class Oracle:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_targets_own_tokens_are_always_accepted(is_tied):
-    """Pass i, at token t, is compared with the target after token t + 1 + i."""
+    """At token t, pass i is compared with the target's output after token t + 1 + i."""
     trainer = make_trainer(Oracle(), tiny.make_target(is_tied=is_tied))
     for values in trainer.acceptance().values():
         np.testing.assert_allclose(values, 1, atol=1e-5)
@@ -154,7 +155,7 @@ def test_targets_own_tokens_are_always_accepted(is_tied):
         trainer.state.params, trainer._target.shared, batch, states
     )
     text = trainer._held_out
-    # The first proposed tokens are the third, and the fourth.
+    # Passes 0 and 1 propose the third and the fourth token first.
     wanted = [
         sum(
             size - max(start, first)

@@ -36,7 +36,7 @@ def reference(*, is_tied: bool = True) -> Any:
 
 @cache
 def make_target(data: int = 1, model: int = 1, *, is_tied: bool = True) -> Target:
-    """The target on `data * model` devices."""
+    """Return the target on `data * model` devices."""
     devices = np.array(jax.devices()[: data * model])
     mesh = Mesh(devices.reshape(data, 1, model), MESH_AXES)
     source = reference(is_tied=is_tied)
@@ -53,7 +53,7 @@ def make_target(data: int = 1, model: int = 1, *, is_tied: bool = True) -> Targe
 
 
 def make_text(rows: int, seed: int = 0) -> Text:
-    """Documents in which the previous token mostly determines the next."""
+    """Return documents in which the previous token mostly determines the next."""
     random = np.random.default_rng(seed)
     documents = []
     for _ in range(rows):

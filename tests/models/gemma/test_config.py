@@ -11,7 +11,7 @@ from jaxspec.models.gemma.config import Gemma2Config, Gemma3Config, Rope
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 KINDS_34 = [GLOBAL if layer % 6 == 5 else LOCAL for layer in range(34)]
-# The config.json of gemma-3-4b-it: the text model's part, and the rest.
+# The parts of gemma-3-4b-it's config.json: the text model's, and the others.
 TEXT_4B: dict[str, Any] = {
     "hidden_size": 2560,
     "intermediate_size": 10240,
@@ -42,7 +42,7 @@ def published(size: str) -> dict[str, Any]:
 
 
 def flat_4b(**changes: Any) -> dict[str, Any]:
-    """The published 4B without its keys for layer types and rotary embeddings."""
+    """Return the config of the published 4B without layer types and rotary keys."""
     left_out = "sliding_window_pattern", "rope_scaling", "rope_theta"
     left_out = *left_out, "rope_local_base_freq"
     config = {k: v for k, v in published("4b").items() if k not in left_out}
@@ -59,7 +59,7 @@ READ_4B = config_from_hf(published("4b") | {"torch_dtype": "bfloat16"})
         ("1b", 0.0625, 512, 32768, 1.0, 4),
         ("4b", 0.0625, 1024, 131072, 8.0, 5),
         ("12b", 0.0625, 1024, 131072, 8.0, 8),
-        # Not 1 / sqrt(128), but by the model's width over its heads.
+        # 27B scales by its width over its number of heads, not by 1 / sqrt(128).
         ("27b", 0.0771517, 1024, 131072, 8.0, 10),
     ],
 )
@@ -170,7 +170,7 @@ def test_rotary_and_layer_settings_match_transformers(changes):
 
 
 def test_only_layer_types_decide_which_layers_are_local():
-    """VaultGemma states a window, but none of its layers is local."""
+    """Local layers need `layer_types`: VaultGemma has a window and no local layer."""
     config = config_from_hf(flat_4b(layer_types=[GLOBAL] * 34))
     assert [config.window(layer) for layer in range(34)] == [None] * 34
     assert config.period == 1
@@ -193,7 +193,7 @@ def test_end_tokens_of_the_generation_config_count():
 
 
 def test_soft_cap_of_attention_is_ignored():
-    """As transformers does."""
+    """HuggingFace's Gemma 3 ignores the soft cap of attention as well."""
     config = published("4b") | {"torch_dtype": "bfloat16"}
     assert config_from_hf(config | {"attn_logit_softcapping": 50.0}) == READ_4B
 

@@ -24,7 +24,7 @@ PAGES = np.array([[5, 2, 7]], np.int32)
 
 
 def make_module(reference: Any, dtype: Any = jnp.float32) -> Gemma:
-    """A module whose parameters are those of a HuggingFace model."""
+    """Return a module whose parameters are those of a HuggingFace model."""
     module = Gemma(model_config(reference), jnp.dtype(dtype))
     loaded = load_ours(reference, dtype=dtype)
     for path, variable in nnx.to_flat_state(nnx.state(module)):

@@ -23,7 +23,8 @@ from tests.support.oracles import (
     model_config,
 )
 
-# One local and one global layer. Each config makes a feature bind that others do not.
+# One local and one global layer. In each config, a feature has an effect that it lacks
+# in the others.
 SHALLOW = dict(num_hidden_layers=2)
 CONFIGS: dict[str, dict[str, Any]] = {
     "base": {},
@@ -47,7 +48,7 @@ def one_shot(model: PagedModel) -> np.ndarray:
 
 
 def chunked(model: PagedModel) -> np.ndarray:
-    # Uneven chunks across page borders, padded on the left.
+    # Chunks of different lengths, some across page borders, padded on the left.
     pieces = np.split(PROMPT, [1, 8, 21, 37])
     return np.concatenate([model.run(piece, pads=16 - len(piece)) for piece in pieces])
 
@@ -93,7 +94,7 @@ def test_logits_equal_huggingface(name, run):
     ],
 )
 def test_every_feature_has_an_effect_in_the_base_config(changes):
-    """Otherwise the comparison above would prove nothing about the feature."""
+    """Without this, the comparison above would prove nothing about a feature."""
     _, base = huggingface("base")
     changed = hf_logits(make_hf_model(**SHALLOW, **changes), PROMPT)
     assert np.abs(base - changed).max() > 0.05
@@ -126,7 +127,7 @@ def gemma3(name: str = "base") -> tuple[Any, np.ndarray]:
     ],
 )
 def test_gemma_3_equals_huggingface(name, run):
-    """A prompt of six windows; eight layers, of which the last two start a period."""
+    """The prompt is six windows long. The last two of eight layers start a period."""
     reference, expected = gemma3(name)
     ours = PagedModel(model_config(reference), load_ours(reference))
     assert np.abs(run(ours) - expected).max() <= 1e-5
@@ -145,7 +146,7 @@ def test_gemma_3_equals_huggingface(name, run):
     ],
 )
 def test_every_feature_has_an_effect_in_the_base_gemma_3(changes):
-    """Otherwise the comparison above would prove nothing about the feature."""
+    """Without this, the comparison above would prove nothing about a feature."""
     changed = hf_logits(make_gemma3(**changes), PROMPT)
     assert np.abs(gemma3()[1] - changed).max() > 0.05
 
@@ -161,7 +162,7 @@ def test_head_norms_have_an_effect_in_the_base_gemma_3(name):
 
 
 def test_eight_devices_equal_one_gemma_3():
-    """The single KV head and the head norms are on every device."""
+    """Every device has the single KV head, and the norms of heads."""
     reference = make_gemma3(num_attention_heads=8)
     params = load_ours(reference, shards=8)
     logits = one_shot(PagedModel(model_config(reference), params))
@@ -173,7 +174,7 @@ def test_bfloat16_gemma_3_is_close_to_float32():
     exact = hf_logits(reference, PROMPT)
     params = load_ours(reference, dtype=jnp.bfloat16)
     rounded = one_shot(PagedModel(model_config(reference), params))
-    # Six layers of 8 bits of mantissa, on logits of size 4.
+    # The error limit is for six layers with a mantissa of 8 bits, and logits of size 4.
     assert np.abs(exact - rounded).max() <= 0.5
     assert np.mean(exact.argmax(-1) == rounded.argmax(-1)) >= 0.8
 
@@ -190,7 +191,7 @@ def test_linear_scaling_divides_positions():
     [(8, 2, False), pytest.param(8, 8, True, marks=pytest.mark.slow), (24, 3, True)],
 )
 def test_eight_devices_equal_one(num_q_heads, num_kv_heads, is_tied):
-    """Two KV heads are repeated, eight are split, three are replicated."""
+    """Two KV heads are copied, eight are split, and three are on every device."""
     reference = make_hf_model(
         num_attention_heads=num_q_heads,
         num_key_value_heads=num_kv_heads,
@@ -210,7 +211,7 @@ def test_bfloat16_is_close_to_float32():
     exact = hf_logits(reference, PROMPT)
     params = load_ours(reference, dtype=jnp.bfloat16)
     rounded = one_shot(PagedModel(model_config(reference), params))
-    # bf16 has 8 bits of mantissa; two layers of it on logits of size 3.
+    # The error limit is for two layers with a mantissa of 8 bits, and logits of size 3.
     assert np.abs(exact - rounded).max() <= 0.25
     assert np.mean(exact.argmax(-1) == rounded.argmax(-1)) >= 0.8
 
@@ -219,13 +220,13 @@ def test_rope_angles_equal_float64():
     positions = np.array([0, 1, 255, 256, 257, 258, 4095, 8191])
     cos, sin = rope_tables(jnp.asarray(positions, jnp.int32), 8, 10000.0)
     angle = positions[:, None] * 10000.0 ** (-np.arange(0, 8, 2) / 8)
-    # Near an angle of 8191, float32 has steps of 0.0005, bfloat16 of 32.
+    # At an angle of 8191, float32 numbers are 0.0005 apart, and bfloat16 numbers 32.
     np.testing.assert_allclose(cos[:, 0], np.cos(angle), atol=5e-4)
     np.testing.assert_allclose(sin[:, 0], np.sin(angle), atol=5e-4)
 
 
 def test_bfloat16_parameters_keep_distant_positions_apart():
-    """Past 256, bfloat16 angles would make neighbouring positions equal."""
+    """Angles are in float32: past 256, bfloat16 gives neighbours the same position."""
     reference = make_hf_model(
         **SHALLOW, sliding_window=512, max_position_embeddings=512
     )

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def unoptimised_programs() -> Iterator[None]:
-    """Compiling takes most of the time of these tests."""
+    """Compile with few optimizations, because compilation dominates these tests."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

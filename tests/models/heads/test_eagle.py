@@ -61,7 +61,8 @@ def test_prompt_and_later_passes_equal_torch(tmp_path, form, has_bias, has_embed
     hidden = eagle.fuse(config, params, [jnp.asarray(wanted_hidden.numpy())])
     first, rows = 0, count
     for _ in range(PASSES):
-        # torch runs the whole sequence of rows again; ours has earlier rows in pages.
+        # torch computes all rows of the sequence again; our head has the earlier rows'
+        # keys and values in pages.
         wanted = theirs.eagle_rows(
             tensors, own_embedding[tokens[: len(wanted_hidden)]], wanted_hidden
         )
@@ -94,7 +95,7 @@ def test_unsupported_or_mismatched_heads_are_named(
 
 
 def test_head_needs_the_targets_width_and_vocabulary():
-    """Because the target's output matrix is applied to its layer's output."""
+    """The head applies the target's output matrix to the output of its layer."""
     sizes: dict[str, Any] = dict(
         target_hidden_size=32,
         vocab_size=50,

@@ -26,7 +26,7 @@ TABLE = np.array([[5, 2, 7, 0]], np.int32)
 
 
 def rows_at(first: int, count: int) -> TokenBatch:
-    """Rows of one sequence, whose pages are in random order."""
+    """Return rows of one sequence, whose pages are in random order."""
     positions = np.arange(first, first + count)
     slots = TABLE[0][positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
     region = Region(
@@ -100,7 +100,8 @@ def test_prompt_and_later_passes_equal_torch(
     hidden = eagle3.fuse(config, params, [jnp.asarray(one.numpy()) for one in streams])
     first, rows = 0, count
     for _ in range(PASSES):
-        # torch runs the whole sequence of rows again; ours has earlier rows in pages.
+        # torch computes all rows of the sequence again; our head has the earlier rows'
+        # keys and values in pages.
         wanted = theirs.eagle3_rows(
             tensors,
             own_embedding[tokens[: len(wanted_hidden)]],

@@ -73,7 +73,7 @@ def test_reads_the_papers_names_with_biases(tmp_path):
         vocab_size=theirs.VOCAB,
     )
     theirs.write(tmp_path, content, tensors)
-    # The file name in the paper's code.
+    # The name of the file in the code of Medusa's paper.
     (tmp_path / "model.safetensors").rename(tmp_path / "medusa_lm_head.safetensors")
     config, found = our_logits(tmp_path)
     assert config.has_bias

@@ -23,7 +23,7 @@ EMBEDDING = jnp.asarray(RANDOM.normal(size=(theirs.VOCAB, theirs.HIDDEN)), jnp.f
 
 
 def filled(module, config):
-    """The module with random parameters, and their tree."""
+    """Return the module with random parameters, and the tree of these."""
     ids = np.arange(config.draft_vocab_size)
     params = init_head(config, seed=2, mesh=make_mesh(1), token_ids=ids)
     params = jax.tree.map(

@@ -46,7 +46,7 @@ def test_written_head_is_read_bit_for_bit(tmp_path, kind, dtype):
     config, mesh = HEADS[kind], make_mesh(1)
     ids = np.random.default_rng(1).permutation(theirs.VOCAB)[: theirs.DRAFT_VOCAB]
     params = init_head(config, seed=1, mesh=mesh, token_ids=ids)
-    # Zeros would hide swapped matrices.
+    # With zeros, swapped matrices would go unnoticed.
     params = jax.tree.map(
         lambda leaf: leaf + 0.5 if leaf.dtype == FLOAT32 else leaf, params
     )

@@ -1,6 +1,7 @@
 """Heads in torch, written from the papers and from other projects' checkpoints.
 
-They share no code with ours: names as in the files, whole texts instead of pages.
+They share no code with ours: tensors have the names of the files, and whole texts are
+computed instead of pages.
 """
 
 import json
@@ -17,7 +18,7 @@ THETA, EPSILON = 10000.0, 1e-5
 
 
 def random_tensors(shapes: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Matrices with outputs of size one, vectors around one."""
+    """Return matrices whose outputs have size one, and vectors around one."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -38,7 +39,10 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path
 
 
 def eagle3_tensors(layer: str = "layers.0.") -> dict[str, torch.Tensor]:
-    """`layer` is `midlayer.` in files of SafeAILab and SpecForge."""
+    """Return tensors of an EAGLE-3 head with names that begin with `layer`.
+
+    In files of SafeAILab and SpecForge, `layer` is `midlayer.`.
+    """
     queries, keys = Q_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     shapes = {
         "fc.weight": (HIDDEN, 3 * HIDDEN),
@@ -93,7 +97,10 @@ def speculators_config(**changes: Any) -> dict[str, Any]:
 
 
 def specforge_config(**changes: Any) -> dict[str, Any]:
-    """The format of SpecForge, SafeAILab and SGLang, which count layers from 0."""
+    """Return a config as SpecForge, SafeAILab and SGLang write it.
+
+    They count layers from 0.
+    """
     content = layer_config() | dict(
         architectures=["LlamaForCausalLMEagle3"],
         draft_vocab_size=DRAFT_VOCAB,
@@ -109,7 +116,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[token, head, head_dim], as complex numbers of both halves."""
+    """Rotate [token, head, head_dim] by position, as complex numbers of both halves."""
     half = HEAD_DIM // 2
     frequency = THETA ** -(torch.arange(half) / half)
     angle = positions[:, None].float() * frequency
@@ -119,7 +126,10 @@ def rotated(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def eagle_tensors(form: str = "papers", *, has_bias: bool = False) -> dict[str, Any]:
-    """`form` is `papers`, or `speculators`, which has a copy of the target's matrix."""
+    """Return tensors of an EAGLE head in the format `papers` or `speculators`.
+
+    The latter includes a copy of the target's output matrix.
+    """
     queries, keys = Q_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     fc, layer = "fc.", "layers.0."
     if form == "speculators":
@@ -159,7 +169,7 @@ def eagle_config(form: str = "papers", **changes: Any) -> dict[str, Any]:
 def eagle_rows(
     tensors: dict[str, torch.Tensor], embedded: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """The layer's output for a whole sequence of rows at positions 0, 1, ..."""
+    """Return the layer's outputs for rows at positions 0, 1, ... of a sequence."""
     names = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
     own = {}
     for name, value in tensors.items():
@@ -179,7 +189,7 @@ def eagle3_rows(
     norm_before_residual: bool,
     layer: str = "layers.0.",
 ) -> torch.Tensor:
-    """The layer's output for a whole sequence of rows at positions 0, 1, ..."""
+    """Return the layer's outputs for rows at positions 0, 1, ... of a sequence."""
     own = {
         name.removeprefix(layer): value
         for name, value in tensors.items()
@@ -192,7 +202,7 @@ def eagle3_rows(
 
 
 def attention(own: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Causal attention of a Llama layer."""
+    """Return the causal attention of a Llama layer."""
     count, positions = len(rows), torch.arange(len(rows))
     query, key, value = (
         (rows @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, HEAD_DIM)
@@ -209,7 +219,7 @@ def attention(own: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
 def after_attention(
     own: dict[str, torch.Tensor], residual: torch.Tensor, mixed: torch.Tensor
 ) -> torch.Tensor:
-    """The rest of the layer."""
+    """Return the output of the layer after its attention."""
     stream = residual + mixed @ own["self_attn.o_proj.weight"].T
     inner = rms_norm(stream, own["post_attention_layernorm.weight"])
     gate = torch.nn.functional.silu(inner @ own["mlp.gate_proj.weight"].T)
@@ -220,7 +230,7 @@ def after_attention(
 def eagle3_logits(
     tensors: dict[str, torch.Tensor], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Logits over the target's vocabulary: -inf for tokens the head cannot propose."""
+    """Return logits of all tokens; -inf for those that the head cannot propose."""
     own = rms_norm(hidden, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
     whole = torch.full((len(own), VOCAB), -math.inf)
     whole[:, torch.arange(DRAFT_VOCAB) + tensors["d2t"]] = own
@@ -231,7 +241,10 @@ def eagle3_logits(
 
 
 def medusa_tensors(heads: int, blocks: int, *, is_papers: bool) -> dict[str, Any]:
-    """Tensors with vLLM's names, or (`is_papers`) the paper's, with biases."""
+    """Return tensors of Medusa heads with vLLM's names.
+
+    If `is_papers`, they have the names of the paper's code, and biases.
+    """
     shapes = {}
     for head in range(heads):
         for block in range(blocks):
@@ -248,7 +261,7 @@ def medusa_tensors(heads: int, blocks: int, *, is_papers: bool) -> dict[str, Any
 def medusa_logits(
     rows: torch.Tensor, blocks: list[tuple[Any, Any]], lm_head: torch.Tensor
 ) -> torch.Tensor:
-    """Logits of one head; a block is a matrix and a bias, which may be 0."""
+    """Return one head's logits; a block is a matrix and a bias, which may be 0."""
     for weight, bias in blocks:
         rows = rows + torch.nn.functional.silu(rows @ weight.T + bias)
     return rows @ lm_head.T

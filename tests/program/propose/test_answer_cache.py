@@ -37,7 +37,7 @@ def sequences(
     return active, pages
 
 
-# `mutation` clears compiled functions: a mutant is traced again.
+# `mutation` clears compiled functions, so a mutant is traced again.
 @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 def note(table: AnswerCache, active: Active, pages: jax.Array) -> AnswerCache:
     return answer_cache.store_answers(table, active, pages, num_new=NUM_NEW)
@@ -53,7 +53,7 @@ def find(table: AnswerCache, active: Active, pages: jax.Array) -> Matches:
 def enter(
     table: AnswerCache, text: list[int], salt: tuple[int, int] = SALT
 ) -> AnswerCache:
-    """Store after every round, with random numbers of tokens, as an engine does."""
+    """Store a text as an engine does, a random number of tokens in each round."""
     random, length = np.random.default_rng(len(text)), PROMPT + 1
     while length <= len(text):
         active, pages = sequences([text[:length]], salt)
@@ -66,7 +66,7 @@ def enter(
 def found_by(
     table: AnswerCache, tokens: list[int], salt: tuple[int, int] = SALT
 ) -> list[tuple[int, list[int]]]:
-    """Lengths of matches and the tokens after them, the longest first."""
+    """Return lengths of matches and the tokens after them, longest match first."""
     active, pages = sequences([tokens], salt)
     matches = find(table, active, jnp.asarray(pages))
     (length,), (following,), (count,) = map(np.asarray, matches)
@@ -81,10 +81,10 @@ def texts_of(count: int, vocab: int, seed: int = 0) -> list[list[int]]:
 
 def check_every_place() -> None:
     (text,) = texts_of(1, 1000)
-    # Large enough that no entry replaces another.
+    # The table is so large that no entry replaces another.
     table = enter(empty(512), text)
     for place in range(PROMPT - 1, len(text) - 1):
-        # The same last tokens, after a different text.
+        # These texts end with the same tokens, after different ones.
         same = min(place + 1, 9)
         asked = [1001, 1002, *text[place + 1 - same : place + 1]]
         if same < KEYS[0]:
@@ -98,7 +98,7 @@ def check_not_stored() -> None:
     assert found_by(empty(), text) == []
     assert found_by(empty(), [0] * 20) == []
     table = enter(empty(), text)
-    # Tokens of the prompt are not an answer; and a match of too few tokens.
+    # There is no match with tokens of the prompt, or with too few tokens.
     assert found_by(table, text[: PROMPT - 1]) == []
     assert found_by(table, [1001, text[20]]) == []
     assert found_by(table, [1001, *text[20:22]]) == [(2, text[22:][:AFTER])]
@@ -131,7 +131,7 @@ def test_requests_of_another_salt_find_nothing():
 
 @pytest.mark.parametrize("num_requests", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_every_match_occurs_in_a_stored_text(num_requests):
-    """With few tokens, many texts and a full table, entries are lost but not mixed."""
+    """With few tokens and many texts, a full table loses entries but mixes none."""
     texts = texts_of(20, 5)
     table = empty(num_requests)
     for text in texts:
@@ -151,8 +151,8 @@ def test_every_match_occurs_in_a_stored_text(num_requests):
 
 
 def test_no_slot_is_written_twice(monkeypatch):
-    """A GPU could mix two writes to one place; a CPU writes in order and hides it."""
-    # Two sequences that repeat the same tokens.
+    """A GPU could mix two writes to one place, which a CPU would not show."""
+    # Both sequences repeat the same tokens, so they want to write to the same places.
     active, pages = sequences([[7, 8] * 20, [7, 8] * 20])
     table, places = empty(), list[np.ndarray]()
     size, once = len(table), answer_cache._keep_last_writes
@@ -169,7 +169,7 @@ def test_no_slot_is_written_twice(monkeypatch):
     [listed] = places
     written = listed[listed[:, 0] < size]
     assert 2 <= len(written) == len(np.unique(written, axis=0))
-    # No other place changes.
+    # No place changes that is not in the list.
     changed = np.argwhere((np.asarray(after) != 0).any(axis=2))
     assert {*map(tuple, changed)} == {*map(tuple, written)}
 

@@ -34,7 +34,7 @@ from tests.support.rows import make_active
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
-# Longer than the window of 8, and every number of tokens in the last page of 4.
+# Texts longer than the window of 8, with every number of tokens in the last page of 4.
 LENGTHS = (11, 12, slow(13), slow(14))
 DRAFTS = 3
 
@@ -67,7 +67,7 @@ def context_of(active: Active, tree: Tree, pool: PoolShape) -> ProposerContext:
 
 @functools.cache
 def program_of(config: ModelConfig, pool: PoolShape, tree: Tree) -> Callable[..., Any]:
-    """A compiled proposer for a tree; rule, text and length are data."""
+    """Compile a proposer for a tree; rule, text and length are data."""
 
     def run(params, pages, active):
         proposer = draft_model.DraftModel(config=config)
@@ -80,7 +80,7 @@ def propose(tree: Tree, length: int, **fields: Any) -> Round:
     """Draft after a fully accepted round, when two tokens have no KV yet.
 
     Args:
-        fields: Values of the only sequence.
+        fields: Fields of the only sequence.
     """
     reference = make_micro()
     tokens = np.random.default_rng(length).integers(3, 16, length)
@@ -110,7 +110,7 @@ def propose(tree: Tree, length: int, **fields: Any) -> Round:
 
 
 def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
-    """A chain's drafts and probabilities are the model's own."""
+    """Check that a chain's drafts and probabilities are the draft model's own."""
     reference, tokens, _, proposal, *_ = propose(
         Tree.chain(DRAFTS), length, temperature=temperature, top_p=0.95
     )
@@ -133,10 +133,10 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
 
 
 def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) -> None:
-    """Every draft is the next best token after its path, by HuggingFace's logits.
+    """Check that drafts are the next best tokens after their paths.
 
     Args:
-        rule: Of a sampled sequence; None is greedy.
+        rule: Acceptance rule of a sampled sequence; None for a greedy one.
     """
     fields: dict[str, Any] = dict(temperature=0.0)
     if rule is not None:
@@ -148,7 +148,7 @@ def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) 
 def check_ranked(
     tree: Tree, round_: Round, tokens: np.ndarray, active: Active, proposal: Proposal
 ) -> None:
-    """The drafts of a round are the next best after `tokens` and their own paths."""
+    """Check that drafts are the next best after `tokens` and their own paths."""
     rule = None if proposal.probs is None else int(active.rule[0])
     drafts = np.asarray(proposal.tokens[0])
     for row in sorted({parent + 1 for parent in tree.parents}):
@@ -168,14 +168,15 @@ def check_ranked(
             if parent == row - 1
         ]
         if rule == STANDARD and row == depth:
-            # The main chain's token is sampled: its siblings are the best others.
+            # The main chain's token is sampled, and its siblings are the best of the
+            # others.
             ranked.remove(said[0])
             ranked.insert(0, said[0])
         assert said == ranked[: len(said)], (row, way)
 
 
 def check_next_round(length: int = 13) -> None:
-    """After a side path was accepted, its keys and values are at their positions."""
+    """Check the round after an accepted side path, whose keys and values were moved."""
     first = propose(SIDE_PATHS, length, temperature=0.0)
     row = SIDE_PATHS.num_nodes  # the deepest row of a side branch
     depth = SIDE_PATHS.depths[row]
@@ -219,7 +220,7 @@ SIDE_PATHS = Tree(
 @pytest.mark.parametrize("tree", [LEAVES, SIDE_PATHS], ids=["leaves", "side paths"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_tree_drafts_follow_the_model(tree, length):
-    """At every offset of page and window borders within the tree."""
+    """Page and window borders fall at every offset of the tree."""
     check_tree_drafts(tree, length)
 
 
@@ -245,7 +246,10 @@ def test_greedy_drafts_equal_the_models_text():
 
 
 def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
-    """Logits are computed only for their tiles, one after the other."""
+    """Draft prefill reports how the draft model would have done in plain rounds.
+
+    Logits are computed only for the tiles of these tokens, one tile at a time.
+    """
     reference = make_micro()
     tokens = np.random.default_rng(0).integers(3, 16, 2 * TILE)
     paged = PagedModel(model_config(reference), load_ours(reference), num_pages=24)
@@ -258,7 +262,7 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
     )
     own = hf_logits(reference, tokens).argmax(axis=1)
     next_tokens = np.where(np.arange(2 * TILE) % 3, own, (own + 1) % 16)
-    next_tokens[: TILE + 5] = NO_TOKEN  # a prompt
+    next_tokens[: TILE + 5] = NO_TOKEN  # tokens of a prompt
     tiles = jnp.asarray(tokens.reshape(2, TILE), jnp.int32)
     ends = jnp.array([TILE, 2 * TILE], jnp.int32)
     table = jnp.broadcast_to(paged.page_table, (2, paged.page_table.shape[1]))

@@ -23,11 +23,11 @@ def found_in(
     num_draft_tokens: int = DRAFTS,
     is_active: list[bool] | None = None,
 ) -> list[list[int]]:
-    """The valid drafts, by sequence."""
+    """Return the valid drafts of each sequence."""
     active, pages = in_pages(texts, np.random.default_rng(0))
     if is_active is not None:
         active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
-    # A function of its own: a jit of the same one would not see a mutant.
+    # Jit a new function: a cached trace would not contain a mutant.
     look_up = jax.jit(
         lambda active, pages: ngram.look_up(
             active,
@@ -50,10 +50,10 @@ def found_in(
 
 
 def check_chosen_texts() -> None:
-    """Texts that test one rule each."""
+    """Check texts that test one rule each."""
     lookup = ngram.NGram(3, 1)
     cases = [
-        # No match; a match of one token; no match but the token itself.
+        # No match; a match of one token; no other match than the token itself.
         ([1, 2, 3, 4], []),
         ([5], []),
         ([5, 5], [5, 5, 5, 5]),
@@ -104,7 +104,7 @@ def test_drafts_of_random_texts_equal_the_search(
 def test_matches_below_the_minimum_length_are_ignored():
     texts = [[1, 2, 3, 4, 1, 2, 3], [9, 2, 3, 4, 1, 2, 3]]
     assert found_in(texts, ngram.NGram(5, 3)) == [[4, 1, 2, 3], []]
-    # One token more than the match has.
+    # A match may have one token fewer than the text, but not more.
     assert found_in([[1, 1], [1, 1, 1]], ngram.NGram(2, 2)) == [[], [1] * DRAFTS]
 
 
@@ -115,9 +115,9 @@ def test_inactive_sequences_have_no_drafts():
 
 
 def branches(tokens: list[int], lookup: ngram.NGram, tree: Tree) -> list[int] | None:
-    """The specification: a tree of the matches' continuations, most frequent first.
+    """Return the drafts of a tree of the matches' continuations, most frequent first.
 
-    Nodes without a known continuation are `JUNK`.
+    This is the specification. Nodes without a known continuation are `JUNK`.
     """
     found = []
     for end in range(len(tokens) - 1):
@@ -153,14 +153,14 @@ TREES = [
 
 
 def check_branches(tree: Tree = TREES[2]) -> None:
-    """Random texts over few tokens, whose matches have many continuations."""
+    """Check random texts over few tokens, whose matches have many continuations."""
     lookup, random = ngram.NGram(3, 1), np.random.default_rng(tree.num_nodes)
     texts = [
         random.integers(0, random.integers(2, 6), random.integers(1, 60)).tolist()
         for _ in range(80)
     ]
     active, pages = in_pages(texts, random)
-    # A function of its own: a jit of the same one would not see a mutant.
+    # Jit a new function: a cached trace would not contain a mutant.
     run = jax.jit(
         lambda active, pages: ngram.look_up(
             active,

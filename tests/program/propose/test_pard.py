@@ -23,10 +23,10 @@ MASK, DRAFTS = 15, 3
 
 
 def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
-    """Draft after the model has read the first tokens; also return the old pages.
+    """Draft after the model has read `num_known` tokens; also return the old pages.
 
     Args:
-        fields: Values of the only sequence; `wanted_levels` of the context.
+        fields: Fields of the only sequence, or `wanted_levels` of the context.
     """
     reference = make_micro()
     tokens = np.random.default_rng(length).integers(3, 15, length)
@@ -37,7 +37,7 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
     )
     if num_known:
         paged.run(tokens[:num_known])
-    # Masks of an earlier round.
+    # Leave the keys and values of masks of an earlier round.
     paged.run(np.full(2, MASK))
     pool = PoolShape(
         num_rows=1,
@@ -82,7 +82,8 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("length", "num_known"),
-    # After a round that added all it could, across a page border; a text of two tokens.
+    # A round that follows one with all drafts accepted, across a page border; and a
+    # text of two tokens.
     [(13, 9), pytest.param(2, 0, marks=pytest.mark.slow)],
 )
 def test_each_draft_follows_its_own_distribution(length, num_known):
@@ -98,7 +99,10 @@ def test_each_draft_follows_its_own_distribution(length, num_known):
 
 
 def test_sequence_without_drafts_is_not_run():
-    """The model lacks earlier tokens: keys of the newest would be wrong for others."""
+    """A sequence without drafts writes nothing: the model lacks its earlier tokens.
+
+    Keys of the newest token would be wrong for other requests with the same prefix.
+    """
     found, _, before, after = propose(13, 3, wanted_levels=0, temperature=0.0)
     assert found.num_drafts.tolist() == [0]
     assert not found.is_broken.any()

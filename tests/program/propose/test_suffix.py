@@ -34,14 +34,15 @@ def found_in(
     num_draft_tokens: int = DRAFTS,
     is_active: list[bool] | None = None,
 ) -> list[list[int]]:
-    """The valid drafts, by sequence."""
+    """Return the valid drafts of each sequence."""
     active, pages = in_pages(texts, np.random.default_rng(0))
     if is_active is not None:
         active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
     most = draft_limits(*limits, num_draft_tokens)
     min_share = math.ceil(min_prob * WHOLE)
 
-    # A new function that calls through the modules: an old jit would hide a mutant.
+    # Jit a new function that calls through the modules: a cached trace would not
+    # contain a mutant.
     def propose(active, pages):
         found = ngram_match.find_matches(
             active,
@@ -70,17 +71,17 @@ FORKED = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 1, 2]
 
 
 def check_chosen_suffixes() -> None:
-    """Texts that test one rule each."""
+    """Check texts that test one rule each."""
     cases = [
-        # No match; no match but the token itself.
+        # No match, or no other match than the token itself.
         ([1, 2, 3, 4], []),
         ([5], []),
         # One draft per matching token.
         ([1, 2, 3, 1], [2]),
         ([1, 2, 3, 4, 1, 2], [3, 4]),
-        # The most frequent, not the latest.
+        # The most frequent continuation wins over the latest.
         ([1, 2, 8, 1, 2, 9, 1, 3, 7, 1], [2]),
-        # The latest of equally frequent continuations.
+        # Of equally frequent continuations, the latest wins.
         ([1, 2, 8, 1, 3, 7, 1], [3]),
         # Only the longest matches are counted, even if shorter ones are more frequent.
         ([4, 5, 1, 6, 1, 2, 1, 2, 4, 5, 1], [6, 1, 2]),
@@ -90,7 +91,7 @@ def check_chosen_suffixes() -> None:
     ]
     texts = [text for text, _ in cases]
     assert found_in(texts) == [drafts for _, drafts in cases]
-    # Only one of three matches continues with 6.
+    # One of three matches continues with 6, a share of 1/3.
     assert found_in([FORKED], min_prob=Fraction(1, 3)) == [[3, 6]]
     assert found_in([FORKED], min_prob=Fraction(1, 2)) == [[3]]
 

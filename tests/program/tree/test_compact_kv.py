@@ -27,7 +27,7 @@ LENGTHS = (3, 4, 6, 11)
 
 
 def config_of(turns: int, rest: int = 0) -> ModelConfig:
-    """Two layers per turn, and `rest` separate layers."""
+    """Return a config with two layers per turn of the scan, and `rest` others."""
     num_layers = 2 * turns + rest
     sizes = TINY | MICRO | dict(num_hidden_layers=num_layers, model_type="gemma2")
     model = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: sizes))
@@ -37,7 +37,7 @@ def config_of(turns: int, rest: int = 0) -> ModelConfig:
 
 
 def active_of(is_active: list[bool]):
-    """Sequences with scattered pages, whose trees cross page borders."""
+    """Return sequences with scattered pages, whose trees cross page borders."""
     order = np.random.default_rng(3).permutation(POOL.num_pages)
     table = order[: 4 * POOL.table_len].reshape(4, -1).astype(np.int32)
     active = make_active(4, num_tokens=np.array(LENGTHS), is_active=np.array(is_active))
@@ -47,7 +47,7 @@ def active_of(is_active: list[bool]):
 def kept(
     config: ModelConfig, rows: list[int], is_active: list[bool]
 ) -> tuple[Any, Any, Any]:
-    """Pages before and after, and the slot of each position of each sequence."""
+    """Move keys and values; return the pages before and after, and the page table."""
     active = active_of(is_active)
     random = np.random.default_rng(0)
     shape = POOL.page_size, 2, 3
@@ -55,7 +55,7 @@ def kept(
         random.normal(size=(count * POOL.num_pages, *shape)).astype(np.float32)
         for count in config.layers_of_pools
     )
-    # A function of its own: a jit of the same one would not see a mutant.
+    # Jit a new function: a cached trace would not contain a mutant.
     run = jax.jit(
         lambda pages, row, active: compact_kv(
             config, pages, TREE, row, active, POOL, Backend()

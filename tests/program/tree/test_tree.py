@@ -1,4 +1,4 @@
-"""Properties of a draft tree equal those from walks from each node to the root."""
+"""Properties of a draft tree equal those found on the way to the root."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ BRANCHED = Tree((ROOT, 0, 1, 0, ROOT))
 
 
 def walk(tree: Tree, row: int) -> list[int]:
-    """Rows from the root to a row, by its parents."""
+    """Return the rows on the way from the root to a row, by its parents."""
     way = [row]
     while way[0]:
         way.insert(0, tree.parents[way[0] - 1] + 1)

@@ -28,7 +28,7 @@ from tests.support.round_models import DRAFT, TARGET
 from tests.support.rows import make_active
 
 VOCAB, LENGTH, SEQS = len(TARGET), 4, 16_000
-FAR = 1000  # past all slots
+FAR = 1000  # a length limit past all slots
 PLAIN = Tree.chain(0)
 LEAVES = Tree(parents_of(leaf_paths(2, 1)))
 MANY_LEAVES = Tree(parents_of(leaf_paths(3, 2)))
@@ -43,7 +43,7 @@ TREES: dict[str, Tree] = {
     "branched": BRANCHED,
     "aside": ASIDE,
 }
-# Those whose distribution every run checks.
+# Rules and trees whose distribution `make test` checks.
 SOME = ("standard", "many leaves"), ("block", "branched")
 
 
@@ -91,7 +91,7 @@ def play_round(
     tree: Tree,
     max_model_len: int,
 ) -> tuple[Active, jax.Array, Found]:
-    """One round of the Markov chain: the updated sequences, and the round's result."""
+    """Run a round of the Markov chain; return sequences, history and the result."""
     target, draft = map(jnp.log, distributions)
     inputs, proposal = active.last_tokens[:, 1:], None
     if tree.num_nodes:
@@ -145,11 +145,11 @@ def play(
     max_model_len: int = FAR,
     few: bool = False,
 ) -> tuple[np.ndarray, list[Found]]:
-    """Words of `LENGTH` tokens of all sequences, and the rounds.
+    """Return words of `LENGTH` tokens of all sequences, and the rounds.
 
     Args:
-        draft: "same" is the target itself.
-        few: Sequences want different numbers of levels.
+        draft: "same" drafts with the target itself, "other" with another model.
+        few: Whether sequences want different numbers of levels.
     """
     active = start(rule, temperature=temperature)
     first = jnp.asarray(np.arange(SEQS) % VOCAB if all_greedy else np.zeros(SEQS, int))
@@ -176,7 +176,7 @@ def num_side_drafts(found: Found) -> np.ndarray:
 
 
 def check_tree_distribution(rule: str, name: str) -> None:
-    """Words of four tokens, over rounds of which many accept side branches."""
+    """Check words of four tokens, over rounds of which many accept side branches."""
     play.cache_clear()
     tree = TREES[name]
     words, rounds = play(tree, rule)
@@ -188,7 +188,8 @@ def check_tree_distribution(rule: str, name: str) -> None:
         distribution = (distribution[:, None] * TARGET[last]).reshape(-1)
     counts = np.bincount(cell, minlength=VOCAB**LENGTH)
     check_counts(counts, distribution, (rule, name))
-    # Adjacent pairs alone: an error in a few of them is lost among all words.
+    # Also check pairs of adjacent tokens: an error in few pairs is too small among all
+    # words.
     shape = (VOCAB,) * LENGTH
     for place in range(LENGTH - 1):
         others = tuple({*range(LENGTH)} - {place, place + 1})
@@ -199,7 +200,7 @@ def check_tree_distribution(rule: str, name: str) -> None:
 
 
 def check_same_words(name: str, **changes: Any) -> None:
-    """Tokens equal plain decoding's, for rules that are deterministic per seed."""
+    """Check that tokens equal plain decoding's, for rules that a seed determines."""
     play.cache_clear()
     tree, settings = TREES[name], dict(rule="coupled") | changes
     words, rounds = play(tree, **settings)
@@ -237,7 +238,7 @@ def test_greedy_words_equal_plain_decoding(name: str):
 
 
 def check_few_levels() -> None:
-    """Sequences with different numbers of wanted levels get no more."""
+    """Check that sequences get no more levels than each wants."""
     check_same_words("branched", few=True)
     _, rounds = play(BRANCHED, "coupled", few=True)
     wanted = np.arange(SEQS) % (BRANCHED.num_levels + 1)
@@ -250,10 +251,10 @@ def test_sequences_get_no_more_levels_than_wanted():
 
 
 def check_last_slots() -> None:
-    """Drafts whose slots would be past `max_model_len` are ignored."""
+    """Check that drafts whose slots would be past `max_model_len` are ignored."""
     check_same_words("branched", max_model_len=7)
     _, rounds = play(BRANCHED, "coupled", max_model_len=7)
-    # The only token is the newest: the draft of row r has slot r.
+    # At first a sequence has one token, so the draft of row r has slot r.
     assert 3 < rounds[0].row.max() < 7
 
 

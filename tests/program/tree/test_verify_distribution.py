@@ -55,13 +55,13 @@ TREES = {
 
 
 def random_distributions(random: np.random.Generator, level: int) -> np.ndarray:
-    """A distribution for every prefix of `level` tokens."""
+    """Return a distribution for every prefix of `level` tokens."""
     weights = random.dirichlet(np.full(VOCAB, 3.0), VOCAB**level)
     return random.multinomial(PARTS, weights) / PARTS
 
 
 def make_case(seed: int, tree: Tree, num_levels: int) -> Case:
-    """Distributions by prefix; in every third case drafts are point masses."""
+    """Return random distributions; in every third case drafts are point masses."""
     random = np.random.default_rng(seed)
     draft = [random_distributions(random, level) for level in range(DRAFTS)]
     if seed % 3 == 2:
@@ -75,7 +75,10 @@ def make_case(seed: int, tree: Tree, num_levels: int) -> Case:
 
 
 def all_drafts(tree: Tree, main_chain: np.ndarray, seed: int) -> np.ndarray:
-    """Tokens by node: those of side branches depend only on the main chain's."""
+    """Return the draft tokens of each node.
+
+    Tokens on side branches depend only on the main chain's.
+    """
     count = tree.main_chain.num_nodes
     code = main_chain[:, :count] @ (VOCAB ** np.arange(count))
     random = np.random.default_rng(seed)
@@ -84,12 +87,12 @@ def all_drafts(tree: Tree, main_chain: np.ndarray, seed: int) -> np.ndarray:
 
 
 def code_of(tokens: np.ndarray) -> np.ndarray:
-    """Index of a prefix among all of its length."""
+    """Return the index of a prefix among all prefixes of its length."""
     return tokens @ (VOCAB ** np.arange(tokens.shape[1])[::-1])
 
 
 def rows_of_target(tree: Tree, drafts: np.ndarray, case: Case) -> np.ndarray:
-    """The target's distribution at every row of the tree."""
+    """Return the target's distribution at every row of the tree."""
     found = np.empty((len(drafts), tree.num_rows, VOCAB))
     for row in range(tree.num_rows):
         depth = tree.depths[row]
@@ -99,7 +102,7 @@ def rows_of_target(tree: Tree, drafts: np.ndarray, case: Case) -> np.ndarray:
 
 
 def planned(accept: jax.Array, sample: jax.Array) -> Any:
-    """A substitute for `draw_numbers` with the uniforms of an outcome, by role.
+    """Return a substitute for `draw_numbers`, with the uniforms of an outcome.
 
     Args:
         accept: By draft; only for the position where the round starts.
@@ -112,7 +115,7 @@ def planned(accept: jax.Array, sample: jax.Array) -> Any:
         drawn = jnp.take_along_axis(sample, offset, axis=1)
         parts = [drawn]
         if width > 1:
-            # An accept uniform of any other position is NaN.
+            # At any other position, an accept uniform is NaN: it must not be used.
             parts.insert(0, jnp.where(offset == 0, accept[:, : width - 1], jnp.nan))
         expected = [randomness.ACCEPT] * (width - 1) + [randomness.SAMPLE]
         is_known = purposes % randomness.NUM_ROLES == jnp.array([expected])
@@ -134,10 +137,10 @@ def distribution_of_round(
     case = make_case(seed, tree, num_levels)
     paths = make_paths([case])
     with pytest.MonkeyPatch.context() as patch:
-        # Logarithms of probabilities are rounded, and so are the uniforms' thresholds.
+        # Logarithms of probabilities are rounded, so thresholds of uniforms are too.
         patch.setattr(enumeration, "MARGIN", 2.0**-18)
         rows = outcomes(paths, ORACLES[rule](paths))
-    # All evenly spaced uniforms at each later position, in every combination.
+    # Each later position has all evenly spaced uniforms, in every combination.
     places = tree.num_levels
     grid = np.indices((PARTS,) * places).reshape(places, -1).T
     repeat = functools.partial(np.repeat, repeats=len(grid), axis=0)
@@ -154,7 +157,7 @@ def distribution_of_round(
         all_greedy=False,
     )
 
-    # A function of its own: a jit of the same one would not see a mutant.
+    # Jit a new function: a cached trace would not contain a mutant.
     def run(tokens, probs, logits, accept, sample, active):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(verify_module, "draw_numbers", planned(accept, sample))
@@ -197,7 +200,10 @@ def distribution_of_round(
 def check_exact_distribution(
     name: str, rule: str, num_levels: int = 3, seeds: tuple[int, ...] = (0,)
 ) -> None:
-    """A round's tokens, completed with draws from the target, follow the target."""
+    """Check that tokens follow the target.
+
+    A round with fewer than all tokens is completed with draws from the target.
+    """
     tree, total = Tree(parents_of(TREES[name])), 0.0
     for seed in seeds:
         distance, side = distribution_of_round(tree, rule, seed, num_levels)
@@ -224,7 +230,10 @@ def test_exact_distribution_for_all_rules_and_levels(name, rule, num_levels):
 @pytest.mark.long_suite(name="counts")
 @pytest.mark.parametrize("rule", ORACLES)
 def test_every_small_tree_keeps_the_distribution(rule):
-    """Trees of up to five drafts, three levels and three siblings, without chains."""
+    """Test all trees of up to five drafts, three levels and three siblings.
+
+    Chains are left out.
+    """
     found, side = 0, 0.0
     for number, paths in enumerate(every_tree(3, 3, 5)):
         tree = Tree(parents_of(paths))
@@ -232,6 +241,7 @@ def test_every_small_tree_keeps_the_distribution(rule):
             distance, share = distribution_of_round(tree, rule, number, tree.num_levels)
             assert distance < 1e-6, paths
             found, side = found + 1, side + share
-    # Of 64 of up to five nodes 9 are deeper, 7 have more siblings and 3 are chains.
+    # There are 64 trees of up to five nodes: 9 are deeper, 7 have more siblings, and 3
+    # are chains.
     assert found == 45
     assert side / found > 0.05
