@@ -42,7 +42,7 @@ PLAIN, SPECULATIVE = "plain", "speculative"
 
 @dataclass(kw_only=True)
 class Offline:
-    """A workload and its engine.
+    """The prompts and the engine of a benchmark without a server.
 
     Attributes:
         prompts: Token ids of each prompt.
@@ -121,7 +121,7 @@ class Offline:
         ]
 
     def device(self) -> dict[str, Any]:
-        """Return the devices, their copy bandwidth, and the cost ratio of a draft."""
+        """Describe the devices: copy bandwidth, and cost of a draft / target pass."""
         runner = self.engine.runner
         devices = list(runner.mesh.devices.flat)
         return {
