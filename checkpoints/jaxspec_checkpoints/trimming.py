@@ -90,7 +90,7 @@ def rows_of(tensor: Tensor, ids: Sequence[int]) -> Tensor:
     def read(start: int, stop: int) -> np.ndarray:
         found, wanted = [], chosen[start:stop]
         while len(wanted):
-            # Number of the wanted ids that lie in this block of rows.
+            # Number of the selected ids in this block of rows.
             count = int(np.searchsorted(wanted, wanted[0] + step))
             some, wanted = wanted[:count], wanted[count:]
             rows = tensor.read(int(some[0]), int(some[-1]) + 1)

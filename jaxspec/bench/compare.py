@@ -393,7 +393,7 @@ def _name_of(entry: Mapping[str, Any]) -> str:
 
 
 def ranks_of(speculative: SpeculativeConfig, acceptance: Acceptance) -> Ranks:
-    """Return how often drafts were compared and accepted, by place in the tree."""
+    """Return how often drafts were compared and accepted, by position in the tree."""
     if speculative.parents is not None:
         return count_ranks(speculative.parents, acceptance.tree_ends)
     reached = (acceptance.num_drafts, *acceptance.per_position)
@@ -408,7 +408,8 @@ def round_cost(timed: Iterable[tuple[Parts, bool]]) -> RoundCost:
     """Return a function that predicts the seconds of a round of any tree.
 
     The target's time depends on the number of nodes: it is interpolated between timed
-    sizes, and extrapolated from the last two. The proposer's depends on its passes.
+    sizes, and extrapolated from the last two. The proposer's time depends on its number
+    of passes.
 
     Args:
         timed: Timed parts, and whether the draft model's passes processed whole trees.

@@ -75,7 +75,7 @@ class Offline:
             print(forced_line(self.forced_acceptance))
 
     def must_agree(self, temperature: float) -> bool:
-        """Return whether speculation must not change texts: if greedy and verified."""
+        """Return whether texts must equal those of plain decoding: greedy, verified."""
         return temperature == 0 and self.forced_acceptance is None
 
     def batch(

@@ -332,7 +332,7 @@ async def _first_model(url: str, headers: Mapping[str, str]) -> str:
 
 
 def _fields(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Return the fields of every request, without defaults, which may be unknown."""
+    """Return the fields of every request, without those that have default values."""
     fields: dict[str, Any] = {
         "model": model,
         "max_tokens": options.output_len,

@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def pays(self) -> bool:
-        """Whether every repeat beat plain decoding, the median by `MIN_GAIN`."""
+        """Whether every repeat beats plain decoding, and the median by `MIN_GAIN`."""
         return self.speed_up["least"] > 1 and self.speed_up["median"] >= MIN_GAIN
 
     @property

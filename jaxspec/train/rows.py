@@ -38,7 +38,7 @@ class RowsBackend(Backend):
 
     @property
     def has_blocks(self) -> bool:
-        """False: operations for half a layer write to pages and have no gradients."""
+        """False: fused half-layer operations write to pages and have no gradients."""
         return False
 
     def write(
