@@ -9,7 +9,7 @@ from answer import answer
 
 
 class OpenVINO:
-    """A pipeline with everything in float32, the cache too (its default is 8 bits)."""
+    """A pipeline in float32, including the KV cache, whose default is 8 bits."""
 
     def __init__(self, task: dict[str, Any]):
         precision = {"float32": "f32", "bfloat16": "bf16"}[task["dtype"]]

@@ -14,8 +14,8 @@ from jaxspec.bench.report import num_cores, write_whole
 
 LOOKUP_MAX = 4
 ROOM = 512  # tokens for a prompt
-# Runs of this engine that compile do not count; which programs are needed depends on
-# the texts.
+# Maximum number of runs of this engine that compile and so do not count; which programs
+# a run needs depends on its texts.
 MOST_COMPILING_RUNS = 16
 LONGEST_ANSWER_S = 300.0
 LONGEST_COMPILING_S = 1800.0
@@ -27,7 +27,7 @@ class Turns:
 
     Attributes:
         result: The written result, with the rows so far.
-        left_s: Remaining seconds; runs of this engine that compile do not count.
+        left_s: Remaining seconds; the time of runs that compile is not subtracted.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Turns:
             if not answer["counts"].get("compiles"):
                 return answer
             self._end += time.monotonic() - start
-        # The child is alive, but its runs cannot be used.
+        # The child is still alive, but its runs cannot be used, so no more are made.
         raise PeerError(f"compiled something in {MOST_COMPILING_RUNS} runs in a row")
 
     def _limit_s(self, cell: Cell) -> float:
