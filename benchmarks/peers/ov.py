@@ -54,7 +54,7 @@ class OpenVINO:
         return [list(map(int, tokens)) for tokens in output.tokens]
 
     def _count(self, output: Any, num_decoded: int) -> None:
-        """Count drafts: tokens after prefill are accepted, or are a round's own."""
+        """Count drafts: a token after prefill is an accepted draft, or the target's."""
         metrics = getattr(output, "extended_perf_metrics", None)
         if metrics is not None:
             accepted = int(metrics.get_num_accepted_tokens())

@@ -173,7 +173,7 @@ class Turns:
         raise PeerError(f"compiled something in {MOST_COMPILING_RUNS} runs in a row")
 
     def _limit_s(self, cell: Cell) -> float:
-        """Return the time limit of one answer; ours may compile."""
+        """Return the time limit of an answer; longer for this engine's compilations."""
         if cell.peer in (OURS, CHOSEN):
             return LONGEST_COMPILING_S
         return min(max(self._end - time.monotonic(), 1.0), LONGEST_ANSWER_S)
