@@ -223,7 +223,7 @@ def alternate(
     *,
     temperature: float = 0.0,
 ) -> dict[str, Any]:
-    """Decode batches in all modes in turn; return the results without the warm-up."""
+    """Decode each batch in every mode, alternating; return results after warm-up."""
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     adaptive = ways[ADAPTIVE].engine
     seen, rounds, counted = engines.rounds[adaptive].seen, list[Round](), Counter()

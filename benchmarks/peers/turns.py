@@ -1,4 +1,4 @@
-"""The run: children that remain alive, used in turn; rows written as they come."""
+"""The run: alternates between child processes that stay alive, and writes rows."""
 
 import argparse
 import json

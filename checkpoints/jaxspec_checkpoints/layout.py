@@ -181,7 +181,7 @@ def layout_of(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Layou
 
 
 def must_be_tied(config: Mapping[str, Any]) -> bool | None:
-    """Return False if a `config.json` requires an LM head of its own, else None.
+    """Return False if a `config.json` requires a separate LM head, else None.
 
     "Tied" is the format's default, which exporters write for any model, so the entry is
     not trusted: the presence and content of `lm_head.weight` decide

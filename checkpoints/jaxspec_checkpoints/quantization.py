@@ -111,8 +111,8 @@ class MixedScheme:
     def of_tensors(self, names: Sequence[str]) -> Scheme | None:
         """Return the scheme that holds all of these tensors exactly.
 
-        None if one of them has no scheme: the matrix then gets the type of the rows
-        that it is multiplied with.
+        None if one tensor has no scheme: the matrix is then stored in the dtype of the
+        rows that it is multiplied with.
         """
         found = shared_scheme([self._schemes.get(name) for name in names])
         if found is None and self.has_embedding and ".layers." not in names[0]:

@@ -1,7 +1,7 @@
 """Reads token maps: the tokens that a draft may propose, most frequent first.
 
 A map is a JSON file, in a draft's folder or elsewhere. The first N of its token ids are
-kept, so that one file serves every size N. Knows nothing of networks.
+kept, so that one file serves every size N. Independent of networks.
 
 References: Zhao et al. 2025, arXiv:2502.14856 (FR-Spec).
 """

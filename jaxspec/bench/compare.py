@@ -322,7 +322,7 @@ def measure(
 
     Args:
         identity: Fields that name the form or method in a result.
-        device: As from `Offline.device`.
+        device: Result of `Offline.device`.
     """
     sizes, temperatures = sweep_of(offline.options)
     # Fixed K: drafts are measured even if they do not pay.

@@ -83,7 +83,7 @@ def against_ceiling(
     """Return the ceilings at the measured acceptance, and the shares reached.
 
     Args:
-        ratios: As from `cost_ratios`; there is a ceiling for each.
+        ratios: Result of `cost_ratios`; a ceiling is computed for each ratio.
         speed_up: Median, minimum and maximum over the repeats.
 
     Returns:
@@ -121,7 +121,7 @@ def parts_table(
     """Format the times of the parts of rounds, and their bandwidth.
 
     Args:
-        device: As from `Offline.device`.
+        device: Result of `Offline.device`.
         speed_ups: Measured speed-ups, by K; the best is marked.
     """
     rows = [["K", "draft", "verify", "accept", "ms", "GB/s", "of copy"]]

@@ -459,7 +459,7 @@ class _Listener(uvicorn.Server):
 async def _serve_metrics(
     app: FastAPI, placement: Placement, settings: ServerSettings
 ) -> AsyncIterator[None]:
-    """Serve this replica's metrics at an address of its own."""
+    """Serve this replica's metrics at an address that no other replica uses."""
 
     async def monitoring(scope: Scope, receive: Receive, send: Send) -> None:
         known = scope["path"] in MONITORING_PATHS

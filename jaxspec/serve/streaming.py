@@ -120,7 +120,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come, until the last one or the client disconnects.
+    """Sends events when they arrive, until the last one or the client disconnects.
 
     With ASGI 2.4 the base class notices a disconnection only at the next event, and
     does not close the generator.
@@ -188,7 +188,7 @@ class EventLog:
 async def merge(
     streams: list[AsyncGenerator[Any, None]],
 ) -> AsyncGenerator[tuple[int, Any], None]:
-    """Yield the outputs of several streams as they come, each with its stream's index.
+    """Yield outputs of several streams when they arrive, each with its stream's index.
 
     No stream runs ahead of the reader by more than one output. The first error closes
     all streams; so does closing this generator.

@@ -77,7 +77,7 @@ class Reader:
 
         Args:
             kind: Quantization of its matrices; None keeps them as in the folder.
-            has_embedding: Quantize the embedding as well, to int8.
+            has_embedding: Also quantize the embedding, to int8.
             kv_kind: A name of `KV_POOLS`, or "auto".
             dtype: Type of the computations.
 

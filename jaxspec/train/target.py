@@ -142,7 +142,8 @@ def target_states(
 class StateFiles:
     """States of all rows of a text on disk, in bfloat16.
 
-    Indexed by the row's number. Incomplete files of an earlier run are made again.
+    Indexed by the row's number. If an earlier run left incomplete files, they are
+    computed again.
     """
 
     def __init__(self, folder: Path, target: Target, layers: Sequence[int]):

@@ -118,7 +118,7 @@ class Writer(ABC):
 
     @abstractmethod
     def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
-        """Write every output as it comes."""
+        """Write the chunks of every output when it arrives."""
 
     def shown(self, completion: CompletionOutput) -> list[int]:
         """Return the generated tokens that the response shows."""
@@ -198,7 +198,7 @@ class ChoiceWriter(Writer):
 
     @no_type_check  # runtime type checks do not support async generators
     async def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
-        """Write every output as it comes."""
+        """Write the chunks of every output when it arrives."""
         begun: set[int] = set()
         async for number, output in outputs:
             for completion, index in self._texts(number, output):

@@ -127,7 +127,7 @@ class ResponseWriter(Writer):
 
     @no_type_check  # runtime type checks do not support async generators
     async def chunks(self, outputs: Numbered) -> AsyncGenerator[Event, None]:
-        """Write the events of every output as it comes.
+        """Write the events of every output when it arrives.
 
         The opening events are sent with the first output, so that an earlier failure
         can still be an HTTP error. Those of a background response are sent at once.
