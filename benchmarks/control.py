@@ -11,15 +11,16 @@ expected round times. - `step`: forced acceptance that jumps between 0.9 and 0 e
 five seconds: tokens/s
   over time, and the time until they are within a tenth of the settled value.
 - `ramp`: the number of requests rises to the maximum and falls: tokens/s and K.
-- `foreign`: texts of several domains with real acceptance, greedy and sampled without a
-seed. - `free`: cost of drafts that are not used: an engine with a draft model whose K
-is 0, against two equal engines without drafts, whose difference is the noise. Repeated
-with several sets of engines. - `short`: time from submission to the last token of
-single requests of 96 tokens on held-out prompts, adaptive / plain: in warm engines, and
-for the first request of new engines whose programs are in the compilation cache.
+- `foreign`: texts of several domains, verified by the target, greedy and sampled
+without a seed. - `free`: cost of a draft model that is not used. Compares an engine
+with a draft model and K = 0 with two equal engines without drafts, whose difference is
+the noise. Repeated with several sets of engines. - `short`: time from submission to the
+last token of single requests of 96 tokens on held-out prompts, adaptive K / plain
+decoding. Measured in warm engines, and for the first request of new engines whose
+programs are in the compilation cache.
 
-The result file is written after every part, with the goals that were missed. Acceptance
-is forced except in `foreign` and `short`, so texts mean nothing.
+The result file is written after every part, and lists the goals that were missed.
+Except in `foreign` and `short`, acceptance is forced, so texts mean nothing.
 """
 
 import argparse
@@ -75,11 +76,12 @@ MAX_MODEL_LEN, LONGEST_PROMPT = 2048, 512
 # plot.
 STEP_ACCEPTANCE = (0.9, 0.0, 0.9, 0.0, 0.9, 0.0)
 PHASE_S, BIN_S = 5.0, 0.1
-# For `free`: number of sets of engines. Two plain engines of one process differ by up
-# to 5 %, always in the same direction, depending on the addresses of their arrays.
+# For `free`: number of sets of engines. The speeds of two plain engines of one process
+# differ by up to 5 %, always in the same direction, depending on the addresses of their
+# arrays.
 FREE_SETS, FREE_REPEATS = 4, 4
-# For `short`: number of prompts per domain, of bundled prompts, of new tokens, and of
-# new engines.
+# For `short`: numbers of prompts per domain, of bundled prompts, of generated tokens,
+# and of new engines.
 SHORT_PER_DOMAIN, SHORT_BUNDLED, SHORT_TOKENS, SHORT_SETS = 3, 5, 96, 5
 RAMP_S, RAMP_BIN_S, RAMP_ACCEPTANCE = 30.0, 0.5, 0.7
 # Settings of --quick, which only tests that the benchmark works.
@@ -131,7 +133,7 @@ class Engines:
 
     @cached_property
     def forced(self) -> dict[str, LLMEngine]:
-        """Engines with forced acceptance, which `force` changes."""
+        """Engines with forced acceptance, by name; `force` changes their acceptance."""
         rule = {
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_rates": [0.5**i for i in range(1, MOST_DRAFTS + 1)],
@@ -140,7 +142,7 @@ class Engines:
 
     @cached_property
     def judged(self) -> dict[str, LLMEngine]:
-        """Engines whose drafts are verified by the target."""
+        """Engines that verify drafts with the target, by name."""
         return {name: self._make(name, {}) for name in (FIXED, ADAPTIVE)}
 
     def _make(self, controller: str = "", rule: Mapping[str, Any] = {}) -> LLMEngine:
@@ -169,7 +171,7 @@ class Engines:
         return engine
 
     def drop(self, name: str) -> None:
-        """Free engines that no later part needs: each maps many programs."""
+        """Free engines that no later part needs: each holds many programs in memory."""
         for engine in vars(self).pop(name, {}).values():
             self.rounds.pop(engine)
             engine.shutdown()
@@ -202,7 +204,8 @@ def force(engine: LLMEngine, acceptance: float) -> None:
 
 
 def sampling(num_tokens: int, num_drafts: int, temperature: float) -> SamplingParams:
-    # Requests are streamed, so that it is known when all of a batch decode.
+    # Requests are streamed, so that the benchmark knows when all requests of a batch
+    # decode.
     return SamplingParams(
         max_tokens=num_tokens,
         ignore_eos=True,
@@ -220,7 +223,7 @@ def alternate(
     *,
     temperature: float = 0.0,
 ) -> dict[str, Any]:
-    """Decode batches in all modes in turn; return the results without the warm-up."""
+    """Decode each batch in every mode, alternating; return results after warm-up."""
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     adaptive = ways[ADAPTIVE].engine
     seen, rounds, counted = engines.rounds[adaptive].seen, list[Round](), Counter()
@@ -250,7 +253,8 @@ def alternate(
         counted.update(counts(adaptive))
         counted.subtract(before)
     found = compare(speeds) | counted | {"by_num_drafts": by_num_drafts(rounds)}
-    # Number of compilations, which must be 0: compiling in the background slows a run.
+    # Number of compilations. It must be 0, because compiling in the background slows a
+    # run.
     return found | {"num_compiles": num_compiles() - compiled}
 
 
@@ -372,11 +376,12 @@ def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
 
         given: dict[str, Any] = dict(
             wanted=lambda now, size=size: size,
-            # Different lengths: the requests of a batch do not end together, and the
-            # mean length, on which the round time depends, soon is constant.
+            # Use different lengths, so that the requests of a batch do not end
+            # together, and the mean length, on which the round time depends, soon is
+            # constant.
             lengths=range(256, 768, 64),
         )
-        # Plain decoding runs for the same time, as its round times depend on the
+        # Plain decoding runs for the same time, because its round times depend on the
         # lengths too.
         marks, _ = drive(Way(engines.plain, 0), prompts, seconds, **given)
         plain = rates(marks, seconds, BIN_S)
@@ -397,7 +402,7 @@ def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def ramp_size(now: float, seconds: float, most: int) -> int:
-    """Return the number of requests: from 1 to `most` at half-time, and back."""
+    """Return the number of requests: it rises from 1 to `most`, and falls again."""
     return 1 + round((most - 1) * (1 - abs(2 * now / seconds - 1)))
 
 
@@ -436,7 +441,7 @@ def ramp(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def short(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
-    """Return ratios of times: for each prompt, and for first requests of engines."""
+    """Measure `short`: time ratios of prompts, and of first requests of engines."""
 
     def seconds(way: Way, tokens: list[int]) -> float:
         params = sampling(SHORT_TOKENS, way.num_drafts, 0.0)

@@ -12,12 +12,13 @@ from jaxspec.config.speculation import ADAPTIVE
 
 # Names of the two equal engines without drafts.
 PLAIN, ALIKE = "plain", "alike"
-# Goals: adaptive / best fixed K, adaptive / plain, K = 0 / no drafts, and the maximum
-# seconds until the speed settles.
+# Goals: minimum speed ratios adaptive / best fixed K, adaptive / plain, and K = 0 / no
+# drafts; maximum seconds until the speed settles.
 BEST, NOT_SLOWER, FREE, SETTLE_S = 0.95, 0.97, 0.99, 1.0
-# Number of bins to average before they are compared, share of a phase's bins (the last
-# ones) that count as settled, and the tolerated difference from the settled speed. A
-# single bin has a dozen rounds at batch 1, whose tokens vary by a tenth.
+# Number of bins that are averaged before comparison; share of a phase's bins, at its
+# end, that count as settled; and tolerated difference from the settled speed. Averaging
+# is needed because a bin has only a dozen rounds at batch 1, so that its tokens vary by
+# a tenth.
 NUM_AVERAGED, SETTLED_SHARE, TOLERANCE = 3, 0.4, 0.1
 
 
@@ -50,7 +51,7 @@ def ratio(speeds: Mapping[str, list[float]], way: str, other: str) -> dict[str, 
 
 
 def compare(speeds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return all modes' speeds in one cell, and adaptive / best fixed K and / plain."""
+    """Return a cell's speeds by mode, and adaptive / best fixed K and / plain."""
     fixed = [name for name in speeds if name not in (PLAIN, ALIKE, ADAPTIVE)]
     best = max(fixed, key=lambda name: median(speeds[name]))
     alike = {}
@@ -66,7 +67,7 @@ def compare(speeds: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def of_sets(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the rows of several sets of engines; spreads are those of their medians."""
+    """Merge the rows of several sets of engines; spreads are over the sets' medians."""
     first, found = rows[0], dict[str, Any](sets=list(rows))
     for name in [name for name in first if name.endswith(("_by_plain", "_by_best"))]:
         found[name] = spread([row[name]["median"] for row in rows])
@@ -85,7 +86,7 @@ def of_sets(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def by_num_drafts(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
-    """Return for each K: number of rounds, median time, median time / expected time."""
+    """Return by K: number of rounds, median time, and median time / expected time."""
     found = {}
     for k, count in sorted(Counter(one.num_drafts for one in rounds).items()):
         here = [one for one in rounds if one.num_drafts == k]
@@ -117,7 +118,7 @@ def mean_drafts(
 
 
 def settle(found: Sequence[float], bin_s: float) -> tuple[float, float | None]:
-    """Return tokens/s at the end of a phase, and the seconds to get near it.
+    """Return tokens/s at the end of a phase, and the seconds until it is reached.
 
     Args:
         found: Tokens/s in the bins of the phase.

@@ -64,7 +64,7 @@ def main() -> None:
         vars(options).update(QUICK)
     if options.num_tokens < 2 or options.repeats < 1 or options.prompts_per_domain < 1:
         raise SystemExit("--num-tokens must be at least 2, the other counts 1")
-    # Read the load before the run: it shows whether the machine was idle.
+    # Read the machine's load before the run, as it shows whether the machine was idle.
     device = warn_unless_quiet()
     chosen = load_prompts(options.corpus, options.prompts_per_domain)
     print(f"Prompts: {options.prompts_per_domain} per domain, from {chosen.source}")
@@ -123,7 +123,7 @@ def make_engine(options: argparse.Namespace, **drafts: Any) -> LLMEngine:
 def header(
     benchmark: str, engine: LLMEngine, options: argparse.Namespace, about: Any
 ) -> dict[str, Any]:
-    """Return what identifies a result, without paths of this machine.
+    """Return the header of a result (machine, versions, options), without local paths.
 
     Args:
         about: Description of the machine before anything ran.
@@ -165,7 +165,7 @@ def measure_mode(
 
 
 def took_s(child: Child, prompt: list[int], num_tokens: int) -> float:
-    """Return seconds from passing a prompt to its last new token."""
+    """Return the child's seconds from receiving a prompt to the last new token."""
     asked = {"prompts": [prompt], "batch_size": 1, "num_tokens": num_tokens}
     return child.ask(asked, LONGEST_ANSWER_S)["seconds"]
 
@@ -173,7 +173,7 @@ def took_s(child: Child, prompt: list[int], num_tokens: int) -> float:
 def measure_huggingface(
     prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure greedy `generate` of transformers by dtype, or say why it was not run."""
+    """Measure greedy `generate` of transformers by dtype; a reason if it cannot run."""
     peer, num_tokens = huggingface(), options.num_tokens
     if options.skip_huggingface:
         return {"skipped": "by --skip-huggingface"}
@@ -188,7 +188,8 @@ def measure_huggingface(
             speeds = []
             for prompt in tqdm(prompts, desc=f"HuggingFace {dtype}"):
                 took_s(child, prompt, 4)
-                # Subtract the time of the prompt and of the first token.
+                # Subtract the time of a text of one token, so that prefill is not
+                # counted.
                 seconds = [
                     took_s(child, prompt, num_tokens) - took_s(child, prompt, 1)
                     for _ in range(options.repeats)
@@ -204,7 +205,7 @@ def trace(engine: LLMEngine, text: str, options: argparse.Namespace) -> None:
         options.num_tokens, options.num_speculative_tokens, temperature=0.0
     )
     batch = Batch(prompts=[engine.tokenizer.encode(text)], params=[params])
-    # Run once before, so that nothing is compiled during the profile.
+    # Run the request once before, so that nothing is compiled during the profile.
     Bench(engine=engine, num_iters=1).alternate({"": batch})
     with jax.profiler.trace(str(options.trace)):
         run_batch(engine, batch)
@@ -212,7 +213,7 @@ def trace(engine: LLMEngine, text: str, options: argparse.Namespace) -> None:
 
 
 def rounds_table(result: dict[str, Any]) -> str:
-    """Format the time of a round, and the host's part of it."""
+    """Format the times of rounds, and the host's share of each."""
     rows = [["rounds", "ms", "host, ms", "host", "tokens"]]
     for mode, measured in result["modes"].items():
         found = measured["rows"]["all"]

@@ -1,7 +1,7 @@
 """The style of figures: sizes, marks that differ in grayscale, labels, files.
 
-Figures are objects: no pyplot state, no display. Each also has a description in words
-and numbers, so that figures can be compared on machines with different fonts.
+Figures use no pyplot state and need no display. Each figure also has a description in
+words and numbers, so that figures from machines with different fonts can be compared.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.5,
     "lines.markersize": 5.0,
     "savefig.dpi": 200,
-    # With a fixed salt, the same figure gives the same bytes of SVG.
+    # A fixed salt makes the ids in an SVG, and so its bytes, reproducible.
     "svg.hashsalt": "jaxspec",
     "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0,
@@ -51,7 +51,7 @@ _END_OF_LINE = "_end of a line"
 # The static type checker accepts an int for a float; the type checks in tests do not.
 Number = float | int
 Spread = Mapping[str, Number]
-# Arguments that a note shows, if set.
+# Benchmark arguments that a figure's note shows, if they are set.
 _SHOWN = {
     "num_speculative_tokens": "K = {}",
     "num_prompts": "{} prompts",
@@ -80,7 +80,7 @@ class Mark:
 
 PLAIN = Mark(color="0.35", fill="0.92", marker="o", line="--")
 SPECULATIVE = Mark(color="#1b3f73", fill="#8fb3dc", marker="s", hatch="////")
-# Styles of series without a style of their own, used in turn.
+# Styles for series that have no fixed style, used one after the other.
 MARKS = (
     SPECULATIVE,
     Mark(color="#a8560d", fill="#f6d5ae", marker="^", line="--", hatch="----"),
@@ -134,7 +134,7 @@ def forced_acceptance(result: Result) -> str:
 
 
 def provenance(result: Result) -> str:
-    """Return where, when and how a result was measured, for a note."""
+    """Describe where, when and how a result was measured, for a figure's note."""
     arguments, machine = dict(result["arguments"]), result["machine"]
     if result["benchmark"] == "spec":
         arguments.pop("num_speculative_tokens")  # the axes show it
@@ -208,7 +208,7 @@ def single(value: Number) -> Spread:
 
 def _whiskers(spreads: Sequence[Spread]) -> Any:
     """Return lengths below and above the medians; None without a spread."""
-    # The mean of equal values may round to a value outside of them.
+    # Clip at 0: the mean of equal values may round to a value outside of them.
     below = [max(one["median"] - one["least"], 0.0) for one in spreads]
     above = [max(one["most"] - one["median"], 0.0) for one in spreads]
     return (below, above) if any(below) or any(above) else None

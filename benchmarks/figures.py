@@ -38,7 +38,7 @@ Result = dict[str, Any]
 
 
 def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
-    """Draw every figure that has a result, by name; also return what is missing."""
+    """Return all figures that have a result, by name, and a list of missing results."""
     figures: dict[str, Figure] = {}
     missing: list[str] = []
     if lines := _lines(results / SERVE):
@@ -179,7 +179,7 @@ CONTROLLED_SIZES = (1, 8)
 
 
 def control_figures(result: Result) -> dict[str, Figure]:
-    """Draw the parts that were run."""
+    """Draw a figure for each part of `benchmarks.control` that was run."""
     kinds = {"cells": by_acceptance, "step": over_steps, "ramp": over_ramp}
     names = {"cells": "adaptive", "step": "adaptive-step", "ramp": "adaptive-ramp"}
     return {
@@ -202,7 +202,7 @@ def _controlled(
 
 
 def by_acceptance(result: Result) -> Figure:
-    """Draw the speed-up by forced acceptance, K fixed and chosen."""
+    """Draw the speed-up by forced acceptance, with fixed K and with adaptive K."""
     most, found = result["num_drafts"], dict[int, list[Result]]()
     for row in result["cells"]:
         if row["batch"] in CONTROLLED_SIZES:
@@ -321,7 +321,7 @@ def _rows(result: Result, **wanted: Any) -> list[Result]:
 
 
 def gpu_speed_up(result: Result) -> Figure | None:
-    """Draw each pair's speed-up by K and forced acceptance, with its ceiling."""
+    """Draw each pair's speed-up by K and forced acceptance, with its upper bound."""
     rounds = _rows(result, what="round", acceptance="synthetic")
     if not rounds:
         return None
@@ -366,7 +366,7 @@ def _gpu_panel(axes: Axes, rows: Iterable[Result]) -> None:
 
 
 def _speed_up(row: Result) -> drawing.Spread:
-    """Return the speed-up, with the spread of the round time only."""
+    """Return the speed-up, whose spread is that of the round time alone."""
     round_us = row["round_us"]
     by_median = row["speed_up"] * round_us["median"]
     return {
@@ -381,7 +381,7 @@ def gpu_bandwidth(result: Result) -> Figure | None:
     steps = _rows(result, what="plain")
     if not steps:
         return None
-    # The draft is measured with every target: use the first measurement.
+    # The same draft model is measured with several targets: use its first measurement.
     by_place: dict[tuple[str, int], Result] = {}
     for row in steps:
         by_place.setdefault((row["model"], row["batch"]), row)

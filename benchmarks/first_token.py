@@ -1,8 +1,8 @@
 """Measures the time from the start of a process to its first token, and peak memory.
 
-Run as a script, this file is the measured process: it generates one text and ends. Cold
-start: the folder of compiled programs is new and empty. Warm start: the folder has the
-programs of the cold start.
+Run as a script, this file is the measured process, which generates one text and exits.
+Cold start: the cache folder of compiled programs is empty. Warm start: the folder has
+the programs of the cold start.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def measure_startup(
 
 
 def _start(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    # A cache that the user has set up would make the cold start warm.
+    # Ignore a compilation cache of the user's, which would make the cold start warm.
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     start = time.monotonic()
     with subprocess.Popen(
@@ -71,8 +71,8 @@ def _start(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
 def peak_resident_bytes() -> int:
     """Return the peak resident memory of this process, in bytes.
 
-    Not `ru_maxrss` on Linux: it starts at the peak of the parent process, which is the
-    benchmark with an engine of its own.
+    On Linux this does not use `ru_maxrss`, which starts at the peak of the parent
+    process: the parent is the benchmark, with an engine of its own.
     """
     status = Path("/proc/self/status")
     if status.is_file():

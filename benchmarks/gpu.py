@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu --seconds 520
 
-Weights are random and made on the device; acceptance is forced, so that no text means
-anything. Every part runs in a process of its own, and rows are written at once, so they
-are kept if the run is stopped or a part fails. `--dry-run` runs everything with shapes
-a hundred times smaller, on any device; its figures mean nothing. Needs jax, flax, and
-torch and transformers for the comparison.
+Weights are random and made on the device, and acceptance is forced, so texts mean
+nothing. Every part runs in a process of its own. Each row is written when it is
+measured, so rows are kept if the run is stopped or a part fails. `--dry-run` runs
+everything with shapes a hundred times smaller, on any device; its numbers mean nothing.
+Needs jax, flax, and torch and transformers for the comparison.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from jaxspec_checkpoints.gemma.published import published_config
 
 HERE = Path(__file__).parent
 PAIRS = {"9b-2b": ("9b", "2b"), "27b-2b": ("27b", "2b")}
-# The parts, the most important first, as time may run out.
+# The parts of the benchmark, the most important first, because time may run out.
 PARTS = ("9b-2b", "27b-2b", "hf-9b", "hf-27b", "hf-2b")
 NUM_DRAFTS = tuple(range(1, 9))
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
@@ -47,13 +47,13 @@ BATCHES = (1, 8)
 VERIFY_DRAFTS = 5
 COPIED_BYTES = 4 * 2**30
 SHORT = 4  # tokens of the short HuggingFace text, whose time is subtracted
-# Share of a GPU's memory that jax reserves at the start. By default it reserves three
+# Share of a GPU's memory that jax reserves at the start. By default jax reserves three
 # quarters, which on an H100 is too little for 27B with 2B and the pages of eight
 # sequences.
 MEMORY_FRACTION = 0.9
-# Goals: share of the copy bandwidth, share of the speed-up ceiling, time of a
-# verification pass / plain step, and the speed-up of 27B with a 2B draft at acceptance
-# 0.8.
+# Goals: minimum share of the copy bandwidth; minimum share of the speed-up's upper
+# bound; maximum time of a verification pass / a plain step; minimum speed-up of 27B
+# with a 2B draft at acceptance 0.8.
 GOALS = {
     "plain_share_of_bandwidth": 0.75,
     "share_of_ceiling": 0.85,
@@ -70,7 +70,7 @@ SMALL = {
     "head_dim": 16,
 }
 
-# A dry run compiles more than it computes.
+# A dry run takes longer to compile than to compute.
 QUICK_COMPILER: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 Row = dict[str, Any]
@@ -150,7 +150,7 @@ def target_passes(models: Models, options: argparse.Namespace) -> Makers:
 
 
 def rounds(models: Models, options: argparse.Namespace) -> Makers:
-    """Return rounds of the first batch size: each K, and one K without forcing."""
+    """Return rounds at the first batch size: every K forced, the largest unforced."""
     make = partial(Program, models, seqs=options.batches[0])
     makers: Makers = {
         count: partial(make, num_drafts=count, acceptance=(0.5,) * count)
@@ -255,7 +255,8 @@ def _rounds(
 def measure_huggingface(name: str, options: argparse.Namespace) -> Iterator[Row]:
     """Measure plain steps of transformers with random weights, eager and compiled.
 
-    A static cache and, where it works, `torch.compile`, as its documentation advises.
+    Uses a static cache and, if it works, `torch.compile`, as transformers'
+    documentation advises.
     """
     size, setting = name.removeprefix("hf-"), setting_of(options)
     model = _hf_model(config_of(size, options), setting)
@@ -279,7 +280,7 @@ def _torch() -> Any:
 
 
 def _hf_model(config: dict[str, Any], setting: Setting) -> Any:
-    """Make random weights on the device, in their final type."""
+    """Make transformers' model with random weights on the device."""
     torch, library = _torch(), importlib.import_module("transformers")
     sizes = {name: value for name, value in config.items() if name != "architectures"}
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -404,7 +405,7 @@ def rows_of(name: str, end: float, arguments: list[str]) -> Generator[Row]:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process as Ctrl-C does, with its child.
+    """Handle SIGTERM and SIGHUP like Ctrl-C, so that the child is ended too.
 
     Raises:
         KeyboardInterrupt: One of the signals arrived.

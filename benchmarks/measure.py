@@ -68,7 +68,7 @@ def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
         raise SystemExit(
             f"--prompts-per-domain {per_domain}: {source} has fewer of {short}"
         )
-    # Take documents from all over the set, because neighbors are often of one kind.
+    # Take documents at equal distances, because neighboring documents are often alike.
     chosen = {
         domain: prompts[:: len(prompts) // per_domain][:per_domain]
         for domain, prompts in found.items()
@@ -107,7 +107,7 @@ def prompt_of(text: str) -> str | None:
 
 
 def sampling(num_tokens: int, num_drafts: int, **controls: Any) -> SamplingParams:
-    """Return parameters for exactly `num_tokens` tokens with K = `num_drafts`."""
+    """Return sampling parameters for `num_tokens` tokens with K = `num_drafts`."""
     return SamplingParams(
         max_tokens=num_tokens,
         ignore_eos=True,
@@ -142,7 +142,7 @@ class PromptRuns:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all repeats gave the same text."""
+        """Whether all repeats, with and without drafts, gave the same text."""
         first = self.plain[0].token_ids
         return all(one.token_ids == first for one in self.plain + self.speculative)
 
@@ -166,7 +166,7 @@ def run_prompts(
     options: argparse.Namespace,
     controls: dict[str, Any],
 ) -> list[PromptRuns]:
-    """Measure every prompt (given with its domain) with one kind of sampling."""
+    """Measure every (domain, prompt) pair with one kind of sampling."""
     bench = Bench(engine=engine, num_iters=options.repeats)
     modes = {PLAIN: 0, SPECULATIVE: options.num_speculative_tokens}
     found = []

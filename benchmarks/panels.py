@@ -95,8 +95,8 @@ def load_figure(entries: Sequence[drawing.Result]) -> Figure:
     axis, rows = _load_layout(entries)
     with drawing.style():
         figure = _new_figure(len(rows), LOAD_NOTE, entries[0])
-        # Only loads with drafts are labelled, because a server may draft nothing under
-        # some loads.
+        # Label the figure as forced if any load had drafts with forced acceptance:
+        # under some loads a server may draft nothing.
         forced = [one for one in entries if drawing.forced_acceptance(one)]
         drawing.head(figure, "A server under load", (forced or entries)[0])
         grid = figure.subplots(len(rows), len(LOAD_PANELS), sharex=True, squeeze=False)
@@ -194,7 +194,7 @@ def draw_acceptance(figure: Figure, result: drawing.Result) -> None:
 def kept_by_position(
     runs: Sequence[dict[str, Any]], num_draft_tokens: int
 ) -> list[drawing.Spread]:
-    """Return the share of all rounds that accepted each draft, with its spread.
+    """Return the share of rounds that accepted each draft position, with its spread.
 
     Args:
         runs: Acceptance as results have it; empty gives nothing.
@@ -282,7 +282,7 @@ def _parts_panel(
 def _load_layout(
     entries: Sequence[drawing.Result],
 ) -> tuple[int, list[float | None]]:
-    """Return the x axis (0: concurrency, 1: rate), and the rate of every row."""
+    """Return the index of the x axis (0: concurrency, 1: rate), and each row's rate."""
     limits, rates = ({_load_of(one)[i] for one in entries} for i in (0, 1))
     if len(limits) > 1 or len(rates) == 1:
         return 0, [*sorted(rates)]
@@ -297,7 +297,7 @@ def _load_of(entry: drawing.Result) -> tuple[float, float]:
 def _series(
     entries: Sequence[drawing.Result], key: str, factor: float, axis: int
 ) -> dict[str, dict[float, drawing.Spread]]:
-    """Return one measure by mode and load, over all runs of that load."""
+    """Return one measure of all runs, by mode and load."""
     found: dict[str, dict[float, list[float]]] = {}
     has_drafts = any("spec_decode_num_drafts" in entry for entry in entries)
     for entry in entries:
@@ -330,7 +330,7 @@ def _load_panel(
 
 
 def _log_positions(places: Sequence[float]) -> dict[float, float]:
-    """Return positions on an axis of powers of two; no limit is one step beyond."""
+    """Return positions on an axis of powers of two; "no limit" comes one step after."""
     finite = [at for at in places if at != UNLIMITED]
     found = {at: math.log2(at) for at in finite}
     if len(finite) < len(places):

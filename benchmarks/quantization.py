@@ -3,7 +3,7 @@
 - Quality of every weight type of the target: perplexity of documents that training did
   not see, KL divergence from the original, and the share of equal top tokens.
 - Acceptance with every KV cache type, greedy and sampled with seeds, and the number of
-  equal texts.
+  texts that are equal with and without drafts.
 - Speed of pairs of types on a CPU at batch 1: tokens per second, plain and with drafts,
   and acceptance; also with a draft whose LM head is cut to a quarter.
 
@@ -64,7 +64,7 @@ FORMS: tuple[Form, ...] = (
     *((*form, "auto") for form in itertools.product(VALUE_TYPES, (False, True))),
     *((None, False, kind) for kind in KV_POOLS),
 )
-# Tokens of 8,192 that a trimmed draft keeps.
+# Number of tokens, of 8,192, that a draft with a trimmed LM head keeps.
 TRIMMED = 2048
 # Numbers of tokens in the compared LM heads. Drafts are sampled with the requests'
 # seeds, so that texts do not depend on the head.
@@ -103,7 +103,8 @@ PAIRS = (
 )
 
 
-# Published sizes: target and draft; acceptance, and the size of a trimmed vocabulary.
+# For the bounds: published sizes of target and draft; assumed acceptance rates; and the
+# size of a trimmed vocabulary.
 CEILING_PAIRS = (("9b", "2b"), ("27b", "2b"))
 CEILING_ACCEPTANCE, CEILING_TRIMMED = 0.8, 32_768
 # Largest K that is considered.
@@ -229,7 +230,7 @@ def measure_acceptance(
 
 
 def measure_trimmed(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row per LM head, set of prompts and mode; texts must not change."""
+    """Yield a row per LM head, prompt set and mode; heads must not change texts."""
     prompts = {
         "prompts": list(bundled("prompts.jsonl")),
         "documents": [
@@ -338,7 +339,8 @@ def pass_bytes(size: str, kind: str | None, num_logits: int | None = None) -> fl
     """Return the bytes of weights that a pass of a published size reads.
 
     Args:
-        kind: Type of its matrices; the embedding, as LM head, is int8 then.
+        kind: Weight type of its matrices; if quantized, the embedding, used as LM head,
+            is int8.
         num_logits: Rows of the LM head; None: all.
     """
     config = published_config(size)

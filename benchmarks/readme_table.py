@@ -1,6 +1,6 @@
 """Writes tables of results into README.md and benchmarks/README.md.
 
-`--check` changes nothing and fails if a page does not have its table.
+`--check` changes nothing, and fails if a page does not show the current table.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def _measured(result: dict[str, Any]) -> str:
 
 
 def _memory(startup: dict[str, Any]) -> str:
-    """Return the sentence on peak memory; empty for results without the field."""
+    """Return the sentence on peak memory; empty if the result has no such field."""
     peaks = [start.get("peak_resident_bytes") for start in startup.values()]
     return "" if None in peaks else f" Peak memory: {max(peaks) / MIB:.0f} MiB."
 

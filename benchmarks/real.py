@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def prompts() -> list[tuple[str, str]]:
-    """Return texts by domain: answers to `copy` repeat the prompt, `prose` does not."""
+    """Return (domain, text) pairs: answers to `copy` prompts repeat the prompt."""
     copied = [one.text for one in read_prompts(HERE / "copy_prompts.jsonl")]
     prose = load_prompts(None, 2).by_domain
     stories = [*prose["stories"], *prose["fiction"]][:NUM_PROMPTS]

@@ -1,9 +1,9 @@
 """Measures the step program alone: plain steps, rounds with drafts, the target's pass.
 
-There is no engine and no text: sequences start after a context that was never
-prefilled, and launches do not wait for results. Times do not depend on the values of
-weights or pages, nor on the number of accepted drafts, so weights are random and
-acceptance is forced.
+No engine and no text are involved: sequences start after a context that was never
+prefilled, and launches do not wait for the results of earlier ones. Times do not depend
+on the values of weights or pages, nor on the number of accepted drafts. Therefore
+weights are random and acceptance is forced.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Setting:
     compiler_options: dict[str, str | bool] | None = None
 
     def pool(self, seqs: int, vocab_size: int, num_drafts: int) -> PoolShape:
-        """Return a pool for the context and the tokens of a run."""
+        """Return the shape of a pool that holds the context and the tokens of a run."""
         longest = self.context + (self.steps + 1) * (num_drafts + 1)
         table = -(-longest // PAGE_SIZE)
         return PoolShape(
@@ -76,7 +76,7 @@ class Timed:
     """Result of one program.
 
     Attributes:
-        step_s: Seconds per launch, spread over the runs.
+        step_s: Seconds per launch: median and spread over the runs.
         tokens: Tokens per launch and sequence, over all runs.
         accepted, drafted: Numbers of draft tokens, over all runs.
     """
@@ -91,7 +91,7 @@ class Timed:
 class Models:
     """A target and optionally its draft, on one device.
 
-    Parameters may be shapes only: such programs can be compiled, not run.
+    Parameters may be shapes without values: their programs can be compiled, not run.
     """
 
     target: ModelConfig
@@ -165,7 +165,7 @@ class _Setup:
 
     Attributes:
         params: Parameters of the program, or their shapes.
-        forms: Shapes of the donated state.
+        forms: Shapes and placement of the donated state's arrays.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Program(_Setup):
                 emitted += int(step.num_emitted.sum())
                 accepted += int(step.num_accepted.sum())
                 drafted += int(step.num_draft_tokens.sum())
-            # A new seed, so that repeats draw other numbers.
+            # A new seed, so that each repeat draws different random numbers.
             rows = dataclasses.replace(rows, seed=rows.seed + np.uint32(1))
         count = repeats * setting.steps * self._seqs
         return Timed(
@@ -339,13 +339,13 @@ class TargetPass(_Setup):
             proposal = Proposal(tokens[:, :-1], drafts)
         state, logits = verify_part(*given, state, rows, proposal)
         state, (_, _, emitted) = accept_part(*given, state, rows, (proposal, logits))
-        # The output is the next input, so calls run one after the other. All tokens are
-        # returned, also the unused one of a plain pass: XLA would drop the last layer
-        # and the LM head of an unused result.
+        # The output is the next call's input, so calls run one after the other. All
+        # tokens are returned, also the unused one of a plain pass: if a result were
+        # unused, XLA would drop the last layer and the LM head.
         return state, emitted.tokens
 
     def run(self) -> Spread:
-        """Run the setting's number of calls in order."""
+        """Run the number of calls that the setting gives, one after the other."""
         setting, state = self.models.setting, self._make_state(None)
         shape = self._seqs, self._num_drafts + 1
         tokens = jax.device_put(jnp.zeros(shape, jnp.int32), self._whole)

@@ -28,7 +28,7 @@ from jaxspec_kernels.paged_attention import cases as attention_cases
 from jaxspec_kernels.rejection_sampling import cases as sampling_cases
 from jaxspec_kernels.write_kv_pages import cases as writing_cases
 
-# 6 rows of 256,000 logits: the round of one sequence with five drafts.
+# 6 rows of 256,000 logits are those of a round of one sequence with five drafts.
 GOAL_SAMPLING = "goal/6x256000"
 MODELS = ("2b", "9b", "27b")
 
@@ -121,8 +121,8 @@ def _all_cases(is_quick: bool, device: str) -> Iterator[Planned]:
         if name.startswith("tiny/") != is_quick:
             continue
         for controls in CONTROLS:
-            # Sharded cases are measured with one kind of sampling only: filters take
-            # the same time per column on a part of the vocabulary.
+            # Sharded cases are measured with one kind of sampling only, because filters
+            # take the same time per column on a part of the vocabulary as on all of it.
             if case.shards > 1 and controls != "sampled":
                 continue
             make = functools.partial(
@@ -199,7 +199,7 @@ def _time_ours(
 
 
 def compare(planned: Planned, implementation: str) -> Row:
-    """Compare a kernel with the reference, over sequences of all lengths."""
+    """Compare a kernel's results with the reference's, for sequences of all lengths."""
     work = planned.make(is_ragged=True)
     ours = work.result(functools.partial(work.run, implementation=implementation))
     truth = work.result(functools.partial(work.run, implementation="reference"))
@@ -208,13 +208,13 @@ def compare(planned: Planned, implementation: str) -> Row:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error's class and its first line, as compilers' messages are long."""
+    """Return an error's class and first line only: compilers' messages are long."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def header(options: argparse.Namespace, arguments: Sequence[str]) -> Row:
-    """Return what identifies a run, without paths of this machine."""
+    """Return the header of a result: machine, versions, options; no local paths."""
     device = jax.devices()[0]
     given = vars(options) | {"output": None}
     return {

@@ -1,8 +1,8 @@
 """Times calls on a device.
 
-Two times are measured, because a launch takes as long as a small kernel: the time of a
-single call from Python until its result is ready, and the time per call of many calls
-in a loop inside one program, where each call needs the result of the one before.
+Two times are measured, because launching a program takes as long as a small kernel: the
+time of a single call from Python until its result is ready, and the time per call of a
+loop inside one program, in which each call needs the result of the previous one.
 `profile` sums jax's profile of one run by kernel.
 """
 
@@ -71,11 +71,11 @@ def measure(
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Spread:
-    """Time `carry = step(carry, number, *arrays)`, about `calls` times in one program.
+    """Time `carry = step(carry, number, *arrays)`, `calls` times in one program.
 
     Args:
-        turns: The arrays of consecutive calls. Several turns keep small arrays from
-            being in a cache at the next call.
+        turns: The arrays of consecutive calls. With several turns, small arrays are not
+            in a cache at the next call.
     """
     rounds = -(-calls // len(turns))
     # The carry may be a pool of pages, so it is donated: a copy per timing would be
@@ -91,7 +91,7 @@ def measure(
 
 
 def copy_bandwidth(num_bytes: int, *, calls: int, repeats: int) -> float:
-    """Return GB/s, read and written, of a program that rewrites `num_bytes`."""
+    """Return GB/s, reads plus writes, of a program that rewrites `num_bytes`."""
 
     def step(words: Array, number: Array) -> Array:
         return words ^ (words >> 1)  # consecutive steps cannot be fused

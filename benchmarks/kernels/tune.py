@@ -1,9 +1,9 @@
 """`python -m benchmarks.kernels.tune`: measures tile sizes on jax's device.
 
-Writes the device's table, which `tuning` reads, entry by entry. A stopped run continues
-if commit and version of jax are the same; otherwise the table is started again. Cases
-that share a key are tuned once, as the first of them. Each candidate must agree with
-the reference before it is timed.
+Writes the device's table, which `tuning` reads, entry by entry. A stopped run is
+continued if the commit and the version of jax are the same; otherwise the table is
+started again. Of cases that share a key, only the first is tuned. Each candidate must
+agree with the reference before it is timed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jaxspec_kernels.tuning import Sizes
 Axes = Mapping[str, Sequence[int]]
 Timer = Callable[[Sizes, Callable[..., Any], Work], float]
 
-# Candidates of each size, tuned one size after the other.
+# Candidate values of each tile size; one size is tuned after the other.
 AXES: dict[tuple[str, str], Axes] = {
     ("paged_attention", "reference"): {"block_tokens": (64, 128, 256)},
     ("paged_attention", "tpu"): {"block_tokens": (128, 256, 512, 1024, 2048)},
@@ -80,10 +80,11 @@ def search(
     """Return the fastest sizes found, changing one after the other from `start`.
 
     Args:
-        seconds: None where a candidate does not compile or is wrong.
+        seconds: Returns the time of a candidate; None if it does not compile or its
+            result is wrong.
 
     Returns:
-        None if no candidate with sizes of its own has a time.
+        None if no candidate could be timed.
     """
     best, least = start, seconds(start) if start else None
     for name, values in axes.items():
@@ -232,7 +233,8 @@ def _begin(
 ) -> dict[str, Any]:
     """Return the table of an earlier run to continue, or an empty one.
 
-    Continues only if commit and jax are the same: other times are not comparable.
+    A table is continued only with the same commit and jax; else its times are not
+    comparable.
     """
     table: dict[str, Any] = {
         "device": device_kind,

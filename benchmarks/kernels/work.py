@@ -1,11 +1,11 @@
 """Makes the arrays of cases on the device, and calls of kernels over them.
 
-The benchmark and the tuner time the same calls. Slots that no query sees hold NaN, so
-that an implementation that reads one has a wrong result.
+The benchmark and the tuner time the same calls. Slots that no query attends to hold
+NaN, so that an implementation that reads such a slot gives a wrong result.
 
 Rivals are other libraries' implementations. They get the same values in their own
-layout, and every advantage: dense keys and values have no pages to look up and no
-tokens outside the window, and soft-capping and ragged lengths are left out if the rival
+layout, and every advantage: their dense keys and values need no page lookup and have no
+tokens outside the window. Soft-capping and ragged lengths are left out if the rival
 does not support them. A rival that cannot run a case raises NotImplementedError with
 the reason.
 """
@@ -33,8 +33,9 @@ from jaxspec_kernels.rejection_sampling import (
 from jaxspec_kernels.rejection_sampling import cases as sampling_cases
 from jaxspec_kernels.write_kv_pages import cases as writing_cases
 
-# Bytes of the page pool: many times a GPU's L2 cache. Every call of a loop reads other
-# pages, because a layer of a model does not find its pages in the cache either.
+# Bytes of the page pool: many times a GPU's L2 cache. Every call of a loop reads
+# different pages, because in a model a layer does not find its pages in the cache
+# either.
 POOL_BYTES = 2**28
 # Bytes of all arrays of logits together, and their maximum number. Consecutive calls of
 # the loop read different arrays.
@@ -64,12 +65,13 @@ class Work:
     Attributes:
         run: The public function of the operation; takes `implementation`.
         call: `call(run, carry, number, *arrays)` is the result of call `number`.
-        follow: `follow(carry, result)` is what the next call starts from, so that no
-            compiler can leave a call out or make two at once.
-        turns: The arrays of one call after the other, all of the same shapes.
+        follow: `follow(carry, result)` is the carry of the next call, which makes each
+            call depend on the one before, so that no compiler can omit a call or run
+            two at once.
+        turns: The arrays of consecutive calls, all of the same shapes.
         num_bytes: Bytes that every implementation must read or write.
         error: Returns the largest difference of two results; for verdicts and copied
-            values, the number of those that differ.
+            values, the number of values that differ.
         tolerance: Largest error that rounding can cause.
     """
 
@@ -189,7 +191,7 @@ def _attention_arrays(
     used = case.seqs * table_len
     table = jax.random.permutation(keys[0], jnp.arange(used, dtype=jnp.int32))
     table = table.reshape(case.seqs, table_len)
-    # Scores of size 2: the softmax is neither flat nor a point.
+    # Scale the scores to about 2, so that the softmax is neither flat nor one-hot.
     spread = 2 / (case.scale * case.head_dim**0.5)
     heads = (case.seqs, case.queries, case.q_heads, case.head_dim)
     query = jax.random.normal(keys[1], heads, jnp.float32) * spread
@@ -204,7 +206,8 @@ def _attention_arrays(
     is_seen = jnp.tile(is_seen, (copies, 1))[:, :, None, None]
     shape = (copies * used, case.page_size, 2 * case.kv_heads, case.head_dim)
     pages = jnp.where(is_seen, jax.random.normal(keys[2], shape, dtype), jnp.nan)
-    # Page ids past the end of a sequence are invalid, so that reading them shows.
+    # Page ids past the end of a sequence are invalid, so that using one gives a wrong
+    # result.
     page = jnp.arange(table_len, dtype=jnp.int32)[None]
     is_used = page * case.page_size < kv_len[:, None]
     return query.astype(dtype), pages, jnp.where(is_used, table, copies * used)
@@ -219,7 +222,8 @@ def sampling(
 ) -> Work:
     """Make one device's share of a verification round; `controls` is of `CONTROLS`.
 
-    A share is walked as a vocabulary of its own: collectives are not part of it.
+    The share is processed like a whole vocabulary: communication between devices is not
+    part of the work.
     """
     columns = case.columns // case.shards
     temperature, top_p = CONTROLS[controls]
@@ -231,14 +235,14 @@ def sampling(
     else:
         num_bytes += case.seqs * columns * probs.dtype.itemsize  # of one row each
 
-    # Fewer would fit in the L2 cache of a GPU, and a TPU's compiler would copy one
-    # into its vector memory, once for all calls.
+    # With fewer arrays, all would fit in a GPU's L2 cache, and a TPU's compiler would
+    # copy an array into vector memory once for all calls.
     num_turns = min(max(1, -(-logit_bytes // logits.nbytes)), MAX_TURNS)
     every = [jnp.roll(logits, turn, axis=-1) for turn in range(num_turns)]
 
     def call(run: Any, carry: Any, number: Array, logits: Array, *rest: Any) -> Any:
-        # The barrier keeps reads of the logits in the loop: they depend on nothing that
-        # changes there.
+        # The barrier keeps reads of the logits inside the loop. Without it XLA could
+        # move them out, as they depend on nothing that changes in the loop.
         logits, (tokens, uniform) = jax.lax.optimization_barrier((logits, carry))
         probs, accept_uniform = rest
         full = functools.partial(jnp.full, (case.seqs,))
@@ -337,7 +341,7 @@ def _num_different(left: Any, right: Any) -> float:
 
 
 def rivals_of(work: Work) -> dict[str, Rival]:
-    """Return, by name, functions of (work, calls=, repeats=) that time one each."""
+    """Return rivals by name: functions of (work, calls=, repeats=) that time one."""
     if work.operation == "paged_attention":
         return {
             "jax pallas paged_attention": _jax_paged,
@@ -381,8 +385,8 @@ def _jax_paged(work: Work, **timing: Any) -> Spread:
         module = importlib.import_module(
             "jax.experimental.pallas.ops.gpu.paged_attention"
         )
-        # Its own default of 8 needs more shared memory than an H200 has, at head_dim
-        # 256.
+        # The library's default of 8 needs more shared memory than an H200 has, at
+        # head_dim 256.
         given = {"pages_per_compute_block": 4}
     else:
         raise NotImplementedError("runs only on TPU and GPU")
@@ -469,7 +473,8 @@ def _torch(work: Work, *, calls: int, repeats: int) -> Spread:
 
 def _read_once(work: Work, **timing: Any) -> Spread:
     def step(shift: Array, number: Array, logits: Array) -> Array:
-        # The shift is always 0. It is in the sum so that no compiler reads ahead.
+        # The shift is always 0. It is added so that no compiler starts reading before
+        # the previous call has ended.
         best = (logits.astype(jnp.float32) + shift).max(axis=(0, 1, 2))
         return jnp.where(best > 1e30, 1.0, 0.0).astype(jnp.float32)
 
@@ -479,8 +484,8 @@ def _read_once(work: Work, **timing: Any) -> Spread:
 
 def _categorical(work: Work, **timing: Any) -> Spread:
     def step(carry: Array, number: Array, logits: Array) -> Array:
-        # Compute every row, as a sampler must that does not know which row it will
-        # need.
+        # Compute every row, as any sampler must that does not know in advance which row
+        # it needs.
         probs = jax.nn.softmax(logits.astype(jnp.float32) + carry.min(), axis=-1)
         key = jax.random.key(number)
         tokens = jax.random.categorical(key, jnp.log(probs))

@@ -3,10 +3,11 @@
     python -m benchmarks.peers --vllm-python PYTHON --openvino-python PYTHON \
         --llama-server PATH --llama-convert PATH
 
-Greedy, the same token ids, number of new tokens and cores. Every peer runs in a process
-of its own that remains alive; runs alternate between all of them, so that a slow moment
-of the machine affects all. The time is from passing the prompts to the last token. Rows
-are written as they come, so that the run may be stopped; it ends after `--minutes`.
+Decoding is greedy, with the same token ids, number of new tokens and cores for all.
+Every peer has a process of its own that remains alive. Runs alternate between all
+peers, so that a slow phase of the machine affects all of them. The time is measured
+from passing the prompts to the last token. Rows are written when they are measured, so
+the run may be stopped; it ends after `--minutes`.
 
 Reading order: `answer` (the child's side, which runs in the environment of its peer);
 the children `ours`, `hf`, `ov`, `llama` and `vllm_cpu`; `found` (the peers, their
@@ -30,7 +31,7 @@ from jaxspec.bench.report import commit, machine, now, num_cores, versions
 from jaxspec.text.tokenizer import Tokenizer
 
 RESULT = Path(__file__).parents[1] / "results" / "peers-cpu.json"
-# Options that the result records; the others are paths of this machine.
+# Options that the result records; the other options are local paths.
 SHOWN = (
     *("num_prompts", "single_prompts", "num_tokens", "num_speculative_tokens"),
     *("batch_sizes", "threads", "repeats", "minutes", "dtype", "bfloat16", "peers"),
@@ -115,7 +116,7 @@ def token_ids(texts: list[str]) -> list[list[int]]:
 
 @contextlib.contextmanager
 def models_folder(wanted: Path | None) -> Iterator[Path]:
-    """Yield the folder of converted models: kept, or for this run only."""
+    """Yield the folder of converted models: the given one, or a temporary one."""
     if wanted is not None:
         wanted.mkdir(parents=True, exist_ok=True)
         yield wanted.resolve()
@@ -125,7 +126,7 @@ def models_folder(wanted: Path | None) -> Iterator[Path]:
 
 
 def header(options: argparse.Namespace, chosen: PromptSet) -> dict[str, Any]:
-    """Return what identifies a result, without paths of this machine."""
+    """Return the header of a result: machine, versions, options; no local paths."""
     return {
         "benchmark": "peers",
         "date": now(),

@@ -1,7 +1,7 @@
-"""A child's side of the run: loads one engine, then times its parent's requests.
+"""The child's side of the run: loads one engine, then times the parent's requests.
 
-The clock is here, so that it is the same for all. Imports only the standard library, as
-it runs in every peer's own environment.
+Times are measured here, so that all peers are timed by the same code. Imports only the
+standard library, because it runs in every peer's own environment.
 """
 
 import json
@@ -53,8 +53,7 @@ def run(
 ) -> dict[str, Any]:
     """Time all prompts in batches, from passing them to the last token."""
     before, seconds = engine.counts(), 0.0
-    # Sort by length: batches of similar lengths need little padding in engines that
-    # pad.
+    # Sort prompts by length, because batches of similar lengths need little padding.
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     tokens: list[list[int]] = [[]] * len(prompts)
     for first in range(0, len(prompts), batch_size):

@@ -11,11 +11,11 @@ HERE = Path(__file__).parent
 WHY = HERE / "behind.json"
 NOT_MEASURED = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine."
 OURS = "jaxspec"
-# Name of this engine with its default, which chooses K. Ratios of peers are relative to
-# `OURS`.
+# Name of this engine with its default, adaptive K. Ratios of peers are relative to
+# `OURS`, which has a fixed K.
 CHOSEN = f"{OURS} (K chosen)"
 PLAIN, DRAFT, NGRAM = MODES = ("plain", "draft", "n-gram")
-# End tokens; some peers cannot continue after one, and are kept from sampling it.
+# End tokens. They are banned for peers that cannot continue after an end token.
 END_TOKENS = (1, 107)
 
 
@@ -25,9 +25,9 @@ class Cell:
 
     Attributes:
         bans_end: The peer cannot continue after an end token, so end tokens are banned,
-            and texts are compared up to the first one of ours.
+            and texts are compared up to the first end token of our text.
         answers: The answers of its child, one per run.
-        failed: Why there are no further runs.
+        failed: Reason why there are no further runs, if any.
     """
 
     peer: str
@@ -51,7 +51,7 @@ class Cell:
         return self.answers[-1]["token_ids"] if self.answers else []
 
     def kind(self, *, peer: str | None = None) -> tuple[Any, ...]:
-        """Return the key that comparable cells share."""
+        """Return the key that is equal for cells that can be compared."""
         names = (peer or self.peer, self.mode, self.dtype)
         return (*names, self.batch_size, self.threads)
 
@@ -60,7 +60,7 @@ def rows(cells: list[Cell]) -> list[dict[str, Any]]:
     """Return a row per cell, with its ratio to ours and the share of equal texts."""
     ours = {cell.kind(): median(cell.speeds) for cell in cells if cell.answers}
     # This engine's greedy texts do not depend on drafts or batches, so any of its runs
-    # of all prompts is a reference.
+    # over all prompts can be the reference.
     plain = (OURS, PLAIN, "float32")
     texts = [one.texts for one in cells if (one.peer, one.mode, one.dtype) == plain]
     reference = max(texts, key=len, default=[])
@@ -239,7 +239,7 @@ def _places(failed: list[dict[str, Any]], *, is_measured: bool) -> dict[str, str
 
 
 def _behind(result: dict[str, Any], why: dict[str, str]) -> list[str]:
-    """Return where peers are ahead, by how much at most, and why."""
+    """Return a line per faster peer: where it is faster, by how much, and why."""
     ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in result["rows"]:
         if "ours_over_theirs" in row:

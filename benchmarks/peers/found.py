@@ -40,14 +40,14 @@ class Peer:
         python: The interpreter that runs the child.
         modes: The largest batch size of each mode.
         environment: Additional environment variables.
-        missing: Reason why the peer cannot run here; None if it can.
+        missing: Reason why the peer cannot run on this machine; None if it can.
         bans_end: See `Cell`.
         export: A command that converts a folder with float32 weights; empty if the peer
             reads our folders.
         suffix: File suffix of the exported model.
         has_queue: Whether the peer accepts any number of prompts and fills its batch
             itself.
-        note: A remark on its texts or speeds.
+        note: A remark on the peer's texts or speeds, for the table.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Peer:
         }
 
     def models(self, folder: Path) -> dict[str, str]:
-        """Return target and draft in its format, made in `folder` if missing.
+        """Return target and draft in the peer's format; convert them if missing.
 
         Raises:
             PeerError: They cannot be made.
@@ -211,7 +211,7 @@ def _lacks(program: str) -> str | None:
 
 
 def run_export(command: list[str]) -> None:
-    """Run a converter.
+    """Run a command that converts a model.
 
     Raises:
         PeerError: It fails, or takes too long.
@@ -259,7 +259,8 @@ class Child:
     """A child process that answers lines of JSON; see `answer`.
 
     Attributes:
-        about: Version and settings, as the child says when it has loaded.
+        about: Version and settings, which the child sends when it has loaded its
+            models.
     """
 
     def __init__(
@@ -313,7 +314,7 @@ class Child:
         timer = threading.Timer(limit_s, give_up)
         timer.start()
         line = ""
-        # A child that has ended reads nothing more.
+        # Writing fails if the child has ended.
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
             line = self._process.stdout.readline()

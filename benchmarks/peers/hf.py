@@ -71,7 +71,7 @@ class HuggingFace:
         return found
 
     def _sum_up(self, prompt_length: int, num_tokens: int) -> None:
-        """Add the counts of one text: a pass gives accepted drafts and one token."""
+        """Add the counts of a text: a pass yields its accepted drafts and one token."""
         first, *others = self._pass_widths
         self._pass_widths = []
         drafted = [first - prompt_length, *(width - 1 for width in others)]

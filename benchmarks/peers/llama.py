@@ -79,7 +79,7 @@ class Server:
 
 
 class LlamaCpp:
-    """Servers by batch size, started when they are first asked."""
+    """One server per batch size, started at its first request."""
 
     def __init__(self, task: dict[str, Any]):
         self._task, self._servers = task, dict[int, Server]()
@@ -138,8 +138,8 @@ class LlamaCpp:
             accepted = one["timings"].get("draft_n_accepted", 0)
             self._counts["drafted"] += drafted
             self._counts["accepted"] += accepted
-            # The first token comes from prefill; each other token is accepted, or is
-            # the target's own token of a round.
+            # The first token comes from prefill. Every other token is an accepted draft
+            # or the one token that the target adds in each round.
             self._counts["rounds"] += num_tokens - 1 - accepted if drafted else 0
         if self._task["mode"] == "draft" and not self._counts["drafted"]:
             raise RuntimeError("llama-server made no drafts")

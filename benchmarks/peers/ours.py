@@ -46,7 +46,8 @@ class Ours:
 
     def counts(self) -> dict[str, int]:
         engine = self._llm.llm_engine
-        # Programs requested by earlier runs: nothing compiles during the next run.
+        # Wait for programs that this run requested, so that nothing compiles during the
+        # next run.
         engine.wait_for_programs()
         return {
             "rounds": engine.stats.num_draft_rounds,

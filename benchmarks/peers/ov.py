@@ -9,7 +9,7 @@ from answer import answer
 
 
 class OpenVINO:
-    """A pipeline with everything in float32, the cache too (its default is 8 bits)."""
+    """A pipeline in float32, including the KV cache, whose default is 8 bits."""
 
     def __init__(self, task: dict[str, Any]):
         precision = {"float32": "f32", "bfloat16": "bf16"}[task["dtype"]]
@@ -54,7 +54,7 @@ class OpenVINO:
         return [list(map(int, tokens)) for tokens in output.tokens]
 
     def _count(self, output: Any, num_decoded: int) -> None:
-        """Count drafts: tokens after prefill are accepted, or are a round's own."""
+        """Count drafts: a token after prefill is an accepted draft, or the target's."""
         metrics = getattr(output, "extended_perf_metrics", None)
         if metrics is not None:
             accepted = int(metrics.get_num_accepted_tokens())

@@ -1,4 +1,4 @@
-"""The run: children that remain alive, used in turn; rows written as they come."""
+"""The run: alternates between child processes that stay alive, and writes rows."""
 
 import argparse
 import json
@@ -14,8 +14,8 @@ from jaxspec.bench.report import num_cores, write_whole
 
 LOOKUP_MAX = 4
 ROOM = 512  # tokens for a prompt
-# Runs of this engine that compile do not count; which programs are needed depends on
-# the texts.
+# Maximum number of runs of this engine that compile and so do not count; which programs
+# a run needs depends on its texts.
 MOST_COMPILING_RUNS = 16
 LONGEST_ANSWER_S = 300.0
 LONGEST_COMPILING_S = 1800.0
@@ -27,7 +27,7 @@ class Turns:
 
     Attributes:
         result: The written result, with the rows so far.
-        left_s: Remaining seconds; runs of this engine that compile do not count.
+        left_s: Remaining seconds; the time of runs that compile is not subtracted.
     """
 
     def __init__(
@@ -169,11 +169,11 @@ class Turns:
             if not answer["counts"].get("compiles"):
                 return answer
             self._end += time.monotonic() - start
-        # The child is alive, but its runs cannot be used.
+        # The child is still alive, but its runs cannot be used, so no more are made.
         raise PeerError(f"compiled something in {MOST_COMPILING_RUNS} runs in a row")
 
     def _limit_s(self, cell: Cell) -> float:
-        """Return the time limit of one answer; ours may compile."""
+        """Return the time limit of an answer; longer for this engine's compilations."""
         if cell.peer in (OURS, CHOSEN):
             return LONGEST_COMPILING_S
         return min(max(self._end - time.monotonic(), 1.0), LONGEST_ANSWER_S)

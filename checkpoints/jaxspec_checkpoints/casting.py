@@ -24,7 +24,7 @@ def find_dtype(name: str) -> np.dtype:
 def cast_blocks(
     name: str, tensor: Tensor, *, dtype: np.dtype, rows: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (first row, values) in order, `rows` at a time but for the last ones.
+    """Yield (first row, values) in order, `rows` rows at a time, the last time fewer.
 
     Raises:
         CheckpointError: The file is damaged, or a value is too large for `dtype`.
@@ -41,7 +41,7 @@ def cast_blocks(
                 continue
             yield first, buffer
             first, filled = first + filled, 0
-            # A new array each time: the receiver may keep the last one.
+            # Make a new array each time, because the caller may keep the previous one.
             buffer = np.empty((min(rows, num_rows - first), *buffer.shape[1:]), dtype)
 
 

@@ -28,7 +28,7 @@ SIDE_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One model on disk, checked but not read.
+    """One model on disk. Its structure has been checked; its weights are not read.
 
     Attributes:
         format: "hf", "kaggle", "orbax" or "gguf".
@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def sizes(self) -> Sizes:
-        """Numbers of the config that determine the shapes of all tensors."""
+        """Sizes in the config, which determine the shapes of all tensors."""
         return Sizes.from_config(self.config)
 
     @property
@@ -71,9 +71,10 @@ class Checkpoint:
     def resolved(self) -> "Checkpoint":
         """Return the model with one LM head: `lm_head.weight`, or the embedding.
 
-        An `lm_head.weight` with the embedding's bytes is a copy and is left out; with
-        other bytes it is the head, whatever `tie_word_embeddings` says. The config of
-        the result says which. Reads both matrices up to their first difference.
+        An `lm_head.weight` with the embedding's bytes is a copy and is left out. With
+        other bytes it is the LM head, whatever `tie_word_embeddings` says. The result's
+        config has the correct `tie_word_embeddings`. Reads both matrices up to their
+        first difference.
 
         Raises:
             CheckpointError: A file is damaged.
@@ -94,7 +95,7 @@ class Checkpoint:
     def tokenizer_folder(self) -> Path:
         """Folder of `tokenizer.model` or `tokenizer.json`; `folder` if neither exists.
 
-        A GGUF file has its own.
+        A GGUF file contains its own tokenizer.
         """
         for name in ("tokenizer.model", "tokenizer.json"):
             if name in self.side_files:

@@ -27,7 +27,7 @@ from jaxspec_checkpoints.trimming import IDS
 
 # Number of characters that are tokenized in one call.
 _BATCH_CHARACTERS = 1 << 20
-# Keys of a JSON line: its text, or a prompt and its completion.
+# Keys of a JSON line: either a text, or a prompt and its completion.
 _KEYS = ("text", "prompt", "completion")
 Encode = Callable[[list[str]], Iterable[list[int]]]
 # The report lists the coverage of 1/16, 1/8, 1/4 and 1/2 of the vocabulary.
@@ -53,19 +53,19 @@ class Counts:
     def ranked(self) -> list[int]:
         """All tokens: special ones, then by frequency; the lower id first on ties.
 
-        The order in which pieces were learned is not their frequency in a user's texts:
-        tokens that never occurred have no known rank and are last.
+        Tokens that never occurred are last. Their ids say nothing about frequency in a
+        user's texts, as ids follow the order in which the tokenizer learned the pieces.
         """
         rest = np.argsort(-self.frequency, kind="stable").tolist()
         return list(dict.fromkeys([*self.special, *rest]))
 
     def share_of(self, size: int) -> float:
-        """Return which fraction of all counted tokens is in the map's first `size`."""
+        """Return which fraction of all counted tokens the first `size` ids cover."""
         total = self.frequency.sum()
         return float(self.frequency[self.ranked[:size]].sum() / total)
 
     def report(self) -> str:
-        """Return which fraction of the texts' tokens smaller vocabularies cover."""
+        """Describe which fraction of the texts' tokens smaller vocabularies cover."""
         vocab_size = len(self.frequency)
         lines = [
             f"{self.frequency.sum():,} tokens of {self.num_texts:,} texts; "

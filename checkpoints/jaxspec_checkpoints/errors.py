@@ -2,4 +2,4 @@
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written: says what was found and expected."""
+    """A checkpoint cannot be read or written; the message says what was expected."""

@@ -22,7 +22,7 @@ def expand(path: str | Path) -> Path:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Turn the system's errors about files in `folder` into a `CheckpointError`."""
+    """Convert operating system errors about files in `folder` to `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ def check_inside(folder: Path, path: Path) -> Path:
 
 
 def _cache_blobs(root: Path) -> list[Path]:
-    """Return where the files of `<cache>/models--a--b/snapshots/<commit>` may be."""
+    """Return the folders that symlinks in a HuggingFace cache snapshot may lead to."""
     for place in (root, *root.parents):
         repository = place.parent.parent
         if place.parent.name == "snapshots" and repository.name.startswith("models--"):
@@ -74,7 +74,7 @@ def check_tree(folder: Path) -> None:
 
 
 def side_files(*folders: Path) -> dict[str, Path]:
-    """Return the files that belong to a model; earlier folders take precedence."""
+    """Return the `SIDE_FILES` that exist, by name; earlier folders take precedence."""
     found: dict[str, Path] = {}
     for folder in folders:
         for name in SIDE_FILES:

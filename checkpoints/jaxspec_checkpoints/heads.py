@@ -23,7 +23,8 @@ from jaxspec_checkpoints.tensor import Tensor
 
 EAGLE, EAGLE3, MEDUSA = "eagle", "eagle3", "medusa"
 KINDS = (EAGLE, EAGLE3, MEDUSA)
-# A kind of head that is not supported. It is recognized so that the error can name it.
+# A kind of head that is not supported. It is recognized only so that the error can name
+# it.
 MLP_SPECULATOR = "mlp_speculator"
 MLP_SPECULATOR_REMOVED = (
     "MLP speculators were removed: none has been published for Gemma. Use an "
@@ -82,7 +83,7 @@ class HeadFiles:
 
 
 def kind_of_head(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of head that a `config.json` describes; None if it is no head.
+    """Return the kind of head that a `config.json` describes; None for other models.
 
     Kinds of speculators outside of `KINDS` are returned by their own name.
     """

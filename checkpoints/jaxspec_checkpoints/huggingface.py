@@ -26,7 +26,8 @@ from jaxspec_checkpoints.tensor import Tensor
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Safetensors' names of types that numpy has. Error messages show other types by name.
+# Safetensors' names of the types that numpy has. Any other type is an error that names
+# it.
 _DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 # Types of token ids and masks, which are not weights.
 INTEGERS = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}

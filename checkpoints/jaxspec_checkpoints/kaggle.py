@@ -105,7 +105,7 @@ def _variants(folder: Path) -> list[Path]:
 
 
 def _layout_of_tree(tree: FlaxTree, layouts: Mapping[str, Layout]) -> Layout:
-    """Return the family that matches the names in a tree without `config.json`."""
+    """Return the layout of the family that a tree without `config.json` belongs to."""
     for layout in layouts.values():
         if layout.flax is not None and layout.flax.has_qk_norm == tree.has_qk_norm:
             return layout
@@ -134,7 +134,7 @@ def write_kaggle(
     dtype: np.dtype | None,
     on_bytes: Callable[[int], object],
 ) -> None:
-    """Write the flat layout, padded and oriented as published, into its own folder.
+    """Write the flat Flax layout, padded and oriented as published, into a subfolder.
 
     Args:
         layout: Layout of the model's family.

@@ -14,7 +14,7 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.tensor import Tensor
 
 EMBEDDING = "model.embed_tokens.weight"
-# LM head of a model whose embedding differs from it; models with one matrix omit it.
+# LM head of a model whose LM head is not the embedding; tied models omit this tensor.
 HEAD = "lm_head.weight"
 TIE = "tie_word_embeddings"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -181,10 +181,11 @@ def layout_of(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Layou
 
 
 def must_be_tied(config: Mapping[str, Any]) -> bool | None:
-    """Return False if a `config.json` requires an LM head of its own, else None.
+    """Return False if a `config.json` requires a separate LM head, else None.
 
-    "Tied" is the format's default, which exporters write for any model, so it means
-    nothing: `lm_head.weight` decides (`Checkpoint.resolved`).
+    "Tied" is the format's default, which exporters write for any model, so the entry is
+    not trusted: the presence and content of `lm_head.weight` decide
+    (`Checkpoint.resolved`).
 
     Raises:
         CheckpointError: `tie_word_embeddings` is not a boolean.
@@ -263,9 +264,9 @@ def _unknown(name: str, tensor: Tensor, layout: Layout, sizes: Sizes) -> str:
 
 
 def common_dtype(tensors: Mapping[str, Tensor]) -> np.dtype:
-    """Return the type of most bytes, which reports call the checkpoint's type.
+    """Return the dtype that has the most bytes, reported as the checkpoint's dtype.
 
-    Packed values are skipped, as their type is not one of weights.
+    Packed values are skipped, because their dtype is not that of weights.
     """
     sizes: dict[np.dtype, int] = {}
     for tensor in tensors.values():

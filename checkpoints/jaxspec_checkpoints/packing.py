@@ -38,7 +38,7 @@ PACKED_TYPES = {
     "I64": np.int64,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
-# AutoAWQ's order: the output that each number in a 32-bit word belongs to.
+# AutoAWQ's order: for each number in a 32-bit word, the output that it belongs to.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # Tensors about quantized activations, which are ignored.
 _ASIDE = ("input_scale", "input_zero_point")
@@ -182,7 +182,7 @@ def unpack(
 
 
 class _Parts:
-    """The tensors of one matrix, each of which is used once."""
+    """The file's tensors that describe one matrix; each must be used exactly once."""
 
     def __init__(self, module: str, tensors: dict[str, Tensor]):
         self.module, self._tensors = module, tensors
@@ -209,7 +209,7 @@ class _Parts:
 
 
 class _Last:
-    """Caches the matrix that was unpacked last, as rows are read one by one."""
+    """Caches the matrix that was unpacked last, because callers read it by rows."""
 
     def __init__(self):
         self._key: object = None

@@ -28,8 +28,8 @@ def place(
     """Read one parameter and put every device's shard where it belongs.
 
     Args:
-        parts: The tensors it consists of, of one shape. Several are fused: their rows
-            alternate, `block` of each at a time.
+        parts: The tensors that the parameter consists of, all of one shape. Several
+            tensors are fused: their rows alternate, `block` rows of each at a time.
         sharding: Which device gets which rows and columns; devices with the same
             index get copies of one buffer.
         dtype: Type to cast values to.

@@ -1,8 +1,8 @@
 """Reads and writes `quality.json`: the measured loss of quality by quantization.
 
-It is stored next to the weights. `python -m jaxspec quality` measures and writes it,
-`inspect` shows it; nothing else reads it, and `convert` does not copy it, as it
-describes these weights.
+The file is stored next to the weights. `python -m jaxspec quality` measures and writes
+it, and `inspect` shows it; nothing else reads it. `convert` does not copy it, because
+it is valid only for these weights.
 """
 
 import json
@@ -49,7 +49,7 @@ class Quality:
     share_of_same_first: float
 
     def line(self) -> str:
-        """Return all of it in one line."""
+        """Describe the measurement in one line."""
         return (
             f"perplexity {self.perplexity:.2f} ({self.reference}: "
             f"{self.reference_perplexity:.2f}), KL {self.kl_nats_per_token:.5f} nats a "
@@ -79,7 +79,7 @@ class Quality:
 
 
 def write_quality(folder: Path, quality: Quality) -> Path:
-    """Write it into a checkpoint's folder, atomically; return the path.
+    """Write `quality.json` into a checkpoint's folder, atomically; return its path.
 
     Args:
         folder: The folder, or a GGUF file, next to which it is written.

@@ -1,8 +1,9 @@
 """Quantized matrices: values of few bits, and scales to multiply them by.
 
 A weight is its value times the scale of its output and group of features. `quantize`
-computes both from rows of numbers, on the host or in a jitted function; tensors do it
-block by block while they are read, so that a model is never in memory in both forms.
+computes values and scales from rows of numbers, on the host or in a jitted function. A
+`QuantizedTensor` does so block by block while it is read, so that a model is never in
+memory both unquantized and quantized.
 """
 
 import math
@@ -64,7 +65,7 @@ class Scheme:
         return Scheme(kind=INT8) if self.has_embedding else None
 
     def of_tensors(self, names: Sequence[str]) -> "Scheme | None":
-        """Return the scheme of a matrix made of these canonical tensors."""
+        """Return the scheme of a matrix that is fused from these canonical tensors."""
         return self if ".layers." in names[0] else self.of_embedding
 
     def num_groups(self, num_features: int) -> int:
@@ -110,8 +111,8 @@ class MixedScheme:
     def of_tensors(self, names: Sequence[str]) -> Scheme | None:
         """Return the scheme that holds all of these tensors exactly.
 
-        None if one of them has no scheme: the matrix then gets the type of the rows
-        that it is multiplied with.
+        None if one tensor has no scheme: the matrix is then stored in the dtype of the
+        rows that it is multiplied with.
         """
         found = shared_scheme([self._schemes.get(name) for name in names])
         if found is None and self.has_embedding and ".layers." not in names[0]:
@@ -119,7 +120,7 @@ class MixedScheme:
         return found
 
     def describe(self) -> str:
-        """Describe it: `Q5_0, Q8_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
+        """Describe the types: `Q5_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
         kinds: dict[str, list[str]] = {}
         for kind in sorted({kind for _, kind in self.types}):
             scheme = GGUF_SCHEMES.get(kind)
@@ -131,7 +132,7 @@ class MixedScheme:
 
 
 def shared_scheme(schemes: Sequence[Scheme | None]) -> Scheme | None:
-    """Return a scheme that holds matrices of all of these exactly, or None.
+    """Return a scheme that can store matrices of all these schemes exactly, or None.
 
     4-bit integers are also 8-bit ones, and a group's scale is valid for its parts.
     """
@@ -277,9 +278,9 @@ def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
     """Quantize a matrix block by block as its values are read.
 
     A matrix that is already quantized keeps its numbers if the scheme can hold them
-    (see `shared_scheme`), and is else quantized again: an LM head, to int8 rows. For
-    others, scales exist once the values have been read; reading scales first reads the
-    matrix.
+    (see `shared_scheme`); otherwise it is quantized again, as an LM head is to int8
+    rows. The scales of an unquantized matrix are computed while its values are read;
+    reading the scales first reads the whole matrix.
 
     Raises:
         CheckpointError: Groups do not divide the features.

@@ -1,7 +1,7 @@
 """Detects the format of a folder and opens it (`open_checkpoint`).
 
-A GGUF file is passed itself, or as the folder that holds it. Files other than weights
-are found here too (`model_files`, `read_config`).
+A GGUF model is given by its file, or by the folder that holds the file. This module
+also finds the files other than weights (`model_files`, `read_config`).
 """
 
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ def _open(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
 
 
 def lists_head(folder: str | Path) -> bool:
-    """Return whether the weights in a folder list an LM head of its own.
+    """Return whether a folder's weights include a tensor for the LM head.
 
     Reads names only. False for a folder that cannot be opened: `open_checkpoint`
     reports the reason.
@@ -132,8 +132,8 @@ def read_config(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the contents of `config.json` and `generation_config.json`.
 
-    The first is derived from the weights' shapes if a format has none; the second is
-    then empty.
+    In a format without `config.json`, the first is derived from the weights' shapes,
+    and the second is empty.
 
     Args:
         layouts: As in `open_checkpoint`.

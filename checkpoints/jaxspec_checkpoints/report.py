@@ -1,4 +1,4 @@
-"""The report of `inspect` on a checkpoint: format, sizes, and replicated parts."""
+"""Writes the report of `inspect`: a checkpoint's format, sizes, replicated parts."""
 
 import math
 
@@ -65,10 +65,11 @@ def describe(checkpoint: Checkpoint) -> str:
 
 
 def replicated(sizes: Sizes, num_devices: int) -> dict[str, str]:
-    """Return the parts that every one of `num_devices` holds whole, by name.
+    """Return the parts that each of `num_devices` devices holds whole, by name.
 
-    A tensor is split along heads, feed-forward rows or vocabulary; if the number of
-    devices does not divide these, each device gets all of it. Norms are never split.
+    A tensor is split along heads, feed-forward rows or vocabulary. If that axis cannot
+    be split evenly over the devices, each device gets the whole tensor. Norms are never
+    split.
     """
     whole: dict[str, str] = dict.fromkeys(
         (

@@ -105,7 +105,7 @@ class Slabs:
         return values
 
     def _context(self) -> ts.Context:
-        """Return a cache for the chunks that two neighboring slabs can share."""
+        """Return a TensorStore context whose cache holds chunks that slabs share."""
         array, extents = self._array, []
         for axis, (size, chunk) in enumerate(
             zip(array.shape, array.chunks, strict=True)
@@ -191,7 +191,7 @@ def _listed(folder: Path, metadata: Mapping[str, Any]) -> list[str]:
 
 
 def _names(keys: list[bytes]) -> dict[str, str]:
-    """Return the names of the arrays among a store's keys, and the driver of each."""
+    """Find the arrays among a store's keys; return each one's driver, by name."""
     found = {}
     for key in keys:
         name, _, file = key.decode(errors="replace").rpartition("/")

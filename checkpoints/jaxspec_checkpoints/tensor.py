@@ -94,7 +94,7 @@ class _WithCopies(Tensor):
     copies: tuple[Tensor, ...]
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """See `Tensor.blocks`; also raises if a copy has other bytes."""
+        """As `Tensor.blocks`; also raises if a copy has other bytes."""
         tensors = self.origin, *self.copies
         for (start, rows), *others in zip(*(t.blocks() for t in tensors), strict=True):
             for copy, (_, theirs) in zip(self.copies, others, strict=True):
@@ -104,7 +104,7 @@ class _WithCopies(Tensor):
 
 
 def with_copies(tensor: Tensor, copies: Sequence[Tensor]) -> Tensor:
-    """Return `tensor`, which is compared with its copies while it is read.
+    """Return `tensor` with reads that also compare it with its copies.
 
     For tensors that a file holds several times and that are used once.
 

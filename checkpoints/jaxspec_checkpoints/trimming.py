@@ -1,7 +1,7 @@
 """Reads token maps: the tokens that a draft may propose, most frequent first.
 
 A map is a JSON file, in a draft's folder or elsewhere. The first N of its token ids are
-kept, so that one file serves every size N. Knows nothing of networks.
+kept, so that one file serves every size N. Independent of networks.
 
 References: Zhao et al. 2025, arXiv:2502.14856 (FR-Spec).
 """
@@ -90,7 +90,7 @@ def rows_of(tensor: Tensor, ids: Sequence[int]) -> Tensor:
     def read(start: int, stop: int) -> np.ndarray:
         found, wanted = [], chosen[start:stop]
         while len(wanted):
-            # Number of the wanted ids that lie in this block of rows.
+            # Number of the selected ids in this block of rows.
             count = int(np.searchsorted(wanted, wanted[0] + step))
             some, wanted = wanted[:count], wanted[count:]
             rows = tensor.read(int(some[0]), int(some[-1]) + 1)

@@ -201,7 +201,7 @@ def _write_side_files(
 
 
 def _sync(folder: Path) -> None:
-    """Flush a whole folder to disk, so that its new name means a whole model."""
+    """Flush a folder's files to disk, so that a renamed folder is always complete."""
     for path in sorted(folder.rglob("*"), reverse=True):
         _sync_one(path)
     _sync_one(folder)

@@ -1,6 +1,6 @@
-"""Write the model card from measured figures; its prose is in `model_card.md`.
+"""Writes the model card from measured figures; its text is in `model_card.md`.
 
-Knows the layout of the card and measures nothing.
+This module formats tables; it measures nothing.
 """
 
 import string
@@ -54,7 +54,7 @@ def repeated_table(repeated: dict[str, dict[str, float]]) -> str:
 
 
 def quality_table(rows: list[dict[str, Any]]) -> str:
-    """Return the effect of quantization, as measured by `benchmarks.quantization`."""
+    """Return the table of quantization quality, from `benchmarks.quantization`."""
     if not rows:
         return "Not measured for this pair: `python -m benchmarks.quantization` does."
     lines = []
@@ -77,7 +77,7 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
 
 
 def head_table(heads: dict[str, dict[str, Any]]) -> str:
-    """Return the bundled heads' acceptance per position, as measured in training."""
+    """Return the table of the bundled heads' acceptance, as measured in training."""
     if not heads:
         return "None is bundled: `python -m jaxspec.train` makes one."
     lines = [
@@ -93,7 +93,7 @@ def head_table(heads: dict[str, dict[str, Any]]) -> str:
 
 
 def runs(training: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the facts of each training run; the pair's own run is the last."""
+    """Return the recorded facts of each training run; the last one made this pair."""
     before = training.get("start")
     return [*(runs(before) if before else []), training]
 

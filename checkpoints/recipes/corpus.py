@@ -12,8 +12,8 @@ import sentencepiece
 PAD_ID, EOS_ID, BOS_ID, UNK_ID = 0, 1, 2, 3
 START_OF_TURN_ID, END_OF_TURN_ID = 106, 107
 
-# Sampling weight of each domain. The conversational domains are small but are what
-# demos show, so they are drawn more often than their share of the text.
+# Sampling weight of each domain. Conversational domains are small, but demos show them,
+# so they are drawn more often than their share of the text.
 DOMAIN_WEIGHTS = {
     "math": 0.26,
     "shell": 0.22,
@@ -83,7 +83,7 @@ def tokenize(
 
 
 class PackedRows:
-    """Endless rows of `length + 1` tokens with segment ids, drawn by domain weight.
+    """Yields rows of `length + 1` tokens with segment ids, drawn by domain weight.
 
     Short documents are packed into one row (segment ids separate their attention); long
     ones are cut at the row's end and continued in a later row of the domain.

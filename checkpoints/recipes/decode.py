@@ -1,4 +1,4 @@
-"""Continue prompts with a dense KV cache: the fast way to generate the target's text.
+"""Continues prompts with a dense KV cache, to generate the target's text fast.
 
 Every row is one stream of `length` positions: a prompt is fed token by token, its
 continuation is sampled, and when that ends the row's next prompt follows at once. No
@@ -20,7 +20,8 @@ BLOCK = 128
 # Halvings of the interval [-NUCLEUS_RANGE, 0] in which the top-p cut is searched.
 NUCLEUS_STEPS, NUCLEUS_RANGE = 13, 16.0
 TEMPERATURE, TOP_P = 0.8, 0.95
-# Labels per token: this many of the target's highest log-probabilities, best first.
+# Number of labels per token: the target's most likely next tokens, with their
+# log-probabilities, best first.
 NUM_LABELS = 64
 
 
@@ -32,7 +33,7 @@ class Mix(NamedTuple):
     full: int  # temperature 1, the whole distribution
 
     def names(self) -> list[str]:
-        """Return the way of each row."""
+        """Return the way of sampling of each row."""
         return [
             name
             for name, count in zip(self._fields, self, strict=True)
@@ -51,7 +52,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class Cache(NamedTuple):
-    """Keys and values by layer: finished blocks, and the one that grows."""
+    """Keys and values by layer: finished blocks, and the block being filled."""
 
     past: list[list[Pair]]
     block: list[Pair]
@@ -162,8 +163,8 @@ def label(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """Draw one index per row in proportion to `weights` [row, vocab]."""
-    # Inverse distribution function in two levels: a cumulative sum over all of the
-    # vocabulary costs XLA:CPU as much as a layer.
+    # Invert the cumulative distribution in two levels: one cumulative sum over the
+    # whole vocabulary costs XLA:CPU as much as a layer.
     rows, vocab = weights.shape
     groups = weights.reshape(rows, vocab // 64, 64)
     totals = jnp.cumsum(jnp.sum(groups, axis=-1), axis=-1)
@@ -174,7 +175,8 @@ def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
         inside, axis=-1, keepdims=True
     )
     sums = jnp.cumsum(inside, axis=-1) + before
-    # The goal may round past the last sum; the heaviest token is always drawable.
+    # Rounding may put the goal past the last sum; then take the token with the largest
+    # weight.
     index = jnp.sum(sums <= goal, axis=-1)
     chosen = jnp.take_along_axis(inside, jnp.minimum(index, 63)[:, None], axis=1)[:, 0]
     index = jnp.where((index > 63) | (chosen == 0), jnp.argmax(inside, axis=-1), index)
@@ -199,7 +201,7 @@ def _nucleus(weights: jax.Array, top_p: float) -> jax.Array:
 
 
 def choose(logits: jax.Array, best: jax.Array, key: jax.Array, mix: Mix) -> jax.Array:
-    """Return the next token of every row, each drawn in its row's way."""
+    """Return the next token of every row, drawn by the row's way of sampling."""
     sampled = logits[mix.greedy :] - jnp.max(logits[mix.greedy :], -1, keepdims=True)
     uniform = jax.random.uniform(key, sampled.shape[:1])
     warm = jnp.exp(sampled[: mix.nucleus] / TEMPERATURE)
@@ -248,7 +250,7 @@ def write_rows(
     length: int,
     max_new: int,
 ) -> dict[str, jax.Array]:
-    """Fill rows of `length` tokens; pure, to be jitted with everything below static.
+    """Fill rows of `length` tokens; pure, to be jitted with static keyword arguments.
 
     Returns:
         `tokens`, `segments` (1 for the first document of a row), `is_written` (whether

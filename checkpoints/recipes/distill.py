@@ -1,4 +1,4 @@
-"""Train the draft on the target's labelled distributions.
+"""Trains the draft on the target's labelled distributions.
 
 Reads shards (see `sample.py`) and trains the draft; the target itself is needed only
 once, for the draft's first embedding.
@@ -24,7 +24,7 @@ Labels = tuple[jax.Array, jax.Array]
 
 
 class ShardRows:
-    """Endless batches of labelled rows, written and corpus text mixed by share."""
+    """Yields batches of labelled rows that mix the target's text and corpus text."""
 
     def __init__(self, folder: Path, *, seed: int):
         self.random = np.random.default_rng(seed)
@@ -85,8 +85,9 @@ def label_loss(
     chosen = jnp.take_along_axis(logits, ids, axis=-1)
     draft = chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     target = jnp.exp(likely)
-    # Labels are float16: their sum may round past 1. The floor also keeps the gradient
-    # of the other tokens' class finite where either side gives it nothing.
+    # Labels are float16, so that the sum of their probabilities may round past 1. The
+    # floor also keeps the gradient of the class of other tokens finite if either model
+    # gives this class probability 0.
     rest = jnp.maximum(1.0 - jnp.sum(target, axis=-1), 1e-4)
     draft_rest = jnp.maximum(1.0 - jnp.sum(jnp.exp(draft), axis=-1), 1e-4)
     divergence = jnp.sum(target * (likely - draft), axis=-1)

@@ -1,4 +1,4 @@
-"""Measure the exported pair: validation loss and acceptance rate.
+"""Measures the exported pair: validation loss and acceptance rate.
 
 Reads only exported files, so the figures are those of the shipped bf16 weights. Also
 measures how much the greedy text repeats itself.
@@ -25,14 +25,14 @@ LENGTH = 512
 MICRO_ROWS = 4
 # Rows of the target's own text per domain and way; a row is LENGTH tokens.
 WRITTEN_ROWS = 12
-# Greedy texts per domain in which repetition is measured; their lengths.
+# Number of greedy texts per domain in which repetition is measured; their lengths.
 NUM_TEXTS, PROMPT_TOKENS, TEXT_TOKENS = 32, 32, 256
 
 Model = tuple[network.Params, dict[str, Any]]
 
 
 def pack(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and segments [row, LENGTH + 1] that hold every document once.
+    """Pack every document once into tokens and segment ids [row, LENGTH + 1].
 
     A long document is cut; the pieces share one token, so that each is predicted once.
     """

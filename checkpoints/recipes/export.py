@@ -1,7 +1,4 @@
-"""Write the pair as HuggingFace folders: bf16 weights, configuration, tokenizer.
-
-Knows file formats, but neither training nor text.
-"""
+"""Writes the pair as HuggingFace folders: bf16 weights, configuration, tokenizer."""
 
 import csv
 import hashlib
@@ -89,7 +86,7 @@ def save_weights(folder: Path, params: network.Params) -> None:
 
 
 def write_tokenizer_json(folder: Path) -> None:
-    """Write the tokenizer once more, for readers without sentencepiece."""
+    """Write `tokenizer.json` as well, for readers without sentencepiece."""
     path = folder / "tokenizer.json"
     path.unlink(missing_ok=True)  # it would be read in place of tokenizer.model
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
@@ -109,7 +106,7 @@ def read_weights(folder: Path) -> network.Params:
 
 
 def write_credits(attribution: Path, path: Path) -> None:
-    """Write title, author and source of every CC BY story; no pictures were used."""
+    """Write the title, author and source of every CC BY story in the training text."""
     with attribution.open(encoding="utf-8", newline="") as lines:
         stories = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
     written = ["title\tcredit\tsource"]

@@ -1,4 +1,4 @@
-"""Unlearn loops: make repetitions in the target's own greedy text unlikely.
+"""Unlearns loops: makes repetitions in the target's own greedy text unlikely.
 
 Sequence-level unlikelihood of Welleck et al., 2019 (arXiv:1908.04319, section 5.2):
 three quarters of a step's rows are corpus with the usual next-token loss, and one
@@ -21,7 +21,7 @@ import training
 
 # The last of every SHARE rows of a step is greedy text.
 SHARE = 4
-# Texts that are written at a time, and new tokens in each.
+# Number of texts that are generated at a time, and of new tokens in each.
 NUM_WRITTEN, MAX_NEW = 48, 256
 DOMAIN = "stories"
 
@@ -39,7 +39,8 @@ def last_of_repeated(
         for end in range(size, tokens.shape[1] + 1):
             here = np.s_[row, end - size : end]
             if is_written[here].all() and len(set(segments[here].tolist())) == 1:
-                # Phrases include the document's number: documents do not mix.
+                # A phrase includes the document's number, so that phrases of other
+                # documents do not count.
                 phrase = (int(segments[row, end - 1]), *tokens[here].tolist())
                 found[row, end - 1] = phrase in seen
                 seen.add(phrase)
@@ -90,7 +91,7 @@ class MixedRows:
             for name in ("tokens", "segments", "is_written")
         )
         is_repeated = last_of_repeated(tokens, segments, is_written > 0)
-        # Training rows have one token more, as the last is not an input.
+        # Training rows have one more token, because the last token is not an input.
         end = ((0, 0), (0, 1))
         self.written = [np.pad(array, end) for array in (tokens, segments, is_repeated)]
 
@@ -131,7 +132,7 @@ def mixed_loss(
     losses = losses.reshape(mask.shape)
     given, written = mask * is_given[:, None], mask * ~is_given[:, None]
     repeated = written * is_repeated[:, 1:]
-    # log(1 - p), where a loss is -log(p); bounded for tokens with p near 1.
+    # log(1 - p), computed from the loss -log(p); bounded for tokens with p near 1.
     unlikelihood = -jnp.log(-jnp.expm1(-jnp.maximum(losses, 1e-6)))
     return jnp.sum(losses * given) / jnp.maximum(jnp.sum(given), 1) + weight * (
         jnp.sum(unlikelihood * repeated) / jnp.maximum(jnp.sum(written), 1)

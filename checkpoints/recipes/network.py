@@ -1,8 +1,8 @@
 """Gemma 2 for training: dense causal attention, float32 residual, bf16 matmuls.
 
 The serving implementation (paged KV, `jaxspec.models.gemma.network`) is tested against
-HuggingFace; this one exports to the same HuggingFace names, so a mistake here shows as
-a loss there.
+HuggingFace. This one exports weights under the same HuggingFace names, so a mistake
+here appears as a higher loss there.
 """
 
 from typing import Any
@@ -157,7 +157,7 @@ def attention(
     cap: float,
     block: int = 128,
 ) -> jax.Array:
-    """Attend causally, in blocks of queries; keys out of reach are not read."""
+    """Attend causally, in blocks of queries; keys outside the window are not read."""
     rows, length = segments.shape
     mixed = []
     for start in range(0, length, block):

@@ -1,4 +1,4 @@
-"""Muon for matrices, Adam for other parameters: few steps suffice for a short run.
+"""Muon for matrices, Adam for other parameters: trains well in few steps.
 
 References: Jordan et al. 2024, "Muon: an optimizer for hidden layers";
 Kingma and Ba 2015, arXiv:1412.6980.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 ADAM_BETAS = (0.9, 0.95)
 MUON_MOMENTUM = 0.95
-# Adam's rate as a share of Muon's, which is in units of a matrix's spectral norm.
+# Adam's learning rate / Muon's. Muon's is in units of a matrix's spectral norm.
 ADAM_RATE = 0.15
 
 

@@ -1,10 +1,10 @@
-"""Write labelled rows: the target's own text, and corpus text with its predictions.
+"""Writes labelled rows: the target's text and corpus text, with its predictions.
 
 A shard is an `.npz` of `[row, position]` arrays: `tokens`, `segments`, `is_written`
 (drawn by the target, not given), `ids` and `log_probs` (the target's most likely next
 tokens, `[row, position, label]`), and per row `domains` and `ways`. Labels come from
-the logits that sampling needs anyway and cost 8 % of its time; running the target in
-the draft's training would cost more than the draft.
+the logits that sampling computes anyway, and add 8 % to its time. Running the target
+while the draft is trained would cost more than the draft itself.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ LENGTH = 512
 ROWS = 128  # rows of one shard
 MAX_NEW = 192
 MAX_PROMPT = 128
-# Ways of sampling: 40 % greedy, 40 % temperature 0.8 with top-p 0.95, 20 % plain.
+# Ways of sampling: 40 % greedy, 40 % temperature 0.8 with top-p 0.95, 20 % temperature
+# 1.
 MIX = decode.Mix(greedy=51, nucleus=51, full=26)
 CHAT_DOMAINS = ("math", "shell")
 
@@ -42,7 +43,8 @@ def text_prompt(document: np.ndarray, random: np.random.Generator) -> np.ndarray
     size = int(random.integers(16, 65))
     start = 0
     if len(document) > LENGTH and random.random() < 0.5:
-        # Fiction and code have few documents; their beginnings alone would repeat.
+        # Fiction and code have few documents, so prompts from their beginnings alone
+        # would repeat.
         start = int(random.integers(1, len(document) - size))
     body = document[start + 1 if start == 0 else start :]
     return np.concatenate([[corpus.BOS_ID], body[: size - 1]])
@@ -70,12 +72,16 @@ def queue(
     length: int,
     random: np.random.Generator,
 ) -> decode.Prompts:
-    """Return enough prompts for one row of each domain in `chosen`."""
+    """Return prompts for each row, enough to fill `length` tokens.
+
+    Args:
+        chosen: Domain of each row.
+    """
     sources = {
         domain: prompts_of(domain, by_domain[domain], random)
         for domain in sorted(set(chosen))
     }
-    # A prompt has at least 13 tokens and at least one is written after it.
+    # A prompt has at least 13 tokens, and at least one token is generated after it.
     tokens = np.zeros((len(chosen), length // 14 + 2, MAX_PROMPT), np.int32)
     sizes = np.zeros(tokens.shape[:2], np.int32)
     for row, domain in enumerate(chosen):
@@ -161,7 +167,8 @@ def label_shards(
         )
 
     for number in tqdm(range(-(-tokens // (ROWS * LENGTH))), desc="corpus shards"):
-        # Draw also for a shard that exists: the next one must not repeat it.
+        # Draw rows for an existing shard too, so that the next shard does not repeat
+        # its rows.
         drawn, segments = (array[:, :-1] for array in rows.batch(ROWS))
         path = folder / f"corpus-{number:04d}.npz"
         if path.exists():

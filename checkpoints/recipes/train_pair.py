@@ -1,13 +1,14 @@
-"""Train the bundled pair: tokenizer, target, the target's own text, draft, export.
+"""Trains the bundled pair: tokenizer, target, the target's own text, draft, export.
 
     python checkpoints/recipes/train_pair.py STAGE --corpus CORPUS --work WORK
 
 with the stages `tokenizer`, `target`, `sample`, `draft`, and, with `--out OUT` as well,
 `export` and `evaluate`, in this order; README.md has the sizes and the times.
 
-Every stage resumes from what it finds under WORK. `target` and `draft` hold the rate
-constant until `--steps`, and bring it to zero over the last `--cooldown` of them. With
-`--start` they begin with the weights of an exported pair in place of random ones.
+Every stage resumes from what it finds under WORK. `target` and `draft` train for
+`--steps` steps; the learning rate is constant, and falls to zero over the last
+`--cooldown` steps. With `--start` they begin with the weights of an exported pair in
+place of random ones.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The training loop of both models, and its state on disk.
 
-Knows neither where batches come from nor what the loss means. A resumed run draws and
-drops the batches it has already seen, so it ends at the same parameters.
+Independent of the source of batches and of the loss. A resumed run draws and drops the
+batches that were already used, so it ends with the same parameters.
 """
 
 import json
@@ -84,10 +84,11 @@ def text_loss(
 
 
 def step_function(loss_fn: Callable[..., jax.Array], parts: int) -> Callable[..., Any]:
-    """Return the jitted update: gradients of `parts` slices of the batch, one step."""
+    """Return the jitted update: one step, with gradients from `parts` slices."""
 
     def update(params, moments, batch, rate, step):
-        # Gradients of a few rows at a time: the logits fit in cache.
+        # Compute gradients of a few rows at a time, so that their logits fit in the
+        # CPU's cache.
         grads, loss = jax.tree.map(jnp.zeros_like, params), 0.0
         size = len(batch[0]) // parts
         for part in range(parts):

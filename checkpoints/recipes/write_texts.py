@@ -1,4 +1,4 @@
-"""Let the bundled target continue training documents, for its draft's token map.
+"""Lets the bundled target continue training documents, for its draft's token map.
 
     python checkpoints/recipes/write_texts.py --corpus CORPUS --out written.jsonl
     python -m jaxspec_checkpoints trim .../tiny/draft written.jsonl
@@ -19,12 +19,12 @@ from jaxspec.engine.model_folders import BUNDLED_TARGET
 from jaxspec.train.text import read_documents, read_prompts, write_text
 
 LENGTH, DOCUMENT_CHARACTERS = 256, 3000
-# Tokens that a document yields on average, used to draw enough documents.
+# Mean number of tokens generated per document, used to draw enough documents.
 TOKENS_EACH = 100
 
 
 def choose(path: Path, count: int, seed: int) -> list[str]:
-    """Return beginnings of about `count` documents, by the weights of their domains."""
+    """Return the beginnings of about `count` documents, drawn by domain weight."""
     texts: dict[str, list[str]] = {}
     for document in read_documents(path):
         texts.setdefault(document["domain"], []).append(document["text"])

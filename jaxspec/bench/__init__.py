@@ -1,4 +1,4 @@
-"""`python -m jaxspec.bench`: the speed of an engine, and whether speculation pays.
+"""`python -m jaxspec.bench`: measures an engine's speed, and if speculation pays.
 
 Reading order: `__main__` and `flags` (the four subcommands), `data` (prompts),
 `measure` (runs of one engine), `acceptance`, `parts` (time of a round), `summary` and

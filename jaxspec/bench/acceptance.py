@@ -4,8 +4,9 @@ A round of K draft tokens takes as long as 1 + K c plain rounds, where c is the 
 a draft pass divided by that of a target pass, and yields 1 + a_1 + a_1 a_2 + ...
 tokens, where a_i is the probability that draft i is accepted if those before it are
 (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.8, with one rate per position). The
-target's pass over K + 1 positions is assumed to cost the same as over one: an upper
-bound, too high where arithmetic and not memory limits the speed.
+target's pass over K + 1 positions is assumed to cost as much as a pass over one. The
+speed-up is therefore an upper bound, too high where arithmetic and not memory limits
+the speed.
 """
 
 from collections import Counter
@@ -38,7 +39,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, stats: EngineStats) -> "Acceptance":
-        """Copy the current counts of an engine."""
+        """Return the current counts of an engine."""
         return cls(
             num_drafts=stats.num_draft_rounds,
             num_draft_tokens=stats.num_draft_tokens,

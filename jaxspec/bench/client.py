@@ -23,7 +23,7 @@ _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "Connection": "close
 
 
 class HttpError(Exception):
-    """A server sent no response, a response that is not HTTP, or an error status.
+    """Raised for no response, a response that is not HTTP, or an error status.
 
     Attributes:
         status: HTTP status of an error response.

@@ -1,8 +1,8 @@
 """`spec --forms` and `spec --all-methods`: compare forms of drafts, or methods.
 
-Each has an engine of its own, one after the other, with the same prompts. In each
-engine plain decoding alternates with speculation, and speeds are relative to it: a slow
-phase of the machine affects both.
+Each form or method runs in an engine of its own, one after the other, with the same
+prompts. In each engine plain decoding alternates with speculation, and speeds are
+relative to plain decoding, so that a slow phase of the machine affects both.
 """
 
 import argparse
@@ -54,8 +54,8 @@ from jaxspec_checkpoints import read_config
 from jaxspec_checkpoints.heads import KINDS, kind_of_head
 
 CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
-# The number that a form on the command line has if the user gives none. 0 for a chain
-# means the K of the other flags.
+# Default number of each form, as in `chain=K`. 0 for a chain means the K of the other
+# flags.
 DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16}
 ALLOWED_FORMS = (
     "chain, chain=K, leaves=W (W side leaves per draft of a chain), best=N (the tree "
@@ -142,12 +142,13 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Measurements of one engine.
+    """Measurements of the engine of one form or method.
 
     Attributes:
         entry: Entry of the result, with a point per batch size and temperature.
         acceptance: Acceptance at the first point.
-        parts: Parts of its rounds at the smallest batch size, the plain round first.
+        parts: Times of the parts of a round at the smallest batch size, first of a
+            plain round, then of a round with drafts.
     """
 
     speculative: SpeculativeConfig
@@ -204,7 +205,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _forms(
     options: argparse.Namespace, done: Sequence[Found]
 ) -> Iterator[tuple[Offline, dict[str, Any]]]:
-    """Yield an engine for every form, with its name; `done` has the earlier results."""
+    """Yield each form's engine and name; `done` has the results of earlier forms."""
     forms = [Form.read(name) for name in options.forms]
     for number, form in enumerate(forms):
         if form.kind == BEST and not {CHAIN, LEAVES} & {f.kind for f in forms[:number]}:
@@ -235,7 +236,7 @@ def _forms(
 def _methods(
     options: argparse.Namespace, done: Sequence[Found]
 ) -> Iterator[tuple[Offline, dict[str, Any]]]:
-    """Yield an engine for every method, with its name."""
+    """Yield each method's engine and name."""
     for method in methods_of(options):
         changed = copy.copy(options)
         for name in SPECULATIVE_NAMES:
@@ -321,7 +322,7 @@ def measure(
 
     Args:
         identity: Fields that name the form or method in a result.
-        device: As from `Offline.device`.
+        device: Result of `Offline.device`.
     """
     sizes, temperatures = sweep_of(offline.options)
     # Fixed K: drafts are measured even if they do not pay.
@@ -392,7 +393,7 @@ def _name_of(entry: Mapping[str, Any]) -> str:
 
 
 def ranks_of(speculative: SpeculativeConfig, acceptance: Acceptance) -> Ranks:
-    """Return how often drafts were compared and accepted, by place in the tree."""
+    """Return how often drafts were compared and accepted, by position in the tree."""
     if speculative.parents is not None:
         return count_ranks(speculative.parents, acceptance.tree_ends)
     reached = (acceptance.num_drafts, *acceptance.per_position)
@@ -407,11 +408,13 @@ def round_cost(timed: Iterable[tuple[Parts, bool]]) -> RoundCost:
     """Return a function that predicts the seconds of a round of any tree.
 
     The target's time depends on the number of nodes: it is interpolated between timed
-    sizes, and extrapolated from the last two. The proposer's depends on its passes.
+    sizes, and extrapolated from the last two. The proposer's time depends on its number
+    of passes.
 
     Args:
         timed: Timed parts, and whether the draft model's passes processed whole trees.
-            If none did, the cost of such a pass is assumed to grow like the target's.
+            If none did, the time of a pass over a tree is assumed to grow as the
+            target's does.
     """
     rows: dict[int, list[float]] = {}
     passes: dict[bool, list[float]] = {False: [], True: []}
@@ -440,7 +443,7 @@ def round_cost(timed: Iterable[tuple[Parts, bool]]) -> RoundCost:
 
 
 def _choose(form: Form, done: Sequence[Found]) -> str | None:
-    """Return the tree predicted to be fastest at the first point.
+    """Return the tree that is predicted to be fastest at the first measured point.
 
     Returns:
         None if plain decoding is predicted to be faster.
@@ -475,7 +478,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
 def _places(
     entries: Sequence[Mapping[str, Any]],
 ) -> dict[tuple[float, int], list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
-    """Return each entry with its point, grouped by temperature and batch size."""
+    """Group the entries' points by temperature and batch size, with their entries."""
     found: dict[tuple[float, int], list[Any]] = {}
     for entry in entries:
         for point in entry["points"]:
@@ -532,7 +535,7 @@ def answer(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _chosen(speeds: Sequence[tuple[float, Mapping[str, Any]]]) -> str:
-    """Return the best choice from speed-ups and entries, the fastest first."""
+    """Describe the best choice, given pairs of speed-up and entry, fastest first."""
     speed, best = speeds[0]
     if speed < MIN_GAIN:
         return (

@@ -15,8 +15,8 @@ from jaxspec.text.tokenizer import Tokenizer
 
 DATASETS = ("bundled", "random", "custom", "prefix_repetition")
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
-# The allowed lines of a prompts file, for error messages: a text, or a conversation,
-# whose first turn is used.
+# Format of a line of a prompts file, for error messages: a text, or a conversation, of
+# which the first turn is used.
 LINE = (
     'a line of JSON with "prompt" (a text) or "turns" (a list of texts, the first of '
     "which is sent as a user's turn)"
@@ -85,7 +85,7 @@ class Dataset:
             raise wrong_argument(ConfigError, "--dataset-path", allowed, self.path)
 
     def prompts(self, count: int) -> list[Prompt]:
-        """Return `count` prompts, repeating those of a file as often as necessary.
+        """Return `count` prompts; a file with fewer prompts is repeated.
 
         Raises:
             ConfigError: The file cannot be read, or has an invalid line.

@@ -1,4 +1,4 @@
-"""Owns timed runs of one engine: the times of a batch of requests, step by step.
+"""Owns timed runs of one engine, which record a batch's times at every step.
 
 Modes (plain, and different K) alternate in one process with one set of weights, so that
 a slow phase of the machine affects all of them. A run in which a program was compiled
@@ -78,8 +78,9 @@ class Run:
             one.
         inter_token_s: Seconds between two outputs of a request, each of which may have
             several tokens; empty for FINAL_ONLY requests.
-        decode: The interval in which all requests decoded; if there is none, from the
-            first token of any request to the last. None with one token each.
+        decode: The interval in which all requests decoded; if there is none, the
+            interval from the first token of any request to the last token. None if each
+            request has only one token.
     """
 
     elapsed_s: float
@@ -108,10 +109,10 @@ def run_batch(
 ) -> Run:
     """Run requests on an idle engine, without cached pages.
 
-    Programs that launches have requested may still be compiling when this returns.
+    When this returns, programs that the run requested may still be compiling.
 
     Args:
-        show: Called with every output as it comes.
+        show: Called with every output, as soon as the engine returns it.
 
     Raises:
         EngineGenerateError: A request ended with an error.
@@ -160,7 +161,7 @@ def run_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class _Mark:
-    """The engine's counts at a time at which outputs came."""
+    """The engine's counts at the time of a step that returned outputs."""
 
     time_s: float
     num_tokens: int
@@ -217,7 +218,7 @@ class _Watch:
             if mark.num_started == self._num_requests and not mark.num_finished
         ]
         # The interval includes the mark at which the first request ends, because all
-        # requests decoded until then.
+        # requests decoded up to that mark.
         if together:
             after = self.marks[self.marks.index(together[-1]) + 1]
             return _span(together[0], after, self._num_requests)
@@ -263,7 +264,8 @@ class Bench:
 
     Attributes:
         advance: Called after every run that counts, for a progress bar.
-        max_s: Start no more repeats after this time; each mode has at least one.
+        max_s: Seconds after which no further repeat starts; each mode runs at least
+            once.
     """
 
     engine: LLMEngine
@@ -304,7 +306,7 @@ class Bench:
         return Measured(runs=runs, num_discarded=num_discarded)
 
     def warm_up(self, batch: Batch) -> None:
-        """Run until `num_warmups` runs have compiled nothing."""
+        """Run a batch until `num_warmups` runs have compiled nothing."""
         num_quiet = 0
         for _ in range(MOST_COMPILING_RUNS):
             num_quiet += self._run(batch) is not None

@@ -42,7 +42,7 @@ PLAIN, SPECULATIVE = "plain", "speculative"
 
 @dataclass(kw_only=True)
 class Offline:
-    """A workload and its engine.
+    """The prompts and the engine of a benchmark without a server.
 
     Attributes:
         prompts: Token ids of each prompt.
@@ -75,7 +75,7 @@ class Offline:
             print(forced_line(self.forced_acceptance))
 
     def must_agree(self, temperature: float) -> bool:
-        """Return whether speculation must not change texts: if greedy and verified."""
+        """Return whether texts must equal those of plain decoding: greedy, verified."""
         return temperature == 0 and self.forced_acceptance is None
 
     def batch(
@@ -121,7 +121,7 @@ class Offline:
         ]
 
     def device(self) -> dict[str, Any]:
-        """Return the devices, their copy bandwidth, and the cost ratio of a draft."""
+        """Describe the devices: copy bandwidth, and cost of a draft / target pass."""
         runner = self.engine.runner
         devices = list(runner.mesh.devices.flat)
         return {

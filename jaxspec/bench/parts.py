@@ -1,9 +1,9 @@
 """Time the parts of a round on the device: drafting, target pass, verification.
 
-A round is one program. Its parts are compiled separately, from the functions that the
-round calls, and run on an engine's state in the middle of decoding. They change no
-length, so the next round overwrites their writes. The time of a program that only
-returns the state is subtracted.
+A round is one program. Here its parts are compiled separately, from the functions that
+the round calls, and run on an engine's state in the middle of decoding. The parts do
+not change the lengths of sequences, so the next round overwrites what they wrote. The
+time of a program that only returns the state is subtracted.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Parts:
     """Seconds of the parts of one round.
 
     Attributes:
-        num_draft_tokens: Depth of the drafts (K); 0 is a plain round.
+        num_draft_tokens: Depth of the draft (K); 0 means a plain round.
         num_nodes: Draft tokens per sequence; more than K with side branches.
         draft_s: Seconds of the proposers' passes and lookups.
         verify_s: Seconds of the target's pass, up to logits.
@@ -111,8 +111,8 @@ def measure_parts(
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     try:
         for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):
-            # Requests have no end, so that none ends before the last one has begun to
-            # decode.
+            # These requests have no end, so that none ends before the last one has
+            # begun to decode.
             endless = params.clone()
             endless.max_tokens, endless.ignore_eos = None, True
             engine.add_request(name, {"prompt_token_ids": prompt}, endless)
@@ -170,7 +170,7 @@ def tree_of(engine: LLMEngine, num_draft_tokens: int) -> Tree:
 
 
 def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
-    """Return the bytes that a round reads: each pass's weights, keys and values.
+    """Return the bytes that a round's passes read: weights, keys and values.
 
     Args:
         kv_len: Total positions of all sequences.
@@ -191,7 +191,7 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
 
 
 def _matrices(params: Any) -> list[Any]:
-    """Return the weights that a pass reads in full, without a separate embedding."""
+    """Return the weights that a pass reads in full: all but an untied embedding."""
     if {EMBEDDING, HEAD} <= params.keys():
         unread = EMBEDDING, TOKEN_IDS
         params = {name: one for name, one in params.items() if name not in unread}
@@ -199,7 +199,7 @@ def _matrices(params: Any) -> list[Any]:
 
 
 def cost_ratio(engine: LLMEngine) -> float:
-    """Return bytes of a draft pass / bytes of a target pass (c if memory-bound)."""
+    """Return bytes of a draft pass / a target pass: c if memory limits the speed."""
     target = round_bytes(engine, 0, 0)
     return (round_bytes(engine, 1, 0) - target) / target
 
@@ -217,7 +217,7 @@ class _Timer:
             made: Results of earlier parts.
         """
         runner, seconds, result = self._runner, [], None
-        # Donates the state, as a round does: otherwise copying all pages would be
+        # Donate the state, as a round does: otherwise a copy of all pages would be
         # timed too.
         lowered = jax.jit(part, donate_argnums=(1,)).lower(
             runner.params, runner.state, self._rows, *made

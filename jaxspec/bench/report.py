@@ -24,7 +24,7 @@ WIDE_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 # commit.
 WRITTEN = ("kernels/jaxspec_kernels/tuned", "benchmarks/results")
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-# Arguments that are left out of a result, because they are secret or irrelevant.
+# Arguments that a result does not record, because they are secret or irrelevant.
 HIDDEN = ("hf_token", "api_key", "command", "json", "output_json", "result_dir")
 HIDDEN += ("plot", "append_result", "metadata")  # removed flags
 
@@ -75,7 +75,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def forced_line(probabilities: Sequence[float]) -> str:
-    """Return the warning of every output with forced acceptance."""
+    """Return the warning that every output prints if acceptance is forced."""
     listed = ", ".join(f"{one:g}" for one in probabilities)
     return (
         "ACCEPTANCE IS FORCED (synthetic): draft i is accepted with probability i of "
@@ -180,7 +180,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit(checkout: Path | None = None) -> dict[str, Any]:
-    """Return the commit of a checkout (default: this one), and if it has changes."""
+    """Return a checkout's commit (default: this one's), and whether it has changes."""
     root = Path(jaxspec.__file__).parents[1] if checkout is None else checkout
     git = ["git", "-C", str(root)]
     status = ["status", "--porcelain", "--untracked-files=no", "--", ":/"]

@@ -187,7 +187,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
 
 
 def _saved_to(options: argparse.Namespace, load: Load) -> Path | None:
-    """Return the file for the result of a load; None to write none."""
+    """Return the path of the file for a load's result; None if none is requested."""
     if not (options.save_result or options.save_detailed):
         return None
     name = options.result_filename
@@ -264,7 +264,8 @@ async def _send(
     task: Task, site: Site, fields: Mapping[str, Any], load: Load
 ) -> tuple[list[Answer], float]:
     if site.has_plain:
-        # Otherwise the second run would find the prompts of the first in the cache.
+        # Without this reset the second run would find the first run's prompts in the
+        # prefix cache.
         fields = {**fields, "cache_salt": f"bench-{time.time_ns()}"}
     fields = {**site.client.fields, **fields}
     client = dataclasses.replace(site.client, fields=fields)
@@ -284,7 +285,8 @@ async def _open(task: Task) -> Site:
         client, reason, status = await _try(task, headers)
         if client is not None:
             break
-        # Retries a busy or starting server, but not after a refusal.
+        # Retry while the server is busy or starting, but not after it has refused the
+        # request.
         is_refused = status is not None and 400 <= status < 500 and status != 429
         if is_refused or time.monotonic() >= end:
             raise BenchError(f"No request succeeded: {reason}")
@@ -330,7 +332,7 @@ async def _first_model(url: str, headers: Mapping[str, str]) -> str:
 
 
 def _fields(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Return the fields of every request, without defaults, which may be unknown."""
+    """Return the fields of every request, without those that have default values."""
     fields: dict[str, Any] = {
         "model": model,
         "max_tokens": options.output_len,

@@ -28,7 +28,7 @@ class Wanted:
 
     Attributes:
         metrics: Names of the metrics, keys of `TITLES`.
-        goodput_ms: By metric, the limit in ms of a request that counts as good.
+        goodput_ms: Maximum milliseconds, by metric, of a request that counts as good.
     """
 
     metrics: Sequence[str] = ("ttft", "tpot", "itl")
@@ -103,7 +103,7 @@ def _time_s(answer: Answer, metric: str) -> float | None:
 
 
 def _is_within(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
-    """Return whether a request meets every limit; one token meets any TPOT."""
+    """Return whether a request meets every limit; with one token it has no TPOT."""
     times = {name: _time_s(answer, name) for name in limits_ms}
     return all(1e3 * (times[name] or 0) <= limit for name, limit in limits_ms.items())
 
@@ -124,7 +124,7 @@ def _statistics(
 
 
 def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:
-    """Return the maximum tokens and concurrent requests in any second of the run."""
+    """Return the maximum numbers of tokens and of requests within one second."""
     if not answers:
         return 0.0, 0
     begin = min(answer.start_s for answer in answers)

@@ -1,4 +1,4 @@
-"""`spec`: whether speculation pays, with which K, and up to which batch size.
+"""`spec`: measures whether speculation pays, with which K, up to which batch size.
 
 Plain decoding and every K alternate for every batch size and temperature. The speed of
 decoding with the whole batch is compared, without prefill. `--forms` and
@@ -41,8 +41,8 @@ class Cell:
     Attributes:
         speed_up: Speed / that of plain decoding: median, minimum, maximum of the
             repeats.
-        num_runs: Repeats.
-        acceptance_rate: None if nothing was drafted.
+        num_runs: Number of repeats.
+        acceptance_rate: Accepted / proposed draft tokens; None if nothing was drafted.
     """
 
     temperature: float
@@ -54,12 +54,12 @@ class Cell:
 
     @property
     def pays(self) -> bool:
-        """Whether every repeat beat plain decoding, the median by `MIN_GAIN`."""
+        """Whether every repeat beats plain decoding, and the median by `MIN_GAIN`."""
         return self.speed_up["least"] > 1 and self.speed_up["median"] >= MIN_GAIN
 
     @property
     def is_unclear(self) -> bool:
-        """Whether the fastest repeat reaches `MIN_GAIN`, but the K does not pay."""
+        """Whether the fastest repeat reaches `MIN_GAIN` although `pays` is false."""
         return not self.pays and self.speed_up["most"] >= MIN_GAIN
 
     def __str__(self) -> str:
@@ -193,7 +193,7 @@ def _point(
 
 
 def _ceilings(entry: dict[str, Any]) -> list[str]:
-    """Compare the best K of one point with its ceilings."""
+    """Return sentences that compare a point's fastest K with its ceilings."""
     k, best = max(
         entry["by_num_draft_tokens"].items(),
         key=lambda pair: pair[1]["decode_speed_up"]["median"],

@@ -41,7 +41,7 @@ def summarize(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def speed_ups(measured: Measured, mode: str, *, is_decode: bool) -> dict[str, float]:
-    """Return the speed of a mode / that of plain decoding, over pairs of runs.
+    """Return speed-ups of a mode over plain decoding, over pairs of runs.
 
     Args:
         is_decode: Compare decoding only, if there is any; else the whole time.
@@ -65,7 +65,7 @@ def is_equal(measured: Measured, mode: str) -> bool:
 def cost_ratios(
     bytes_ratio: float, parts: Sequence[Parts], num_draft_tokens: int
 ) -> dict[str, float]:
-    """Return cost of a draft pass / a plain round, in bytes and in time if timed."""
+    """Return ratios of a draft pass to a plain round: bytes, and seconds if timed."""
     found, by_count = {"bytes": bytes_ratio}, {p.num_draft_tokens: p for p in parts}
     plain, drafted = by_count.get(0), by_count.get(num_draft_tokens)
     if num_draft_tokens and plain and drafted and plain.device_s:
@@ -83,7 +83,7 @@ def against_ceiling(
     """Return the ceilings at the measured acceptance, and the shares reached.
 
     Args:
-        ratios: As from `cost_ratios`; there is a ceiling for each.
+        ratios: Result of `cost_ratios`; a ceiling is computed for each ratio.
         speed_up: Median, minimum and maximum over the repeats.
 
     Returns:
@@ -121,7 +121,7 @@ def parts_table(
     """Format the times of the parts of rounds, and their bandwidth.
 
     Args:
-        device: As from `Offline.device`.
+        device: Result of `Offline.device`.
         speed_ups: Measured speed-ups, by K; the best is marked.
     """
     rows = [["K", "draft", "verify", "accept", "ms", "GB/s", "of copy"]]

@@ -21,8 +21,9 @@ class Load:
     Attributes:
         request_rate: Requests/s; infinity sends all at once.
         max_concurrency: Maximum concurrent requests; None for no limit.
-        burstiness: Shape of the gamma distribution of the times between requests: 1
-            is a Poisson process, less is burstier, more is more even.
+        burstiness: Shape parameter of the gamma distribution of the times between
+            requests: 1 is a Poisson process, smaller values are burstier, larger ones
+            more regular.
     """
 
     request_rate: float = float("inf")

@@ -1,4 +1,4 @@
-"""`latency` and `throughput`: a set of prompts, alternately plain and with drafts.
+"""`latency` and `throughput`: time prompts, alternately plain and with drafts.
 
 `latency` times one batch from the first request to the last token; `throughput` has
 more prompts than run at a time, all queued at the start.

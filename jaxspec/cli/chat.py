@@ -32,7 +32,8 @@ from jaxspec.outputs import DRAFTED, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.responses.usage import request_metrics
 
-# Importing readline gives `input` a history and line editing. Not every system has it.
+# Importing readline adds a history and line editing to `input`. Not every system has
+# readline.
 if importlib.util.find_spec("readline") is not None:
     importlib.import_module("readline")
 
@@ -48,7 +49,7 @@ Message = dict[str, str]
 # Seconds to wait for a server's response when checking that it runs.
 CHECK_S = 10
 
-# Fields of a request, with the names of the server's API.
+# Sampling fields of a request, by their names in the server's API.
 Fields = dict[str, Any]
 
 # Errors of connections, and of parsing responses that are not in OpenAI's format.
@@ -207,7 +208,7 @@ class ServerBackend:
             raise BackendError(f"{self._url}: {error!r}") from error
 
     def close(self) -> None:
-        """Do nothing: every request has its own connection."""
+        """Do nothing: no connection is open between requests."""
 
 
 def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:
@@ -225,7 +226,7 @@ def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:
 
 
 def _reason(response: httpx.Response) -> str:
-    """Return the message of an error response, in vLLM's format or another."""
+    """Return the message of an error response, in vLLM's or any other format."""
     try:
         error = json.loads(response.read())["error"]
     except (ValueError, KeyError, TypeError):
@@ -250,7 +251,7 @@ def run(options: argparse.Namespace) -> int:
         session.run()
     finally:
         backend.close()
-    # An interactive user has seen the failure; a script needs an exit status for it.
+    # An interactive user has seen the error message; a script needs an exit status.
     return FAILED if session.has_failed and not is_terminal else 0
 
 
@@ -350,7 +351,7 @@ class ChatSession:
     def _ask(self, question: str) -> None:
         """Print the answer to a message; add both to the conversation.
 
-        An answer that was stopped is added as far as it was printed.
+        Of an answer that the user stopped, the printed part is added.
         """
         messages = [*self._messages, {"role": "user", "content": question}]
         answer, end, reason = "", "broken off", None
@@ -364,7 +365,8 @@ class ChatSession:
                     answer += "".join(piece.text for piece in part.pieces)
                     reason = part.finish_reason or reason
                     if reason is not None:
-                        # A server sends the metrics after the last part of the text.
+                        # The metrics arrive in a part of their own, after the last part
+                        # of the text.
                         end = closing_line(replace(part, finish_reason=reason))
         except KeyboardInterrupt:
             if not self._is_terminal:

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
     if options.device is not None:
         devices.check_device(options.device)
-        # Compiling for other devices needs only jax's CPU backend.
+        # Compiling for devices that are not present needs only jax's CPU backend.
         importlib.import_module("jax").config.update("jax_platforms", "cpu")
     args = engine_args(vars(options))
     if options.output is not None:
@@ -95,7 +95,7 @@ def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> No
     mesh = devices.describe_mesh(options.device, config)
     memory = importlib.import_module("jaxspec.engine.memory.probe")
     config, mesh, _ = memory.spread_draft(config, mesh, device=options.device)
-    # Set the numbers of pages and rows, on which the shapes of programs depend.
+    # Set the numbers of pages and rows first: the shapes of programs depend on them.
     config, _ = memory.fit(config, mesh, device=options.device)
     program, forms = devices.describe(config, mesh)
     xla = importlib.import_module("jaxspec.engine.runner").options_of(config, mesh)

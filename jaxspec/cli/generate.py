@@ -1,4 +1,4 @@
-"""Owns `python -m jaxspec generate`: streams a text, then compares plain decoding.
+"""Owns `python -m jaxspec generate`: one text, and its speed against plain decoding.
 
 Uses the engine's public interface: `add_request` and `step`.
 """
@@ -20,13 +20,13 @@ from jaxspec.sampling_params import SAMPLING_FIELDS, RequestOutputKind, Sampling
 from jaxspec.text.chat_template import can_hold_template, folder_template
 from jaxspec.text.tokenizer import Tokenizer
 
-# Options that are fields of `SamplingParams`.
+# Options that have the name of a field of `SamplingParams`.
 SAMPLING_OPTIONS = ("max_tokens", *SAMPLING_FIELDS, "seed", "ignore_eos")
 # Tokens to generate in the warm-up: enough to compile all programs that a longer
 # request needs, for its prompt and for a round.
 WARM_UP_TOKENS = 3
-# Maximum number of timed runs per mode. Short runs vary: runs of 0.1 s gave speed-ups
-# from 0.79 to 1.86 on one machine.
+# Maximum number of timed runs per mode. Several are needed, because short runs vary:
+# runs of 0.1 s gave speed-ups from 0.79 to 1.86 on one machine.
 REPEATS = 7
 # Seconds after which no further repeat begins, so that a large model is measured only
 # once.
@@ -149,7 +149,7 @@ def _sampling(options: argparse.Namespace) -> tuple[SamplingParams, list[str]]:
 def encode(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> list[int]:
     """Encode a text as a user's turn to answer, or as a plain prompt to continue.
 
-    In a turn, special pieces in the text are ordinary text.
+    In a user's turn, special pieces such as turn markers are encoded as ordinary text.
     """
     check_utf8(ArgumentError, "the prompt", text)
     if not is_chat:
@@ -255,7 +255,7 @@ def comparison(
 
 
 def difference(left: list[int], right: list[int]) -> str:
-    """Return "equal", or the first token (counted from 1) at which two texts differ."""
+    """Return "equal", or the number (from 1) of the first token that differs."""
     if left == right:
         return "equal"
     shared = zip(left, right, strict=False)

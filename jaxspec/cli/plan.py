@@ -52,7 +52,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     )
     group.add_argument("--json", action="store_true", help="all numbers, in bytes")
     AsyncEngineArgs.add_cli_args(parser)
-    # The default None means all devices that --device names; an explicit 1 means one
+    # None, the default, means all devices of the slice that --device names; 1 means one
     # device.
     parser.set_defaults(tensor_parallel_size=None)
     return parser
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
     if options.device is not None:
         devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
         count = len(devices.named_devices(options.device))
-        # Only the CPU is used, whatever else is installed.
+        # Keep jax on the CPU, whatever other backends are installed.
         importlib.import_module("jax").config.update("jax_platforms", "cpu")
     if options.tensor_parallel_size is None:
         options.tensor_parallel_size = max(

@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_models(options: argparse.Namespace, folder: Path, reference: Path) -> str:
-    """Refuse models that cannot be compared; return the first one's quantization."""
+    """Check that two models can be compared; return the quantization of the first."""
     name = "--reference"
     own, plain = open_checkpoint(folder), open_checkpoint(reference)
     scheme = scheme_of(own.config)

@@ -14,7 +14,7 @@ _TAB = 8
 
 @runtime_checkable
 class Screen(Protocol):
-    """The methods of a text file that are needed to write to it."""
+    """Interface of the text file that a `Printer` writes to."""
 
     def write(self, text: str, /) -> int: ...
     def flush(self) -> None: ...

@@ -22,14 +22,16 @@ class Admission:
     """Counts the sequences that the engine generates; refuses requests over a limit.
 
     Attributes:
-        num_refused: Requests and connections refused, by the limit that they exceed.
-        num_timeouts: Requests that did not arrive in time, by the part that was late.
+        num_refused: Number of refused requests and connections, by the exceeded limit
+            ("queued_reqs", "queued_tokens" or "connections").
+        num_timeouts: Number of requests that did not arrive in time, by the part that
+            was late ("headers" or "body").
         num_descriptor_shortages: How often no file descriptor was free.
     """
 
     def __init__(self, settings: ServerSettings, max_num_seqs: int):
         self._settings, self._max_num_seqs = settings, max_num_seqs
-        # Number of prompt tokens of each sequence to generate, in order of arrival.
+        # Number of prompt tokens of each unfinished sequence, in order of arrival.
         self._texts: dict[int, int] = {}
         self._ids = itertools.count()
         self._running: set[str] = set()

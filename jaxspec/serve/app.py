@@ -35,7 +35,8 @@ def make_app(
     Its `state.serving` is the `Serving` that the endpoints share.
 
     Args:
-        lifespan: Context of the application's life, as FastAPI's `lifespan`.
+        lifespan: Context manager of startup and shutdown, passed to FastAPI as
+            `lifespan`.
     """
     has_docs = not settings.disable_fastapi_docs
     app = FastAPI(

@@ -27,15 +27,16 @@ from jaxspec.serve.middleware import BodyTimeout
 
 _log = logging.getLogger(__name__)
 
-# Default limit: more connections than the default queue and batch hold requests, so
-# that there is room for idle ones.
+# Default limit on connections: larger than the default queue and batch together, so
+# that idle connections fit as well.
 MAX_CONNECTIONS = 4096
-# Maximum connections over the limit whose requests are read before the 503 response;
-# further ones get it at once and are closed.
+# Number of connections over the limit whose request is still read before the 503
+# response. Further connections get the 503 response at once and are closed.
 NUM_REFUSING = 64
 # File descriptors reserved for the process's own files and sockets.
 NUM_OWN_DESCRIPTORS = 64
-# Soft limit of descriptors set at startup if the hard limit permits; as in vLLM.
+# Soft limit on file descriptors that startup sets if the hard limit permits it, as in
+# vLLM.
 NUM_DESCRIPTORS = 65_535
 # Paths that a server at its limit still serves, so that monitoring does not restart it.
 MONITORING_PATHS = ("/health", "/ping", "/metrics")
@@ -59,7 +60,7 @@ class ConnectionLimits:
 
 
 def find_max_connections(given: int | None) -> int:
-    """Return the limit on connections: the given one, or as file descriptors permit.
+    """Return the limit on connections: `given`, else as file descriptors permit.
 
     Raises:
         ConfigError: The process may not open enough file descriptors.
@@ -97,9 +98,8 @@ class LimitedProtocol(H11Protocol):
     """HTTP/1.1 that limits connections, and the time for headers to arrive.
 
     The timer runs from the opening of the connection, or from the first bytes of a
-    further request, until the headers are complete. An idle connection after a response
-    has uvicorn's keep-alive timeout, a body has `BodyTimeout`, and a response has no
-    limit.
+    further request, until the headers are complete. uvicorn's keep-alive timeout limits
+    idle connections, and `BodyTimeout` limits bodies; responses have no time limit.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from jaxspec.serve.response_store import ResponseNotFoundError
 
 _log = logging.getLogger(__name__)
 
-# Maximum number of invalid fields that the error for one request body lists.
+# Maximum number of invalid fields that one error message lists.
 MAX_REPORTED_FAULTS = 5
 # Maximum characters of an error message, which may quote a long request.
 MAX_MESSAGE = 2000
@@ -131,7 +131,8 @@ async def refuse_crash(request: Request, error: Exception) -> Response:
 def _field(fault: Mapping[str, Any]) -> str | None:
     """Return the field at fault, such as "messages.0.role".
 
-    Leaves out the type that pydantic tried there, such as "list[str]" of a union.
+    Leaves out names of types, such as "list[str]", which pydantic adds to the path for
+    a union.
     """
     if fault["type"] == "json_invalid":
         return None
@@ -152,7 +153,7 @@ def _fault(fault: Mapping[str, Any]) -> str:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Give every error response the same form."""
+    """Register the handlers that turn every error into vLLM's error JSON."""
     app.add_exception_handler(RequestValidationError, refuse_fields)
     app.add_exception_handler(HTTPException, refuse_route)
     expected = (ArgumentError, ModelNotFoundError, ResponseNotFoundError)

@@ -25,9 +25,10 @@ WARM_UPS = ("none", "plain", "all")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 _LISTS = ("api_keys", "allowed_origins", "allowed_methods", "allowed_headers")
-# Settings whose flag has another name than the field, because vLLM names it so.
+# Settings whose flag differs from the field's name, because vLLM uses that flag.
 _RENAMED = {"api_keys": "api_key"}
-# Booleans as text, for sources whose values are all strings.
+# Spellings of booleans, for sources such as Ray Serve's command line whose values are
+# all strings.
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -156,7 +157,7 @@ def parse_flags(
 
 
 def _flattened(name: str, values: Sequence[str]) -> Iterator[str]:
-    """Parse list flags, which vLLM also accepts as JSON: `--allowed-origins '["*"]'`.
+    """Yield the entries of a list flag, which may be JSON: `'["*"]'`, as in vLLM.
 
     Raises:
         ConfigError: A value begins as a JSON list but is not valid JSON.
@@ -215,7 +216,7 @@ def _written(
     """Convert flags given by name to command-line arguments.
 
     Args:
-        place: Where they were read; the error for an unknown flag names it.
+        place: Name of the source of `values`, for the error about an unknown flag.
     """
     actions = parser._option_string_actions
     for key, value in values.items():
@@ -259,7 +260,7 @@ def make_parser(prog: str, kind: type[CommandParser] = CommandParser) -> Command
 
 
 def listening_flags() -> frozenset[str]:
-    """Return the names of the socket's flags, as in `Options.listening`."""
+    """Return the names of the flags that `Options.listening` holds, such as `port`."""
     parser = argparse.ArgumentParser(add_help=False)
     _add_listening(parser.add_argument_group())
     return frozenset(action.dest for action in parser._actions)
@@ -314,7 +315,7 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
 
 
 def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Return the argparse type of a finite number above 0."""
+    """Return a converter for argparse that accepts only finite numbers above 0."""
 
     def read(text: str) -> float:
         value = kind(text)

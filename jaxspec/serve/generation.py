@@ -1,4 +1,4 @@
-"""Owns the endpoints that generate."""
+"""Owns the endpoints that generate text: completions, chats and responses."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,8 @@ CLIENT_GONE = 499
 # Maximum bytes of a stored response that is parsed in the event loop: that takes a
 # millisecond.
 SHORT_BYTES = 2**17
-# Seconds between checks of whether another server has stopped a cancelled response.
+# Seconds between checks whether the server that generates a cancelled response has
+# stopped it.
 POLL_S = 0.1
 
 
@@ -222,7 +223,7 @@ async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
 
 
 def _is_long(content: object) -> bool:
-    """Return whether the texts of a field take long to encode."""
+    """Return whether a field's texts are so long that encoding them stalls the loop."""
     left, waiting = LONG_CHARACTERS, [content]
     while waiting and left >= 0:
         one = waiting.pop()
@@ -304,15 +305,17 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     await serving.background.start((owner, writer.id), work, log)
     if log is None:
         return JSONResponse(response)
-    # Generation continues if the client disconnects, which may stream it again later.
+    # Generation continues if the client disconnects: the client may request the stream
+    # again later.
     return EventStream(_follow_events(serving, log))
 
 
 def _response_id(serving: Serving, body: ResponseBody, request: Request) -> str:
     """Return the request id from which a response's id is made.
 
-    An X-Request-Id in use, as by several requests of one trace, is replaced by a new
-    id, so that no stored response is overwritten.
+    If a running request already has the X-Request-Id, as when several requests of one
+    trace share it, the id is replaced by a new one, so that no stored response is
+    overwritten.
 
     Raises:
         RequestError: The id has a "/", or the body's `request_id` is in use.
@@ -356,7 +359,7 @@ def _check_background(serving: Serving, body: ResponseBody) -> None:
 async def _earlier(
     serving: Serving, owner: str, response_id: str | None
 ) -> list[dict[str, Any]]:
-    """Return the conversation up to and including an earlier response.
+    """Return an earlier response's conversation, with its answer as last message.
 
     Raises:
         RequestError: The response is unfinished.
@@ -383,7 +386,8 @@ async def _make(
     """Generate and store a background response.
 
     Args:
-        log: Records its events, which are stored with it; None if it is not a stream.
+        log: Records the events of a streamed response, and is stored with it; None if
+            the response is not streamed.
         may_be_large: Serializing it may take long.
     """
     end = None
@@ -440,11 +444,11 @@ async def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> Eve
     raise RequestError(reason, parameter="stream", value=True)
 
 
-@no_type_check  # asynchronous generators are not checked
+@no_type_check  # runtime type checks do not support async generators
 async def _follow_events(
     serving: Serving, log: EventLog, after: int | None = None
 ) -> AsyncGenerator[str, None]:
-    """Write a log's events, those after number `after` or all."""
+    """Stream the events of a log: those after event number `after`, or all of them."""
     start = 0 if after is None else after + 1
     async with contextlib.aclosing(log.follow(start)) as followed:
         async for content in followed:
@@ -452,7 +456,7 @@ async def _follow_events(
 
 
 async def _event(serving: Serving, content: dict[str, Any]) -> str:
-    """Serialize an event; the last ones of a response contain all of it."""
+    """Serialize an event; a response's last events each contain the whole response."""
     large = is_large(content)
     return await serving.write(partial(event, content, in_parts=large), is_large=large)
 
@@ -494,7 +498,7 @@ async def _generate(
 
 
 def _check_size(serving: Serving, writer: Writer, prompts: list[TokensPrompt]) -> int:
-    """Return the largest number of entries of a response: see `Writer.check_size`."""
+    """Return the maximum number of entries of the response (`Writer.check_size`)."""
     config = serving.config
     return writer.check_size(
         [len(one["prompt_token_ids"]) for one in prompts],
@@ -503,7 +507,7 @@ def _check_size(serving: Serving, writer: Writer, prompts: list[TokensPrompt]) -
     )
 
 
-@no_type_check  # asynchronous generators are not checked
+@no_type_check  # runtime type checks do not support async generators
 async def _events(
     serving: Serving, writer: Writer, outputs: Numbered
 ) -> AsyncGenerator[str, None]:
@@ -524,7 +528,7 @@ async def _events(
         yield writer.end
 
 
-@no_type_check  # asynchronous generators are not checked
+@no_type_check  # runtime type checks do not support async generators
 async def _prepend(
     first: str, events: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:

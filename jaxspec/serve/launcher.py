@@ -115,7 +115,7 @@ class Server(uvicorn.Server):
 
 
 class Warming:
-    """Logs when requests are served, and when warm-up is complete.
+    """Logs when the first program is compiled, and when warm-up is complete.
 
     The engine itself logs each compiled program.
     """
@@ -156,12 +156,13 @@ def run(options: Options) -> int:
     hosts = options.engine.read_hosts()
     if hosts is not None and hosts.is_follower:
         return _follow(options)
-    # Reports invalid arguments before minutes of compiling.
+    # Check arguments here, before minutes of compiling.
     _check_tls(options.listening)
     find_max_connections(options.listening.limit_concurrency)
     bound = _bind(options.listening)
     try:
-        # Handles signals before the server handles them itself, and afterwards.
+        # Handle signals before the server's own handlers are installed, and after they
+        # are removed.
         with interrupts_end(lambda: _release(bound, options.listening)):
             engines = make_engines(options.engine)
             warm_up(engines, options.warm_up)
@@ -208,9 +209,10 @@ def _leader_decides() -> Iterator[None]:
 
 
 class _RecordFormatter(logging.Formatter):
-    """Indents all but the first line of a record, including tracebacks.
+    """Formats log records: indents all lines after the first, tracebacks too.
 
-    An error may quote a request: this way no line of it can look like a record.
+    An error may quote a request. Indented, no line of the quote can look like a log
+    record.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -268,9 +270,10 @@ def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> in
 
 
 def freeze_heap() -> None:
-    """Exclude all current objects from garbage collection.
+    """Exclude all objects that exist now from garbage collection.
 
-    With a compiler in memory a full collection stalls all streams for 0.1 s.
+    A full collection would visit the compiler's many objects, and stall all streams for
+    0.1 s.
     """
     gc.collect()
     gc.freeze()
@@ -342,7 +345,7 @@ def _bind(given: Namespace) -> socket.socket:
 
 
 def _is_of_host(error: Exception) -> bool:
-    """Return whether the host is at fault: unknown, not ours, or another family."""
+    """Return whether the host is invalid: unknown, remote, or of another family."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return True
     numbers = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)

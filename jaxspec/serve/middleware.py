@@ -15,8 +15,8 @@ from jaxspec.serve.errors import error_body, respond
 
 GUARDED = "/v1"
 MAX_ID = 256
-# Maximum bytes of an unused body that are read and dropped; after them the connection
-# may be reset.
+# Maximum number of bytes of an unused body that are read and dropped; a connection with
+# a longer body may be reset.
 MAX_DRAINED_BYTES = 2**30
 # Maximum number of JSON separators in a body, counting those inside strings. A few
 # megabytes can hold more than a million values, and parsing them blocks the event loop.
@@ -179,9 +179,10 @@ async def _drain(receive: Receive) -> None:
 
 
 class RootPath:
-    """Middleware that removes the root path if the proxy has left it in the path.
+    """Middleware that removes the root path if a proxy has left it in the URL path.
 
-    uvicorn adds it to every path, assuming that the proxy has removed it.
+    uvicorn adds the root path to every URL path, assuming that the proxy has removed
+    it.
     """
 
     def __init__(self, app: ASGIApp):

@@ -1,9 +1,9 @@
 """Owns the Ray Serve application: replicas of the server, managed by Ray.
 
 `serve run jaxspec.serve.ray_app:build model=... num_replicas=2`. Ray starts, restarts
-and scales replicas, and routes requests to them. A replica is the engine with the
-application that `python -m jaxspec.serve` serves. Ray is imported when an application
-is built.
+and scales replicas, and routes requests to them. A replica consists of an engine and
+the HTTP application that `python -m jaxspec.serve` serves. Ray is imported only when an
+application is built.
 """
 
 import asyncio
@@ -70,7 +70,8 @@ _PLACE = "jaxspec.serve.ray_app:build"
 _HINT = "See deploy/README.md for its arguments besides the server's flags."
 
 
-# No checks by jaxtyping in the tests: the class has its own, with better errors.
+# Exempt from jaxtyping's checks in the tests: the class checks its own fields, with
+# better errors.
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -260,7 +261,7 @@ def _ray_serve() -> Any:
 
 
 def _affine() -> dict[str, Any]:
-    """Return the deployment option for Ray's router by session id."""
+    """Return the deployment option that makes Ray route requests by session id."""
     try:
         importlib.import_module(AFFINE_ROUTER)
     except ImportError as error:
@@ -320,7 +321,7 @@ class Replica:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Serve metrics until Ray exits the context, when no request runs."""
+        """Serve metrics until Ray exits the context, when no request is running."""
         serving: Serving = app.state.serving
         settings = self._options.settings
         try:
@@ -330,7 +331,7 @@ class Replica:
                         _serve_metrics(app, self._placement, settings)
                     )
                 yield
-                # Background responses have no connection: Ray does not wait for them.
+                # Ray does not wait for background responses, which have no connection.
                 await serving.background.wait(self._options.shutdown_timeout)
         finally:
             await asyncio.to_thread(self.engine.shutdown, FLUSH_TIMEOUT_S)
@@ -458,7 +459,7 @@ class _Listener(uvicorn.Server):
 async def _serve_metrics(
     app: FastAPI, placement: Placement, settings: ServerSettings
 ) -> AsyncIterator[None]:
-    """Serve this replica's metrics at an address of its own."""
+    """Serve this replica's metrics at an address that no other replica uses."""
 
     async def monitoring(scope: Scope, receive: Receive, send: Send) -> None:
         known = scope["path"] in MONITORING_PATHS

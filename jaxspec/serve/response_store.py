@@ -22,7 +22,8 @@ from jaxspec.serve.streaming import EventLog, write_in_parts
 _log = logging.getLogger(__name__)
 
 IN_MEMORY = ":memory:"
-# Writes ASCII, because SQLite cannot store lone surrogates in its text columns.
+# This encoder writes ASCII, because SQLite cannot store lone surrogates in text
+# columns.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 # Statuses of a response that is not finished.
 UNFINISHED = ("queued", "in_progress")
@@ -66,7 +67,7 @@ _SCHEMA = (
 _COLUMNS = "owner, id, server, is_unfinished, seen, response, messages, events"
 
 Message = dict[str, Any]
-# The owner of a response and its id.
+# The key of a stored response: its owner and its id.
 Key = tuple[str, str]
 
 
@@ -91,12 +92,12 @@ class ResponseStore:
     find nor replace it. Several servers may share one file. A server changes only the
     responses that it has added itself.
 
-    A call takes tens of microseconds; those with large responses take longer, and must
-    be made in another thread than the event loop's.
+    A call takes tens of microseconds. Calls with large responses take longer: make them
+    outside the event loop's thread.
     """
 
     def __init__(self, path: str | None, max_bytes: int):
-        """Open the store's file, which may contain responses; without a path, memory.
+        """Open the store's file, which may hold responses; without a path, use memory.
 
         Raises:
             ConfigError: The file cannot be opened, or is not a response store.
@@ -278,7 +279,7 @@ def _as_bytes(response_id: str) -> bytes:
 
 
 def connect(path: str | None) -> sqlite3.Connection:
-    """Open a store's file and create its tables; without a path, memory.
+    """Open a store's file and create its tables; without a path, use memory.
 
     Only the user of this process may read or write the file.
 
@@ -368,7 +369,7 @@ class Background:
 
         Args:
             work: Generates the response, and stores it.
-            log: Receives its events, for clients that follow them.
+            log: Receives the response's events, for clients that stream them.
         """
         task = self._tasks[key] = asyncio.create_task(work)
         if log is not None:

@@ -39,7 +39,8 @@ def health_routes(serving: Serving) -> APIRouter:
             return JSONResponse(content, status_code=503, headers=headers)
         return Response(status_code=200)
 
-    # One route per method: two methods of one route have one name in /openapi.json.
+    # One route per method: the methods of a common route would share one operation id
+    # in /openapi.json.
     for path, method in (("/health", "GET"), ("/ping", "GET"), ("/ping", "POST")):
         router.add_api_route(path, health, methods=[method])
 
@@ -60,7 +61,7 @@ def health_routes(serving: Serving) -> APIRouter:
 
 
 def synthetic_parts(config: EngineConfig) -> dict[str, bool]:
-    """Return what is synthetic, weights or acceptance; it makes texts meaningless."""
+    """Return whether weights or acceptance are synthetic: texts then mean nothing."""
     parts = {
         "synthetic_acceptance": config.is_synthetic,
         "random_weights": config.load_format == "dummy",

@@ -37,7 +37,8 @@ class Serving:
 
     def __init__(self, engine: AsyncLLMEngine, settings: ServerSettings):
         self.engine, self.settings = engine, settings
-        # Safe to read from this thread: neither changes while the engine's thread runs.
+        # Safe to read from this thread, because both are constant while the engine's
+        # thread runs.
         self.config, self.tokenizer = engine.engine.config, engine.engine.tokenizer
         self.prompts = Prompts(self.config, self.tokenizer, settings)
         self.admission = Admission(settings, self.config.max_num_seqs)
@@ -50,7 +51,8 @@ class Serving:
             weakref.WeakValueDictionary()
         )
         self._ignored: set[str] = set()
-        # Makes ids in the engine unique: clients may use a request id twice.
+        # A counter that makes request ids unique in the engine, because clients may use
+        # an id twice.
         self._number = itertools.count()
 
     def check_body(self, body: Body) -> None:
@@ -93,7 +95,7 @@ class Serving:
             )
 
     async def write(self, write: Callable[[], T], *, is_large: bool) -> T:
-        """Serialize, store or load a response: a large one in a thread.
+        """Call `write`, which serializes or stores a response; in a thread if large.
 
         A cancelled caller waits for the thread, which could otherwise store the
         response after the caller has stored its cancellation.
@@ -116,7 +118,7 @@ class Serving:
         if self.engine.errored or not self.engine.is_running:
             raise EngineDeadError
 
-    @no_type_check  # asynchronous generators are not checked
+    @no_type_check  # runtime type checks do not support async generators
     async def outputs(
         self,
         request_id: str,
@@ -156,7 +158,7 @@ class Serving:
                 async for numbered in merged:
                     yield numbered
 
-    @no_type_check  # asynchronous generators are not checked
+    @no_type_check  # runtime type checks do not support async generators
     async def _search(
         self,
         prompt: TokensPrompt,
@@ -201,7 +203,7 @@ class Serving:
 
 
 def _ids(request_id: str, beams: BeamSearchParams) -> list[str]:
-    """Return the engine's request ids of a search's beams, the same at every step."""
+    """Return one engine request id per beam of a search, reused at every step."""
     return [f"{request_id}-{at}" for at in range(beams.beam_width)]
 
 
@@ -216,7 +218,7 @@ async def _gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@no_type_check  # asynchronous generators are not checked
+@no_type_check  # runtime type checks do not support async generators
 async def _limited(
     outputs: AsyncGenerator[Any, None], limit_s: float
 ) -> AsyncGenerator[Any, None]:

@@ -1,4 +1,4 @@
-"""Owns `ServerSettings`: how the server behaves, apart from the engine behind it."""
+"""Owns `ServerSettings`: the settings of the server that are not the engine's."""
 
 from dataclasses import dataclass, field
 from typing import no_type_check
@@ -16,10 +16,11 @@ from jaxspec.serve.requests.tool_parsers import GEMMA, parser_class
 from jaxspec.serve.response_store import connect
 
 SPEC_METRICS = ("none", "summary")
-# One context of 8192 tokens is 40 kB of English; requests with a list of prompts need
+# A prompt of 8192 tokens is 40 kB of English text; requests with a list of prompts need
 # more.
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
-# Seconds for headers and for the body. 60 s for the largest body is 70 kB/s.
+# Seconds for headers, and for the body. The largest body arrives within 60 s at 70
+# kB/s.
 DEFAULT_READ_HEADERS_S, DEFAULT_READ_BODY_S = 30.0, 60.0
 # About 20,000 responses with a prompt and a text of 1,000 characters each.
 DEFAULT_RESPONSE_STORE_BYTES = 64 * 2**20
@@ -42,15 +43,16 @@ _FLAGS = (
 )
 
 
-# No checks by jaxtyping in the tests: the class has its own, with better errors.
+# Exempt from jaxtyping's checks in the tests: the class checks its own fields, with
+# better errors.
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Settings of the application; names are those of vLLM's flags.
 
     Attributes:
-        served_model_names: Names by which requests may call the model; responses have
-            the first.
+        served_model_names: Names that requests may use for the model; responses use the
+            first one.
         api_keys: Every request under /v1 must have one of them; no check if empty.
             Default: VLLM_API_KEY of the environment.
         allowed_origins: Origins of web pages that may read responses; none by default.
@@ -67,7 +69,8 @@ class ServerSettings:
         tool_parser_plugin: A Python file that registers further parsers, as in vLLM.
         exclude_tools_when_tool_choice_none: Leave tools out of the prompt of requests
             with `tool_choice="none"`. On by default, unlike in vLLM.
-        enable_request_id_headers: Responses have X-Request-Id: the request's, or new.
+        enable_request_id_headers: Send X-Request-Id with every response: the id from
+            the request, or a new one.
         enable_prompt_tokens_details: Return the number of cached prompt tokens.
         enable_force_include_usage: Every chunk of a stream has token counts, without
             a request for them.

@@ -1,4 +1,4 @@
-"""Owns streams: merging several, sharing one among readers, sending events.
+"""Owns streams: merges several, shares one among readers, sends events.
 
 A stream to a client ends when the client disconnects.
 """
@@ -16,9 +16,10 @@ T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
 
-# Made once: `json.dumps` with other than default options makes an encoder per call.
+# One encoder for all calls: `json.dumps` with options would make an encoder per call.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-# Characters at which clients split lines (httpx: `str.splitlines`), valid in JSON.
+# Characters that JSON allows in strings, but at which clients split lines (httpx uses
+# `str.splitlines`).
 _LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 
 
@@ -94,8 +95,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await some work; cancel it if the client disconnects.
 
     Args:
-        receive: ASGI's `receive` of a request that has been read, so that only the
-            message of its disconnection follows.
+        receive: ASGI's `receive` of a request whose body was read, so that the next
+            message can only be the disconnection.
 
     Raises:
         ClientGoneError: The client has disconnected, and the work was cancelled.
@@ -119,7 +120,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come, until the last one or the client disconnects.
+    """Sends events when they arrive, until the last one or the client disconnects.
 
     With ASGI 2.4 the base class notices a disconnection only at the next event, and
     does not close the generator.
@@ -168,11 +169,12 @@ class EventLog:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    @no_type_check  # asynchronous generators are not checked
+    @no_type_check  # runtime type checks do not support async generators
     async def follow(self, start: int = 0) -> AsyncGenerator[Any, None]:
         """Yield the events from number `start` on, as they come."""
         while True:
-            # Read before the events: one added during a `yield` sets this.
+            # Read this before the events, because an event that is added during a
+            # `yield` sets it.
             changed = self._changed
             while start < len(self.events):
                 yield self.events[start]
@@ -182,16 +184,16 @@ class EventLog:
             await changed.wait()
 
 
-@no_type_check  # asynchronous generators are not checked
+@no_type_check  # runtime type checks do not support async generators
 async def merge(
     streams: list[AsyncGenerator[Any, None]],
 ) -> AsyncGenerator[tuple[int, Any], None]:
-    """Yield the outputs of several streams as they come, each with its stream's index.
+    """Yield outputs of several streams when they arrive, each with its stream's index.
 
     No stream runs ahead of the reader by more than one output. The first error closes
     all streams; so does closing this generator.
     """
-    if len(streams) == 1:  # the usual case; tasks would cost more than the stream
+    if len(streams) == 1:  # the usual case: saves the cost of tasks
         async with contextlib.aclosing(streams[0]) as only:
             async for output in only:
                 yield 0, output

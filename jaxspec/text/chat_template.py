@@ -84,10 +84,11 @@ class ChatTemplate:
         """Render a checked conversation, with the text of its messages marked.
 
         Args:
-            marks: Hides special pieces in the messages' text; None leaves them
+            marks: Hides special pieces in the messages' text; None leaves these pieces
                 unmarked.
             pieces: Texts of the special pieces by name: "bos_token" and others.
-            variables: Further variables of the template, plain data; marked as well.
+            variables: Further variables of the template, plain data; their texts are
+                marked as well.
             tools: OpenAI's `tools`, for a template that reads them.
 
         Raises:
@@ -189,7 +190,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks the model's text for training; no effect here."""
+    """`{% generation %}`, which marks text for training; here it has no effect."""
 
     tags = {"generation"}
 
@@ -215,7 +216,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def given_template(given: object) -> ChatTemplate:
-    """Read a `chat_template` argument: a template, or the path of a file with one.
+    """Read a `chat_template` argument: a template, or the path of a template file.
 
     Raises:
         ConfigError: The value is neither.
@@ -272,9 +273,9 @@ def folder_template(folder: Path) -> ChatTemplate | None:
 def can_hold_template(folder: Path) -> bool:
     """Return whether a model's files could contain a chat template.
 
-    A model whose files could contain a template, but do not, was not trained on
-    conversations. A `tokenizer.model` or `tokenizer.json` alone, as from Kaggle, cannot
-    contain one.
+    If this is true and there is no template, the model was not trained on
+    conversations. False means that nothing is known: a `tokenizer.model` or
+    `tokenizer.json` alone, as from Kaggle, cannot contain a template.
     """
     return bool({"tokenizer_config.json", GGUF} & folder_files(folder).keys())
 

@@ -1,7 +1,7 @@
 """Validates conversations, and marks turn markers in the text of messages.
 
-Independent of token ids. The marks let the tokenizer distinguish a turn marker of the
-chat format from one in a message's text.
+Independent of token ids. The marks let the tokenizer distinguish turn markers that
+the chat format writes from turn markers in a message's text.
 """
 
 import itertools
@@ -39,7 +39,7 @@ Message = dict[str, Any]
 
 
 class Marks:
-    """Replaces each letter of special pieces by a mark, and marks by letters.
+    """Replaces letters of special pieces by marks, and marks by the letters again.
 
     A marked text contains no special piece, even when joined with other text. Length,
     spaces and lines are unchanged, so that a template treats it like the text itself.

@@ -44,7 +44,7 @@ class Pieces(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids without special ones.
+        """Return the text of ids, none of which may be special.
 
         Every byte that is not part of a valid character becomes U+FFFD.
         """

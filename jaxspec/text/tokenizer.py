@@ -28,7 +28,8 @@ class Tokenizer:
         pieces: The vocabulary.
         vocab_size: Number of pieces; a network may have more rows than that.
         all_special_ids: Ids of special tokens: bos, eos, pad, unk, turn markers.
-        has_turns: Whether the model has turns, and the vocabulary their markers.
+        has_turns: Whether the model was trained on turns, and the vocabulary has their
+            markers.
         chat_template: Renders conversations; None for the family's turns.
         plain_texts: Text of every token whose text does not depend on its neighbors.
     """
@@ -200,7 +201,7 @@ class Tokenizer:
         return text + self.pieces.decode(ordinary)
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return the pieces of ids; U+2581 stands for a space."""
+        """Return the pieces of ids, in which U+2581 stands for a space."""
         return [self.id_to_piece(token) for token in ids]
 
     def id_to_piece(self, token_id: int) -> str:
@@ -386,9 +387,10 @@ class Encoding(dict[str, Any]):
 
 
 class NoTokenizer(Tokenizer):
-    """Replaces the tokenizer of an engine without one: only token ids are possible.
+    """Replaces the tokenizer of an engine that has none and takes only token ids.
 
-    Ids have no text; encoding a text or a conversation raises an error with the reason.
+    Decoding returns no text; encoding a text or a conversation raises an error with the
+    reason.
     """
 
     def __init__(self, reason: str):
@@ -445,7 +447,7 @@ def check_same_tokenizer(
     """Check that every id has the same piece in both tokenizers.
 
     Args:
-        hint: Names drafts that fit the target.
+        hint: Part of the error message that names drafts which fit the target.
         names: Names of target and draft in the error.
 
     Raises:

@@ -24,8 +24,8 @@ function helps. What a function returns is told as \
 {"name": function name, "result": what it returned}. The functions:
 """
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-# Keys under which a call may have its arguments. The second one is that of OpenAI's API
-# and of many models.
+# Accepted keys of a call's arguments. The second key is that of OpenAI's API and of
+# many models.
 _ARGUMENTS = ("parameters", "arguments")
 _SPACES = " \t\r\n"
 _FENCE = "```"
@@ -156,7 +156,7 @@ def write_tools(messages: list[Message], tools: list[Tool]) -> list[Message]:
         contain the results.
     """
     turns: list[Message] = []
-    names: dict[str, str] = {}  # of functions, by the ids of their calls
+    names: dict[str, str] = {}  # function names, by call id
     for message in messages:
         calls = message.get("tool_calls") or []
         names |= {str(call.get("id")): call["function"]["name"] for call in calls}
@@ -199,7 +199,7 @@ def calls_schema(tools: list[Tool], *, is_parallel: bool) -> dict[str, Any]:
     """Return the JSON schema of an answer that consists of calls of some tools.
 
     Args:
-        is_parallel: Allow several calls.
+        is_parallel: Allow several calls in one answer.
     """
     parts: dict[str, Any] = {}
     used: list[Any] = []

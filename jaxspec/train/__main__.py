@@ -1,4 +1,4 @@
-"""Owns `python -m jaxspec.train`: its methods and its flags.
+"""Owns `python -m jaxspec.train`: its subcommands (methods) and its flags.
 
 Imports the training modules only after the command line is parsed: importing jax takes
 seconds.

@@ -1,9 +1,9 @@
 """Losses between the draft's distribution and the target's, at every token.
 
-A draft token is accepted with probability sum(min(p, q)) of the target's p and the
-draft's q, which the LK losses maximize. KL is smooth, and has a useful gradient where
-the distributions do not overlap yet. References: Leviathan et al. 2023,
-arXiv:2211.17192 (acceptance); "LK losses", arXiv:2602.23881.
+A draft token is accepted with probability sum(min(p, q)), where p is the target's
+distribution and q the draft's. The LK losses maximize this probability. KL is smooth,
+and has a useful gradient even where the distributions do not overlap yet. References:
+Leviathan et al. 2023, arXiv:2211.17192 (acceptance); "LK losses", arXiv:2602.23881.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ def compare(
     log_sum: Float[Array, " token"],
     best: Float[Array, " token"],
 ) -> Comparison:
-    """Compare logits.
+    """Compare draft and target at every token, given their logits.
 
     Args:
         target: The target's logits of the tokens that the draft can propose.

@@ -1,8 +1,8 @@
 """Training methods: heads, and draft models.
 
 A method defines which of the target's layers it reads, its initial parameters, its
-output for rows of text in each of its passes, and how it is written to a folder. Pass
-i, at token t, proposes the token at t + `offset` + i + 1.
+output for rows of text in each of its passes, and how the trained model is written to a
+folder. Pass i, at token t, proposes the token at t + `offset` + i + 1.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,8 @@ from jaxspec_checkpoints.gguf.reading import tokenizer_files
 from jaxspec_checkpoints.reading import GGUF
 from jaxspec_checkpoints.writing import write_checkpoint
 
-# Types of the parameters: during training, and in the folder that an engine loads.
+# Types of the parameters: first during training, then in the folder that an engine
+# loads.
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
@@ -60,7 +61,7 @@ class Method(Protocol):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of target layers after which the residual stream is read."""
+        """Indices of the target's layers after which the residual stream is read."""
         ...
 
     @property
@@ -376,12 +377,12 @@ class DraftMethod:
 
 
 def _values(matrix: Any) -> Array:
-    """Return a matrix as one array, whatever its form."""
+    """Return a matrix as one array, however it is stored."""
     return matrix.values
 
 
 def _dense(params: Params) -> Params:
-    """Return the tree with every matrix in its plain form, as training needs it."""
+    """Return the parameters with every matrix as a plain array, for training."""
     return jax.tree.map(
         lambda node: DenseMatrix(_values(node)) if isinstance(node, Matrix) else node,
         params,

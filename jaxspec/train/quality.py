@@ -37,7 +37,7 @@ KV_POOLS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedRows(RowsBackend):
-    """Rounds keys and values as pages do, each token by itself.
+    """Rounds keys and values as quantized KV pages do, token by token.
 
     Attributes:
         kv_kind: A name of `KV_POOLS`; any other name leaves them unrounded.
@@ -77,7 +77,7 @@ class Reader:
 
         Args:
             kind: Quantization of its matrices; None keeps them as in the folder.
-            has_embedding: Quantize the embedding as well, to int8.
+            has_embedding: Also quantize the embedding, to int8.
             kv_kind: A name of `KV_POOLS`, or "auto".
             dtype: Type of the computations.
 
@@ -176,7 +176,7 @@ def _compared(
     own: Float[Array, "row token vocab"],
     tokens: Int[Array, "row token"],
 ) -> Float[Array, "number row token-1"]:
-    """Return both losses, KL(theirs || own) and argmax agreement, per token."""
+    """Return per token: both losses, KL(theirs || own), and whether argmaxes agree."""
     theirs, own = theirs[:, :-1], own[:, :-1]
     losses = [
         -jnp.take_along_axis(one, tokens[:, 1:, None], axis=2)[..., 0]
@@ -208,6 +208,6 @@ def cut(
 
 
 def chosen(texts: Iterable[str], count: int) -> list[str]:
-    """Return about `count` of the texts, evenly chosen."""
+    """Return about `count` of the texts, at equal distances in the list."""
     every = list(texts)
     return every[:: max(len(every) // count, 1)]

@@ -24,11 +24,11 @@ _MASKED = -1e30
 class RowsBackend(Backend):
     """Attention over rows; the network's pages are the rows' keys and values.
 
-    They are [pass * row, token, ...]: each pass over the same rows has its own (see
-    `no_keys`). In pass 0, token t of a row attends to tokens up to t. In pass n, t
-    stands for position t + n, the end of a chain of n drafts after token t: it attends
-    to the keys of pass 0 up to t, and to the key at t of each pass from 1 to n
-    (training-time test: Li et al. 2025, arXiv:2503.01840).
+    Keys and values are [pass * row, token, ...]: each pass over the same rows has its
+    own part (see `no_keys`). In pass 0, token t of a row attends to tokens up to t. In
+    pass n, t stands for position t + n, the end of a chain of n drafts after token t:
+    it attends to the keys of pass 0 up to t, and to the key at t of each pass from 1 to
+    n (training-time test: Li et al. 2025, arXiv:2503.01840).
 
     Attributes:
         number: Number of the pass, from 0.
@@ -38,7 +38,7 @@ class RowsBackend(Backend):
 
     @property
     def has_blocks(self) -> bool:
-        """False: operations for half a layer write to pages and have no gradients."""
+        """False: fused half-layer operations write to pages and have no gradients."""
         return False
 
     def write(
@@ -144,7 +144,7 @@ def no_keys(
     dtype: jnp.dtype,
     num_passes: int = 1,
 ) -> Num[Array, "pass_row token two_kv_head head_dim"]:
-    """Return a layer's pages before the first pass over rows: zeros."""
+    """Return a layer's keys and values before the first pass over rows: zeros."""
     rows, length = tokens.shape
     return jnp.zeros((num_passes * rows, length, 2 * num_kv_heads, head_dim), dtype)
 

@@ -294,7 +294,7 @@ def _mesh_and_dtype(options: argparse.Namespace) -> tuple[Mesh, Any]:
 
 
 def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
-    """Load the text of an earlier run, or make it; save the settings with it."""
+    """Load the work folder's text, or make it; then save the settings next to it."""
     path = work / "text.npz"
     if path.exists():
         return Text.load(path)
@@ -320,8 +320,8 @@ def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
                 num_tokens=options.tokens,
                 seed=options.seed,
             )
-    # Settings are saved only now, so that a run that failed before can be repeated with
-    # other settings.
+    # Settings are saved only now, so that a run that failed before this point can be
+    # repeated with other settings.
     work.mkdir(parents=True, exist_ok=True)
     settings = json.dumps(_settings(options), indent=2)
     (work / SETTINGS).write_text(f"{settings}\n", encoding="utf-8")
@@ -351,7 +351,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_same(work: Path, options: argparse.Namespace) -> None:
-    """Check that a resumed run has the settings of the run before.
+    """Check that a resumed run has the same settings as when it was started.
 
     Raises:
         ConfigError: A setting differs.

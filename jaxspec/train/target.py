@@ -1,8 +1,8 @@
 """The target's hidden states for rows of text, which training needs.
 
-Recomputed for every batch, or cached in files: a head is then trained without running
-the target, at 2 bytes per number (three layers and the last: 3 KB per token at hidden
-size 384).
+States are recomputed for every batch, or cached in files. With cached states a head is
+trained without running the target. Each number takes 2 bytes: 3 KB per token for three
+layers and the final output at hidden size 384.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def logits_of(
     rows: Float[Array, "row model"],
     token_ids: Int[Array, " draft_vocab"] | None,
 ) -> Float[Array, "row draft_vocab"]:
-    """Return the target's logits of normalised rows, for `token_ids` or all tokens."""
+    """Return the target's logits for final hidden states: of `token_ids`, or all."""
     if token_ids is not None:
         head = DenseMatrix(head.values[token_ids])  # pyright: ignore[reportAttributeAccessIssue]
     return functions_of(config).logits(config, {EMBEDDING: head, HEAD: head}, rows)
@@ -142,7 +142,8 @@ def target_states(
 class StateFiles:
     """States of all rows of a text on disk, in bfloat16.
 
-    Indexed by the row's number. Incomplete files of an earlier run are made again.
+    Indexed by the row's number. If an earlier run left incomplete files, they are
+    computed again.
     """
 
     def __init__(self, folder: Path, target: Target, layers: Sequence[int]):

@@ -33,7 +33,8 @@ class Text:
     Attributes:
         tokens: [row, token], int32; zeros after the end of a document.
         sizes: Number of tokens of each document.
-        starts: Index of the first token of each that counts: written by the target.
+        starts: Index of each document's first token that counts in the loss, because
+            the target wrote it.
     """
 
     tokens: np.ndarray
@@ -174,7 +175,8 @@ def write_text(
 ) -> Text:
     """Let the target continue prompts until it has written `num_tokens` tokens.
 
-    Greedily and sampled, as `WAYS` says: a head serves both kinds of requests.
+    Texts are greedy and sampled in the shares of `WAYS`, because a head serves both
+    kinds of requests.
 
     Raises:
         EngineGenerateError: A request ended with an error.

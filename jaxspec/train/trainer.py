@@ -109,7 +109,7 @@ def compare_passes(
     batch: Rows,
     states: States,
 ) -> list[tuple[Comparison, Any]]:
-    """Compare target and draft in each pass; also return which tokens count.
+    """Compare target and draft in each pass; also return which positions count.
 
     A position counts if the target wrote the token that is proposed there.
     """
@@ -250,7 +250,7 @@ class Trainer:
 
     @property
     def params(self) -> Params:
-        """All parameters to write, with the ids of a trimmed vocabulary."""
+        """All parameters to write, including the token ids of a trimmed vocabulary."""
         params = dict(self.state.params)
         if self._token_ids is not None:
             params[TOKEN_IDS] = self._token_ids
@@ -319,7 +319,7 @@ class Trainer:
         return batch, read(numbers, some.tokens)
 
     def _rows_of(self, step: int) -> np.ndarray:
-        """Return the numbers of a step's rows; an epoch has every row once."""
+        """Return the indices of a step's rows; an epoch uses every row once."""
         count, rows = len(self._text), self.schedule.rows
         numbers = np.arange(step * rows, (step + 1) * rows)
         return np.array([self._order(int(at) // count)[at % count] for at in numbers])
@@ -331,7 +331,7 @@ class Trainer:
         return self._orders[epoch]
 
     def acceptance(self) -> dict[str, list[float]]:
-        """Measure each pass's acceptance on held-out text, after accepted drafts.
+        """Measure each pass's acceptance on held-out text, if earlier drafts are right.
 
         `sampled` is the mean probability that a draft is accepted at temperature 1,
         `greedy` the share of drafts that are the target's most likely token.

@@ -29,8 +29,8 @@ class View:
         leaf: Path of the array below the root of the tree.
         fixed: Index of the first axes.
         order: The other axes, counted from the first of them, in canonical order.
-        row_axes: Number of leading axes in `order` that form the rows; the others form
-            the columns.
+        row_axes: Number of leading axes in `order` that are combined to rows; the
+            others are combined to columns.
     """
 
     leaf: str
@@ -143,7 +143,7 @@ def views(
 
     Args:
         is_model_first: `gating_einsum` is (2, model, hidden), not (2, hidden, model).
-        num_stacks: Number of stacks of layers; layer i is in stack i modulo it. 0 if
+        num_stacks: Number of stacks of layers; layer i is in stack i % num_stacks. 0 if
             each layer has arrays of its own.
         has_qk_norm: Whether heads of queries and keys are normalized.
     """

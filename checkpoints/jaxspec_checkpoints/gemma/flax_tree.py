@@ -1,7 +1,8 @@
 """Recognizes and checks the Flax tree in a file: spelling of paths, stacking, sizes.
 
-The same arrays are published as one flat dict keyed by path, or nested; below a root or
-not; one array per layer, or stacks of layers. Reads shapes, no values.
+The same arrays are published in several ways: as one flat dict keyed by path, or as
+nested dicts; with or without a root; with one array per layer, or with stacked layers.
+This module reads shapes, no values.
 """
 
 import re
@@ -122,7 +123,8 @@ class FlaxTree:
 
         Raises:
             CheckpointError: A tensor is unknown, missing, or has another shape or a
-                type that weights cannot have; it is named as the file spells it.
+                type that weights cannot have; the message names it as the file spells
+                it.
         """
         is_model_first = self.is_model_first(sizes)
         num_layers = self._num_layers()
@@ -194,7 +196,8 @@ def read_tree(
     Raises:
         CheckpointError: There is no embedding or no layer, or a path occurs twice.
     """
-    # Flat keys contain slashes, nested keys are joined by dots: both give one path.
+    # Flat keys contain slashes, and nested keys are joined by dots; both are converted
+    # to the same path.
     paths = {name: name.replace(".", "/") for name in arrays}
     embedder = next((path for path in paths.values() if path.endswith(EMBEDDER)), None)
     if embedder is None:

@@ -17,8 +17,8 @@ GEMMA3_VOCAB_SIZE = 262144
 TURN_MARKERS = ("<start_of_turn>", "<end_of_turn>")
 # Rows after the vocabulary in Gemma 2's Flax checkpoints; no token has them.
 PAD_ROWS = 128
-# Rows of multimodal Gemma 3 after the vocabulary: `<image_soft_token>` and padding. A
-# text has no such token, and with these rows cut all sizes share one vocabulary.
+# Rows of multimodal Gemma 3 after the vocabulary: `<image_soft_token>` and padding.
+# Texts have no such token; without these rows all sizes share one vocabulary.
 IMAGE_ROWS = 64
 
 
@@ -44,7 +44,7 @@ _GEMMA3_SIZES = {
 # hidden_size divided by the number of heads.
 _QUERY_SCALARS = {"2b": 256, "9b": 256, "27b": 144}
 _GEMMA3_QUERY_SCALARS = {"270m": 256, "1b": 256, "4b": 256, "12b": 256, "27b": 168}
-# Text-only sizes: shorter contexts and windows, unscaled positions.
+# Text-only sizes, which have shorter contexts and windows, and unscaled positions.
 _GEMMA3_SHORT = ("270m", "1b")
 
 # Defaults for entries that a config.json of Gemma 3 omits: those of transformers'
@@ -68,7 +68,7 @@ GEMMA3_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "use_bidirectional_attention": False,
 }
-# Multimodal models have these entries outside of `text_config`.
+# Multimodal models have these text entries outside of `text_config`.
 _OUTER = ("bos_token_id", "dtype", "pad_token_id", "quantization_config")
 _OUTER += ("tie_word_embeddings", "torch_dtype", "transformers_version")
 _OUTER += ("use_bidirectional_attention",)
@@ -158,7 +158,7 @@ def gemma3_config(size: str) -> dict[str, Any]:
 
 
 def _config(sizes: Sizes) -> dict[str, Any]:
-    """Return the entries that the configs of both generations share."""
+    """Return the config entries that Gemma 2 and Gemma 3 have in common."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -250,7 +250,7 @@ def _gemma2_config_of(name: str) -> dict[str, Any] | None:
 
 
 def _gemma3_config_of(name: str) -> dict[str, Any] | None:
-    # Models from quantization-aware training have unquantized weights under a longer
+    # The unquantized weights of models from quantization-aware training have a longer
     # name.
     name = re.sub("-qat-[a-z0-9_]+-unquantized$", "", name)
     size = _published_size(name, "gemma-?3", _GEMMA3_SIZES)

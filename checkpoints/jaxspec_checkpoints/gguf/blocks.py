@@ -1,4 +1,4 @@
-"""Types of GGUF tensors, and the dequantization of their blocks.
+"""Defines the types of GGUF tensors, and dequantizes their blocks.
 
 A quantized row is a sequence of blocks of equal size. Every function here takes blocks
 as uint8 [block, byte] and returns one row per block. The order of the float32
@@ -16,7 +16,7 @@ import numpy as np
 # Values and scales: int8 [block, element], float32 [block, group].
 Split = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
-# The numbers that the 16 values of IQ4_NL and IQ4_XS represent.
+# The numbers that the 4-bit values 0 to 15 of IQ4_NL and IQ4_XS represent.
 _IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
     np.float32,
@@ -141,12 +141,12 @@ def _q5_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _group_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Return nibbles of 128 bytes: 32 low ones, the 32 high ones of these, ..."""
+    """Return nibbles of 128 bytes: per 32 bytes the low ones, then the high ones."""
     return _nibbles(packed.reshape(-1, 4, 32)).reshape(-1, 256)
 
 
 def _of_eight_groups(blocks: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return numbers of Q4_K and Q5_K, whose 6-bit scales and minima share 12 bytes."""
+    """Dequantize Q4_K and Q5_K, whose 6-bit scales and minima share 12 bytes."""
     first, second, last = np.split(blocks[:, 4:16], 3, axis=1)
     scales = np.concatenate([first & 63, last & 15 | (first >> 6) << 4], axis=1)
     minima = np.concatenate([second & 63, last >> 4 | (second >> 6) << 4], axis=1)
@@ -228,7 +228,7 @@ TYPES = {
     23: _other("IQ4_XS", 256, 136, _iq4_xs),
     30: BlockType(name="BF16", num_bytes=2, dtype=np.dtype(ml_dtypes.bfloat16)),
 }
-# Types that are not supported, for messages.
+# Types that are not supported; their names are for error messages.
 OTHER_TYPES = {
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K"},
     **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S"},

@@ -35,7 +35,7 @@ class Metadata:
         return self._get(key, default, (str,), "a string")
 
     def size(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return an integer >= 0; of an array, the value that all layers share."""
+        """Return an integer >= 0; for an array, the common value of all layers."""
         name = self._name(key)
         given = self._values.get(name)
         if isinstance(given, np.ndarray) and given.dtype.kind in "iu":
@@ -103,7 +103,7 @@ def read_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
-    """Return the entries that both generations share."""
+    """Return the config entries that Gemma 2 and Gemma 3 have in common."""
     num_heads = metadata.size(".attention.head_count")
     width = metadata.size(".embedding_length")
     if num_heads < 1:
@@ -154,7 +154,8 @@ def _dtype(file: GgufFile) -> str:
 def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
     kind = metadata.text(".rope.scaling.type", "linear")
     factor = metadata.number(".rope.scaling.factor", 0)
-    # The key of old files. In llama.cpp a factor of 0 means none, and so does 1.
+    # This is the key that old files use. In llama.cpp a factor of 0 means no scaling,
+    # as does 1.
     factor = factor or metadata.number(".rope.scale_linear", 0)
     if kind == "none" or factor in (0, 1):
         return None

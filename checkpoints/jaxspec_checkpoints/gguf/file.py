@@ -32,11 +32,12 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-# Nanoseconds after a change before a file's header is cached. Two changes within one
-# tick of the file system's clock have the same time stamp.
+# Nanoseconds after a file's last change before its header is cached. Two changes within
+# one tick of the file system's clock have the same time stamp, so the second could go
+# unnoticed.
 _SETTLED_NS = 2 * 10**9
 _MAX_DIMENSIONS = 4
-# Limits far above those of real models: 262,144 tokens make a header of 6.5 MB.
+# Limits on the header, far above real models: 262,144 tokens make a header of 6.5 MB.
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_ARRAY = 2**22
 _MAX_STRINGS = 2**22
@@ -158,7 +159,7 @@ def _read_header(path: Path) -> GgufFile:
 
 
 def _read_version(path: Path, num_bytes: int, changed_ns: int) -> GgufFile:
-    """Read the header; size and modification time identify a file's version."""
+    """Read the header. All arguments are cache keys: a changed file is read again."""
     with path.open("rb") as stream:
         return _Header(path, stream).read()
 

@@ -154,7 +154,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _canonical(file: GgufFile, sizes: Sizes) -> dict[str, GgufTensor]:
-    """Return all tensors by canonical name; a fused one becomes three."""
+    """Return all tensors by canonical name; a fused QKV matrix becomes three."""
     tensors: dict[str, GgufTensor] = {}
     for name, stored in file.tensors.items():
         for canonical, tensor in _named(name, stored, sizes):
@@ -230,7 +230,7 @@ def _packed(
     split: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
     whole: Tensor,
 ) -> Tensor:
-    """Describe a matrix of integers times scales."""
+    """Describe a matrix whose numbers are integers times scales."""
     num_rows, _ = stored.shape
     dtype = np.dtype(ml_dtypes.int4 if stored.type.is_int4 else np.int8)
 
@@ -298,7 +298,7 @@ def _numbers(stored: GgufTensor, start: int, stop: int) -> np.ndarray:
         little = raw.view(kind.dtype.newbyteorder("<"))
         return little.reshape(stop - start, *stored.shape[1:])
     if len(stored.shape) == 1:
-        # One row of blocks, whose elements are the tensor's rows.
+        # A single row of blocks, whose elements are the tensor's rows.
         row = replace(stored, shape=(1, *stored.shape))
         return _numbers(row, 0, 1)[0, start:stop]
     numbers = kind.dequantize(_blocks(stored, start, stop))

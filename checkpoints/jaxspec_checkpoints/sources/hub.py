@@ -39,8 +39,8 @@ _WEIGHTS = (
     "*zarr.json",
     "*/[0-9]*",
 )
-# Never fetched, in any folder: pickles, formats that cannot be read, and GGUF files of
-# types that were not named. Weights in a folder of their own are second copies in a
+# Never fetched, in any folder: pickles, formats that cannot be read, and GGUF files
+# whose type the user did not name. Weights in a subfolder are second copies in a
 # publisher's original format.
 _NEVER = (
     *("*.bin", "*.ckpt", "*.pickle", "*.pkl", "*.pt", "*.pth"),
@@ -194,7 +194,8 @@ def _reason(error: BaseException, name: str, revision: str | None) -> str | None
         cause = _reason(error.__cause__, name, revision) if error.__cause__ else None
         return f"an earlier download of it is unfinished, and {cause or error}"
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-        # The library then looks into its cache; the cause is the original error.
+        # Without network the library searches its cache and raises an error about that;
+        # its cause is the original error.
         return _reason(error.__cause__, name, revision)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (

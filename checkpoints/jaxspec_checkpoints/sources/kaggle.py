@@ -70,8 +70,8 @@ def _download_to(cache_dir: Path, name: str) -> Path:
         return Path(kagglehub.model_download(name, output_dir=str(place)))
     except BaseException:
         if is_new:
-            # The library would take the rest of a broken download for a user's own
-            # files, and reject the folder from then on.
+            # Remove what a failed download left: the library would take it for a user's
+            # own files, and reject the folder from then on.
             shutil.rmtree(place, ignore_errors=True)
         raise
 

@@ -1,7 +1,7 @@
 """Owns the pages at `/`, a chat that shows each token's origin, and `/docs`.
 
-The other files of this folder are served unchanged. They contain no secrets, so they
-need no API key; the requests that they send to this server do.
+The other files of this folder are served unchanged. They contain no secrets, so loading
+them needs no API key; the requests that the pages send to this server need one.
 """
 
 from importlib.resources import files

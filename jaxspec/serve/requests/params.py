@@ -28,8 +28,8 @@ from jaxspec.serve.requests.tool_choice import form_of
 _log = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
-# Maximum characters of a grammar: one of ten times this length takes half a minute to
-# compile.
+# Maximum number of characters of a grammar. A grammar of ten times this length takes
+# half a minute to compile.
 MAX_GRAMMAR_CHARACTERS = 2**16
 # Fields of a request passed to `SamplingParams` unchanged; `make_params` converts the
 # two others.
@@ -39,8 +39,8 @@ _SAME = tuple(
     if item.name in GenerationBody.model_fields
     and item.name not in ("max_tokens", "structured_outputs")
 )
-# Fields that change sampling but have no effect in a beam search, with the values that
-# leave sampling unchanged. A beam search refuses any other value.
+# Fields that a beam search does not support, with the values that mean "no effect". A
+# beam search refuses any other value.
 _NOT_OF_BEAMS: dict[str, Any] = {
     **{"stop": None, "stop_token_ids": None, "min_tokens": 0},
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
@@ -52,8 +52,8 @@ _NOT_OF_BEAMS: dict[str, Any] = {
 # `StructuredOutputsParams`.
 _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 _OLDER_FORMS = tuple(f"guided_{kind}" for kind in _GUIDED)
-# For each parameter of the engine, the request fields that set it, the most likely
-# first.
+# For each parameter of the engine, the request fields that can set it. `field_of` names
+# the first one that the request sets.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "prompt": ("messages", "input"),
     "prompt_token_ids": ("prompt",),
@@ -253,8 +253,8 @@ def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     if body.response_format is not None:
         given |= _formatted(body.response_format)
     if calls is not None:
-        # `response_format` is for answers in words; agents send it with every request,
-        # so it is ignored here.
+        # `response_format` describes answers without a tool call. Agents send it with
+        # every request, so it is ignored here.
         _check_length("tools", calls.json)
         return calls
     if not given and body.structured_outputs is None:
@@ -285,7 +285,7 @@ def _check_guided(body: GenerationBody) -> None:
 
 
 def _formatted(wanted: ResponseFormat) -> dict[str, Any]:
-    """Convert OpenAI's `response_format` to fields of `StructuredOutputsParams`."""
+    """Convert OpenAI's `response_format` to arguments of `StructuredOutputsParams`."""
     if wanted.type == "text":
         return {}
     if wanted.type == "json_object":

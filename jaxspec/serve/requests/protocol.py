@@ -14,18 +14,20 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# Maximum number of sequences that one request may generate: each is a request to the
-# engine.
+# Maximum number of sequences that one request may generate. Each is a separate request
+# to the engine.
 MAX_TEXTS = 1024
 MAX_N = 128
-# Maximum nesting of a body's lists and objects, because later code may recurse into it.
+# Maximum nesting of a body's lists and objects: deeper nesting could exceed Python's
+# recursion limit in later code.
 MAX_DEPTH = 100
 # Maximum number of fields of one object, and of entries of one list, both validated one
-# by one while all streams wait. Integers do not count: they are token ids, which are
+# by one while all streams wait. Integers in a list do not count, because token ids are
 # validated quickly.
 MAX_FIELDS = 1024
 MAX_ENTRIES = 8192
-# Maximum number of stop strings: each new token is compared with all of them.
+# Maximum number of stop strings: the text is compared with all of them after each
+# token.
 MAX_STOPS = 64
 MAX_BAD_WORDS = 1024
 # Maximum characters of a bad word, far above the engine's own limit: encoding a long
@@ -46,7 +48,7 @@ class FieldError(ValueError):
 
 
 class FirstFault(FailFast):
-    """Reports only the first invalid entry of a list: a list may have a million."""
+    """Reports only the first invalid entry of a list, which may have a million."""
 
     # Python requires a hash for types in a union with `|`.
     def __hash__(self) -> int:
@@ -98,7 +100,7 @@ def unknown_fields(part: Part, place: str = "") -> Iterator[UnknownField]:
                 if isinstance(entry, Part):
                     yield from unknown_fields(entry, where)
                 elif known is None or not isinstance(entry, dict):
-                    break  # all entries are of one kind, such as token ids
+                    break  # all entries have one type, such as token ids
                 else:
                     for one in sorted(entry.keys() - known):
                         yield UnknownField(where, one, known)
@@ -140,7 +142,7 @@ def _check_field(name: str, content: Any) -> None:
 
 
 def _check_size(name: str, value: dict[str, Any] | list[Any]) -> list[Any]:
-    """Check the number of entries; return them, without the integers of a list."""
+    """Check the number of entries; return the entries that need checks themselves."""
     if isinstance(value, dict):
         if len(value) > MAX_FIELDS:
             allowed = f"at most {MAX_FIELDS} fields"

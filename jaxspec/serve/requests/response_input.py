@@ -38,7 +38,7 @@ Message = dict[str, Any]
 
 
 def as_chat(body: ResponseBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
-    """Return the chat request whose answer is the response.
+    """Return the chat request that is equivalent to a Responses request.
 
     Args:
         messages: Result of `messages_of`.
@@ -77,7 +77,7 @@ def as_chat(body: ResponseBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
 def messages_of(
     body: ResponseBody, earlier: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Return the conversation, which a later request may continue.
+    """Return the conversation as chat messages; a later request may continue it.
 
     Instructions are not part of it: they apply to one request.
 
@@ -98,7 +98,7 @@ def messages_of(
 
 
 def _items(body: ResponseBody) -> list[tuple[int, dict[str, Any]]]:
-    """Return the input's items with their positions, without those to ignore."""
+    """Return the input's items with their positions, without ignored types."""
     if isinstance(body.input, str):
         items = [{"role": "user", "content": body.input}] if body.input else []
         return list(enumerate(items))
@@ -117,7 +117,8 @@ def add_answer(
 ) -> list[Message]:
     """Return the conversation with the response's answer.
 
-    The answer is appended to the last message if that was cut off.
+    The answer is appended to the last message if the last message is an unfinished
+    answer.
 
     Args:
         calls: Results of `call_of`.
@@ -160,7 +161,7 @@ def flat_tool_names() -> Iterator[None]:
 def _tools(
     body: ResponseBody,
 ) -> tuple[list[ChatTool] | None, str | dict[str, Any] | None]:
-    """Return the functions that may be called, and `tool_choice`, as in a chat."""
+    """Return the callable functions and `tool_choice`, in the format of a chat."""
     choice = body.tool_choice
     if choice == "none" or not (body.tools or choice not in ("auto", None)):
         return None, None

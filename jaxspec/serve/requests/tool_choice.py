@@ -97,7 +97,7 @@ def _name_in(choice: str | dict[str, Any]) -> str:
 def make_parser(
     body: ChatBody, choice: ToolChoice, name: str, tokenizer: Tokenizer
 ) -> ToolParser | None:
-    """Make the tool parser for one answer; None if it may not call.
+    """Make the tool parser for one answer; None if it may not call tools.
 
     Args:
         choice: Tools and `tool_choice` of the request.
@@ -105,7 +105,7 @@ def make_parser(
     """
     if choice.kind == "none":
         return None
-    # A grammar constrains forced calls to our own format.
+    # Forced calls always have this package's format, because a grammar constrains them.
     kind = ForcedToolParser
     if not choice.is_forced:
         kind = ToolParserManager.get_tool_parser(name)
@@ -113,7 +113,7 @@ def make_parser(
 
 
 def form_of(body: ChatBody) -> StructuredOutputsParams | None:
-    """Return the grammar of an answer that must call; None for any other.
+    """Return the grammar of an answer that must call a tool; None if it need not.
 
     Raises:
         RequestError: The fields are invalid.
@@ -129,7 +129,7 @@ def form_of(body: ChatBody) -> StructuredOutputsParams | None:
 def check_form(
     body: ChatBody, check: Callable[[StructuredOutputsParams], object]
 ) -> None:
-    """Check that the grammar of an answer that must call can be compiled.
+    """Check that the grammar of an answer that must call a tool can be compiled.
 
     Args:
         check: Raises `RequestError` if it cannot.

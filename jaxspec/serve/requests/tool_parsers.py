@@ -1,6 +1,6 @@
 """Owns tool parsers, which find the tool calls in generated text.
 
-The interface is vLLM's: a plugin written for it only needs its imports changed.
+The interface is vLLM's: a plugin for vLLM works after its imports are changed.
 `tool_choice` decides which parser is used.
 """
 
@@ -286,7 +286,7 @@ class GemmaToolParser(ToolParser):
 
 
 class ForcedToolParser(GemmaToolParser):
-    """Parses an answer that must call; other text is part of an incomplete call."""
+    """Parses an answer that must call a tool, and so contains nothing but calls."""
 
     def extract_tool_calls(
         self, model_output: str, request: ChatBody
@@ -372,7 +372,7 @@ class ToolStream:
         return [delta for one in messages if one for delta in self._split(one)]
 
     def _split(self, message: DeltaMessage) -> list[dict[str, Any]]:
-        """Make one delta per part: clients may not expect an index twice in one."""
+        """Make a delta per part: clients may reject a delta with one index twice."""
         found: list[dict[str, Any]] = []
         if message.content:
             found.append({"content": message.content})

@@ -43,7 +43,7 @@ class ChatWriter(ChoiceWriter):
         message: dict[str, Any] = {
             "role": self._role,
             "content": None if is_null else content,
-            # vLLM's fields that are always null here.
+            # Fields of vLLM's responses that are always null here.
             **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
             "reasoning": None,
         }
@@ -67,8 +67,8 @@ class ChatWriter(ChoiceWriter):
         token_fields = map(choice.get, ("logprobs", "token_ids", "token_origins"))
         if not (deltas or any(token_fields) or completion.finished()):
             return
-        # Only the first of these choices has the fields about tokens, and only the last
-        # one has the finish reason.
+        # The parts of one output become several choices: only the first has the fields
+        # about tokens, only the last one the finish reason.
         choices = [choice, *(self._empty_choice(index, delta) for delta in deltas[1:])]
         reasons = {name: choice[name] for name in ("finish_reason", "stop_reason")}
         choice |= dict.fromkeys(reasons)
@@ -94,7 +94,7 @@ class ChatWriter(ChoiceWriter):
         return make_parser(self._body, self._choice, name, self.tokenizer)
 
     def _reason(self, completion: CompletionOutput, has_calls: bool) -> str | None:
-        """Return the finish reason: "stop" for a call that `tool_choice` names."""
+        """Return the finish reason: "tool_calls" unless `tool_choice` names a tool."""
         is_call = has_calls and self._choice.kind != "named"
         if completion.finish_reason == "stop" and is_call:
             return "tool_calls"

@@ -68,8 +68,8 @@ class CompletionWriter(ChoiceWriter):
                 self._offsets[index] = self._begin_offsets(len(prompt))
             offsets = self._offsets[index].push(token_ids)
             if completion.finished():
-                # The stop string is cut off the text. Its tokens get the offset of the
-                # text's end.
+                # The text ends before the stop string, so tokens of the stop string get
+                # the offset of the text's end.
                 offsets = [min(offset, length) for offset in offsets]
         choice: dict[str, Any] = {
             "index": index,

@@ -67,7 +67,8 @@ def prompt_offsets(
     """
     if not is_spelled:
         return TextOffsets(tokenizer, 0, skip_special_tokens=True).push(token_ids)
-    # Index of the character of every byte: truncation may cut inside a character.
+    # The index of the character that each byte belongs to, because truncation may cut
+    # inside a character.
     places = [at for at, one in enumerate(text) for _ in one.encode()] + [len(text)]
     content = text.encode()
     # Offsets are counted from the end that truncation kept, because a truncated prompt
@@ -128,7 +129,7 @@ class LogprobWriter:
         }
 
     def _by_key(self, position: LogprobsOnePosition) -> dict[str, float]:
-        """Return log-probabilities by token text; of equal texts the first."""
+        """Return log-probabilities by token text; the first one if texts are equal."""
         found: dict[str, float] = {}
         for token, entry in position.items():
             found.setdefault(self._key(token, entry), _bounded(entry.logprob))
@@ -195,7 +196,8 @@ class LogprobWriter:
 
     def _chat_entry(self, token: int, entry: Logprob) -> dict[str, Any]:
         text = self._text(token, entry)
-        # A token may be part of a character: then only its bytes are exact.
+        # If a token is part of a character, its text is U+FFFD, and only its bytes are
+        # exact.
         content = self._tokenizer.token_bytes(token) or text.encode()
         logprob = _bounded(entry.logprob)
         return {"token": text, "logprob": logprob, "bytes": list(content)}

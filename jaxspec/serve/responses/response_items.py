@@ -1,6 +1,6 @@
 """Owns the items of a response, messages and function calls, and their stream events.
 
-A response that is not streamed is made of the same items.
+Responses that are not streamed are assembled from the same items.
 """
 
 from abc import ABC, abstractmethod

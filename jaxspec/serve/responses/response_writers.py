@@ -16,7 +16,7 @@ from jaxspec.serve.streaming import DONE
 
 T = TypeVar("T")
 
-# Outputs, each with the number of its prompt.
+# The engine's outputs, each with the index of its prompt in the request.
 Numbered = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
@@ -118,7 +118,7 @@ class Writer(ABC):
 
     @abstractmethod
     def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
-        """Write every output as it comes."""
+        """Write the chunks of every output when it arrives."""
 
     def shown(self, completion: CompletionOutput) -> list[int]:
         """Return the generated tokens that the response shows."""
@@ -161,7 +161,7 @@ class ChoiceWriter(Writer):
         """Write a complete choice."""
 
     def openings(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Write the choices that a stream sends before a text's first token."""
+        """Write the choices that a stream sends before the first token of a text."""
         return iter(())
 
     def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
@@ -196,9 +196,9 @@ class ChoiceWriter(Writer):
         self.finish(answer, output)
         return answer
 
-    @no_type_check  # asynchronous generators are not checked
+    @no_type_check  # runtime type checks do not support async generators
     async def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
-        """Write every output as it comes."""
+        """Write the chunks of every output when it arrives."""
         begun: set[int] = set()
         async for number, output in outputs:
             for completion, index in self._texts(number, output):

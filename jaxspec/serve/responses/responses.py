@@ -36,7 +36,7 @@ Event = dict[str, Any]
 
 
 def is_stored(serving: Serving, body: ResponseBody) -> bool:
-    """Return whether a response is stored: by default, as with OpenAI."""
+    """Return whether a response will be stored: as with OpenAI, by default it is."""
     return serving.responses.is_on and body.store is not False
 
 
@@ -48,7 +48,7 @@ def _raw_message(text: str, tokens: list[int]) -> dict[str, Any]:
 class ResponseWriter(Writer):
     """Writes one response."""
 
-    # A stream ends with its last event, as with OpenAI and vLLM.
+    # As with OpenAI and vLLM, no "[DONE]" follows a stream's last event.
     end = ""
 
     def __init__(
@@ -125,12 +125,12 @@ class ResponseWriter(Writer):
         self._add_whole(output.outputs[0])
         return self._ended(output)
 
-    @no_type_check  # asynchronous generators are not checked
+    @no_type_check  # runtime type checks do not support async generators
     async def chunks(self, outputs: Numbered) -> AsyncGenerator[Event, None]:
-        """Write the events of every output as it comes.
+        """Write the events of every output when it arrives.
 
-        The opening events come with the first output, so that an earlier failure has an
-        HTTP status; those of a background response come at once.
+        The opening events are sent with the first output, so that an earlier failure
+        can still be an HTTP error. Those of a background response are sent at once.
         """
         has_begun = False
         if self._body.background:
@@ -291,7 +291,7 @@ class ResponseWriter(Writer):
         return response
 
     def _answer(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text and calls to store for `previous_response_id`."""
+        """Return the answer's text and calls, which a later request continues."""
         calls = [item for item in self._items if isinstance(item, Call)]
         if not all(_is_whole(call) for call in calls):
             return self._text, []  # a call that was cut off is stored as text

@@ -20,7 +20,7 @@ class Usage:
         self._texts: dict[int, int] = {}
 
     def add_prompt(self, number: int, output: RequestOutput) -> None:
-        """Count a prompt once, however often its outputs come."""
+        """Count the tokens of a prompt at its first output, and not again later."""
         self._prompts[number] = len(output.prompt_token_ids or ())
         self._cached[number] = output.num_cached_tokens or 0
 
@@ -33,7 +33,7 @@ class Usage:
         return self._usage(sum(self._prompts.values()), sum(self._texts.values()))
 
     def before_text(self, number: int) -> dict[str, Any]:
-        """Return the counts of a prompt, before its text begins."""
+        """Return the counts of a prompt for a chunk before the text begins."""
         return self._usage(self._prompts[number], 0)
 
     def of_text(self, number: int, index: int) -> dict[str, Any]:
