@@ -70,12 +70,11 @@ class Scheduler:
         self.tables = PageTables(config, self.stats, page_events)
         self.pool = self.tables.pool
         speculative = config.speculative
-        longest_drafted = speculative.max_model_len if speculative else None
-        longest_drafted = longest_drafted or config.max_model_len
+        own_limit = None if speculative is None else speculative.max_model_len
         is_parallel = speculative is not None and speculative.method_info.is_parallel
         self.rows = RowTable(
             config.max_num_seqs,
-            longest_drafted,
+            own_limit or config.max_model_len,
             config.num_draft_tokens if is_parallel else None,
         )
         self.shapes = Shapes(config, policy, programs)
