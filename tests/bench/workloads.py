@@ -51,7 +51,8 @@ def made_parts(
 def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine]:
     """Let the subcommands use a fake engine with as many sequences as they request.
 
-    Returns: The engines that were opened, a list that grows.
+    Returns:
+        The engines that were opened, a list that grows.
     """
     opened: list[LLMEngine] = []
 

@@ -1,7 +1,6 @@
 """Calls with langchain-openai."""
 
-# Runs in its own environment.
-# pyright: reportMissingImports=false
+# This script runs in its own environment.
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Calls with openai's client for Python."""
 
-# Runs in its own environment.
-# pyright: reportMissingImports=false
+# This script runs in its own environment.
 
 import json
 from typing import Any
