@@ -130,7 +130,7 @@ def test_rejects_suffix_keys_that_never_draft(
 
 
 def test_cached_answers_require_the_coupled_rule():
-    """With greedy drafts, it accepts as many on average as the other rules."""
+    """With greedy drafts, the coupled rule accepts as many on average as the others."""
     keys: dict[str, Any] = SUFFIX_DEFAULTS | {CACHED: 10}
     SpeculativeConfig(method="suffix", rejection_sample_method="coupled", **keys)
     text = f"rejection_sample_method must be 'coupled' with {CACHED}=10, got 'block'"

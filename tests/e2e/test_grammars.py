@@ -250,7 +250,8 @@ def test_stop_string_and_min_tokens_work_with_a_grammar(engine, prompts):
     assert (second.finish_reason, third.finish_reason) == ("stop", "length")
 
 
-# Make the grammar exceed the library's limit on expressions with little of its fuel.
+# This grammar comes close to the library's limit on expressions, although its masks
+# take little of the library's fuel (a limit of computation).
 COUNTED = r"([%-9]{1,20}:?){1,200}"
 COUNTED_FORM = StructuredOutputsParams(regex=COUNTED)
 FUEL = 4000

@@ -66,7 +66,7 @@ def test_mean_round_time_is_within_the_allowance(base, extra):
         total += more
         costs[chunk] = base * (1 + total)
     chosen = run(costs, 600)
-    # Trying a chunk may take any time; plain rounds afterwards make up for it.
+    # In addition to the allowed time, each chunk may be tried twice.
     spent = sum(costs[chunk] for chunk in chosen)
     tried = sum(2 * costs[chunk] for chunk in CHUNKS)
     assert spent <= MAX_SLOWDOWN * base * len(chosen) + tried
@@ -109,7 +109,7 @@ def test_one_stall_of_the_machine_does_not_block_prompts(stalled):
 
 
 def test_prompt_wait_is_bounded_after_a_stall_at_the_start():
-    """A stall in the first measured round is only corrected by more prefill rounds."""
+    """If a chunk's first measured time is a stall, only more chunks can correct it."""
     pacer, chosen = make_pacer(), []
     costs = {0: 0.010, 32: 0.012}
     for _ in range(3):

@@ -430,7 +430,7 @@ def test_side_branches_are_measured_again():
         ({"method": "suffix", **SUFFIX_DEFAULTS}, True),
         ({"method": "suffix", "controller": FIXED, **SUFFIX_DEFAULTS}, False),
         ({"method": "suffix+draft_model", "model": "m", **SUFFIX_DEFAULTS}, False),
-        # In this simulation, acceptance does not depend on the text.
+        # With forced acceptance, acceptance does not depend on the text.
         (
             {
                 "method": "suffix",
