@@ -1,6 +1,7 @@
 """Calls with instructor, a client for structured outputs."""
 
 # This script runs in its own environment.
+# pyright: reportMissingImports=false
 
 from typing import Any
 

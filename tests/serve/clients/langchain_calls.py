@@ -1,6 +1,7 @@
 """Calls with langchain-openai."""
 
 # This script runs in its own environment.
+# pyright: reportMissingImports=false
 
 from typing import Any
 

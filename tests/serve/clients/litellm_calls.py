@@ -1,6 +1,7 @@
 """Calls with litellm; ../litellm_calls.py tests its errors."""
 
 # This script runs in its own environment.
+# pyright: reportMissingImports=false
 
 import json
 from typing import Any

@@ -1,6 +1,7 @@
 """Calls with openai's client for Python."""
 
 # This script runs in its own environment.
+# pyright: reportMissingImports=false
 
 import json
 from typing import Any

@@ -547,7 +547,7 @@ def test_failed_step_in_stream():
 
 
 def test_response_belongs_to_api_key():
-    """With another key it cannot be found, continued, deleted or replaced."""
+    """Another key cannot find, continue, cancel, delete or replace it."""
 
     async def ask(http: httpx.AsyncClient) -> None:
         ours, theirs = (
