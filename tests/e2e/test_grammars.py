@@ -92,7 +92,7 @@ class GrammarRunner(OneProgramRunner):
 
 @functools.cache
 def made(kind: str) -> LLMEngine:
-    """Return an engine; engines with the same draft model share executables."""
+    """Return an engine; engines of all draft models share executables."""
     if kind != "noisy":
         return with_draft(made("noisy"), pair.draft(kind))
     return make_engine(

@@ -133,7 +133,7 @@ def margin(prompt: list[int], tokens: list[int], params: SamplingParams) -> floa
 @pytest.mark.parametrize("name", CONTROLS)
 @pytest.mark.parametrize("how", ["greedy", "seeded"])
 def test_drafts_change_no_text_with_controls(name: str, how: str):
-    """With controls, greedy texts are the argmax of HuggingFace's logits with them."""
+    """Greedy texts are the argmax of HuggingFace's logits with the same controls."""
     sampling: dict[str, Any] = {"temperature": 0}
     if how == "seeded":
         sampling = {"seed": 11, "top_p": 0.9}

@@ -100,7 +100,8 @@ def test_client_reads_refusal_of_long_body(has_length: bool):
 
 
 def test_body_time_limit_with_any_protocol():
-    # Under Ray Serve, connections are handled by its proxy instead of this server.
+    # The limit also holds if another program handles the connections, like the proxy of
+    # Ray Serve.
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{"
     with (
         site_of(timeout_read_body=0.3) as site,

@@ -130,7 +130,7 @@ def test_file_is_private(tmp_path):
     store.add(stored("resp_1"))
     modes = {one.name: one.stat().st_mode & 0o777 for one in tmp_path.iterdir()}
     assert set(modes.values()) == {0o600}, modes
-    assert len(modes) > 1  # deletes the WAL files too
+    assert len(modes) > 1  # the WAL files are private too
 
 
 OTHER_SERVER = """

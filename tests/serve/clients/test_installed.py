@@ -71,7 +71,7 @@ CLIENTS = {
         ("instructor>=1.10",),
         {"tools": (CALL_PLACE, {"calls": [["Place", PLACE]]})},
     ),
-    # This client does not require mcp, which it imports for tools.
+    # litellm imports mcp for tools, but does not require it.
     "litellm": Client("litellm_calls.py", ("litellm>=1.80", "mcp")),
 }
 
