@@ -148,7 +148,7 @@ def test_bundled_pair_on_this_machine(capsys):
             "max_num_seqs must be an integer from 1 to 512, got 513",
         ),
         (
-            # 512 pages of 7,208,960 bytes for one sequence.
+            # These bytes hold 512 pages of 7,208,960 bytes, one for each sequence.
             (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "513")
             + ("--kv-cache-memory-bytes", "3690987520"),
             "max_num_seqs must be an integer from 1 to 512, got 513",

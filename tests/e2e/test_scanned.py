@@ -37,7 +37,7 @@ from tests.support.rounds import at_most
 from tests.support.step_programs import SHARDED, materialized, num_bytes, num_parameters
 
 NUM_DRAFT = 3
-NUM_ROUNDS = 4  # number of prompt tokens per launch
+NUM_ROUNDS = 4  # maximum number of rounds per launch
 STEM = [5, 9, 33, 41, 8, 60, 17, 22, 7, 54, 12, 40, 31, 9, 28, 3]
 SHARED = [[*STEM, 6, 50], [*STEM, 11], [*STEM[:13], 44], [*STEM, 6, 50]]
 CHUNKED = pair.prompts(4, longest=40)  # longer than the prompt tokens of one launch
@@ -253,7 +253,8 @@ def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
     assert num_parameters(program) == given + 1
     each: Any = drafting_engine(False).runner
     stacks = runner.params[0]["layers"]["0"]
-    # The pools have two layers of each model, and their pages.
+    # Arrays that only separate layers have: those of two layers of each model, and of
+    # their pages.
     fewer = 2 * 2 * (len(jax.tree.leaves(stacks)) + 1)
     assert given + fewer == len(jax.tree.leaves((each.params, each.state)))
 

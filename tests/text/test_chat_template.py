@@ -382,10 +382,7 @@ def test_accepts_compiled_template():
 
 @pytest.mark.parametrize("where", ["messages", "variables"])
 def test_template_that_reacts_to_marker_in_message(where):
-    """It omits its marker if a message has one, so only the position of pieces differs.
-
-    The number of pieces is then the same as without the message.
-    """
+    """If a message has its marker, it omits its own: equal counts, different pieces."""
     seen = "messages[0].content" if where == "messages" else "x"
     template = (
         "<start_of_turn>user\n{{ messages[0].content }}{{ x }}"
