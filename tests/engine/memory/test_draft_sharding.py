@@ -130,8 +130,8 @@ def test_decision_is_described_in_one_line():
     [
         # One device needs no all-reduce, which therefore takes no time.
         ("v5e", 1, 0.0),
-        # An all-reduce of 1 MB over n devices: 5 us, plus n hops of 1 us, plus 2 (n -
-        # 1) / n MB at 100 GB/s.
+        # An all-reduce of 1 MB over n devices takes 5 us, plus n hops of 1 us, plus the
+        # time of 2 - 2/n MB at 100 GB/s.
         ("v5e", 2, 5 + 2 + 10),
         ("v5e", 4, 5 + 4 + 15),
         ("v5e", 8, 5 + 8 + 17.5),

@@ -243,8 +243,8 @@ def refusal(given: dict[str, Any] | None = None, **changes: Any) -> ConfigError:
 
 
 def test_error_names_all_numbers_and_one_setting():
-    # Of 24 GiB (25.77 GB), weights take 23.71 GB, and the remaining 2.06 GB are too
-    # little.
+    # Of 24 GiB (25.77 GB), the budget is 0.92, or 23.708 GB: less than the weights
+    # alone, which take 23.712 GB.
     error = refusal(limit_bytes=24 * GIB)
     text = str(error)
     for shown in ("GPU's 24.00 GiB", "=0.92 gives 22.08 GiB", "target 17.21 GiB"):
