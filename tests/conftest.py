@@ -1,6 +1,6 @@
 """Process-wide settings of a test run.
 
-This file must not import jaxspec before the settings are made.
+This file must not import jaxspec before it has made the settings.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.programs import quick_flags
 
-# Bytecode cache for processes that tests start, and for the next run.
+# Write bytecode files, for processes that tests start and for the next run.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -28,22 +28,22 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8"
-# Only for CPUs: the compilers of accelerators also read some of these flags.
+# Only for CPUs, because the compilers of accelerators also read some of these flags.
 if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JAXSPEC_AOT"):
     os.environ["XLA_FLAGS"] = quick_flags()
 
-# torch's threads busy-wait for each other: with one test process per core, tiny
+# torch's threads busy-wait for each other. With one test process per core, tiny
 # HuggingFace models take ten times as long on two threads as on one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
 
-# Default program cache of engines: a folder of this checkout.
+# Default program cache of engines in tests: a folder of this checkout.
 KEPT = TESTS.parent / ".pytest_cache"
 USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ["XDG_CACHE_HOME"] = str(KEPT / "user")
 
-# Operations in C++, built when jaxspec was installed.
+# The operations in C++, which were built when jaxspec was installed.
 os.environ.setdefault("JAXSPEC_NATIVE", str(USERS_CACHE / "jaxspec" / "native"))
 
 # Compilers for accelerators that this machine lacks. They are in a separate folder, and
@@ -68,7 +68,7 @@ def _quiet() -> Iterator[None]:
 
 
 with _quiet():
-    import jax  # the environment above must be set first
+    import jax  # the environment above must be set before these imports
     from jax._src.interpreters.pxla import _cached_lowering_to_hlo
     from jax._src.lru_cache import LRUCache
     from jax._src.pjit import _pjit_lower
@@ -76,39 +76,39 @@ with _quiet():
 
     jax.devices()
 
-gc.disable()  # until the imports are done: see pytest_collection_finish
+gc.disable()  # until `pytest_collection_finish`, when the imports are done
 
 MARKED_PLATFORMS = ("tpu", "gpu")
 LONGEST = ("test_aot.py",)
 
-# Every compiled program takes about nine memory mappings. Linux allows a process
-# 65,530, and LLVM aborts when they run out.
+# Every compiled program takes about nine memory mappings. Linux allows a process 65,530
+# mappings, and LLVM aborts when there are no more.
 MAPPINGS = Path("/proc/self/maps")
-# This file lists the mappings: reading 6,000 lines takes 5 ms, and there may be tens of
-# thousands.
+# This file lists the mappings of the process. Reading 6,000 lines takes 5 ms, and there
+# may be tens of thousands.
 LOOK_EVERY_S = 1.0
 LOOKED_TS = pytest.StashKey[float]()
 MOST_MAPPINGS = 30_000
 MOST_MAPPINGS_OF_A_FILE = 45_000
 
-# jax keeps the MLIR module of every compiled function. Each has a context of 1.4 MB,
+# jax stores the MLIR module of every compiled function. Each has a context of 1.4 MB,
 # and MLIR searches all contexts when it creates another.
 MAX_MLIR_CONTEXTS = 200
 
-# Folders with tests of host code, which rarely trace programs, and the seconds after
-# which a test stops checking the types of calls. The checks took 4/5 of the time of the
-# longest tests.
+# Folders with tests of host code, which rarely trace programs. After `CHECKED_S`
+# seconds, a test there stops checking the types of calls. The checks took 4/5 of the
+# time of the longest tests.
 HOST_FOLDERS = ("bench", "checkpoints", "cli", "engine", "serve", "tests", "text")
 CHECKED_S = 0.5
 
-# Reused keys and silent broadcasts or promotions are errors in tests: reused keys pass
-# every chi-square test, and silent broadcasts most comparisons.
+# Reused random keys and silent broadcasts or promotions are errors in tests. Reused
+# keys would pass every chi-square test, and silent broadcasts most comparisons.
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-# A time limit of one example fails on a busy machine.
+# On a busy machine, a time limit per example would fail.
 hypothesis.settings.register_profile("jaxspec", deadline=None)
 hypothesis.settings.load_profile("jaxspec")
 
@@ -139,8 +139,8 @@ def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests for missing devices; run the longest tests first.
 
-    A test process takes over waiting tests of others, but not a running test: a long
-    test at the end would run while the other processes are idle.
+    A test process takes over waiting tests of other processes, but not a running test.
+    If a long test ran last, the other processes would be idle meanwhile.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for platform in MARKED_PLATFORMS:
@@ -153,8 +153,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection.
 
-    torch, transformers and jax have a million objects: one collection takes a second,
-    and collections take a quarter of the import time.
+    torch, transformers and jax have a million objects, so a collection takes a second.
+    Collections take a quarter of the import time.
     """
     gc.freeze()
     gc.enable()

@@ -36,13 +36,13 @@ from tests.support.programs import users_flags
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "long_suites.json"
-# Folder into which the Makefile installs compilers for TPU and GPU.
+# The Makefile installs compilers for TPU and GPU into this folder.
 COMPILERS = Path(sys.prefix) / "aot"
-# Long suites run one at a time, each with a process per core.
+# Long suites run one at a time, each with one process per core.
 ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
-# Folders that contain our packages.
+# Folders with our own packages.
 BASES = ("", "kernels", "checkpoints")
-# Modules that every program for a CPU calls.
+# Modules that every program for a CPU calls, so that their changes make suites due.
 NATIVE = tuple(f"kernels/jaxspec_kernels/native/*.{kind}" for kind in ("cc", "h"))
 KERNELS = ("kernels/jaxspec_kernels/", "tests/")
 PROGRAM = (*KERNELS, "jaxspec/program/", "jaxspec/models/", "jaxspec/sharding.py")
@@ -80,7 +80,7 @@ class LongSuite:
         return sorted(own)
 
     def digest(self) -> str:
-        """Return the digest of the sources, which is recorded when the suite passes."""
+        """Return the digest of the sources. It is recorded when the suite passes."""
         digest = hashlib.sha256()
         for path in self.sources():
             text = path.read_text(encoding="utf-8")
@@ -216,7 +216,7 @@ SUITES = (
 def members(
     suite: str, values: Iterable[Any], *, is_example: Callable[[Any], bool]
 ) -> list[Any]:
-    """Return parameters of a test: examples always run, `others` only in the suite.
+    """Return parameters for a test; all but the examples run only in the long suite.
 
     A tuple stands for several parameters.
     """
@@ -252,7 +252,7 @@ def code_of(text: str) -> str:
 
 
 def _imported(files: list[Path]) -> set[Path]:
-    """Return the files of this repository that files import, directly or indirectly."""
+    """Return our files that `files` import, directly or indirectly."""
     found: set[Path] = set()
     wanted = list(files)
     while wanted:
@@ -266,7 +266,7 @@ def _imported(files: list[Path]) -> set[Path]:
 
 @functools.cache
 def _names(text: str) -> tuple[str, ...]:
-    """Return the names that a module imports, any of which may be modules."""
+    """Return all names that a module imports; some may not be modules."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -278,7 +278,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _files_of(name: str) -> Iterator[Path]:
-    """Return the file of a module, or nothing if the name is not a module."""
+    """Yield the file of a module, or nothing if the name is not one of our modules."""
     for base in BASES:
         place = ROOT / base / name.replace(".", "/")
         for path in (place.with_suffix(".py"), place / "__init__.py"):
@@ -327,7 +327,7 @@ def run(suite: LongSuite, arguments: list[str]) -> int:
         words.append(f"--junitxml={report}")
         done = subprocess.run(words, cwd=ROOT, env=environment, check=False)
         status = done.returncode
-        # Without compilers, tests are skipped.
+        # Without the compilers, tests are skipped, so a pass must not be recorded.
         is_whole = not arguments and status == 0 and _num_left_out(report) == 0
     if is_whole:
         row = {
@@ -347,7 +347,7 @@ def _num_left_out(report: Path) -> int:
 
 
 def main() -> int:
-    """Run the due long suites one by one; stop at the first failure."""
+    """Run the due long suites one by one, up to the first that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--all", action="store_true", help="include suites that are not due"

@@ -1,8 +1,8 @@
 """Known bugs of speculative decoding, inserted into the code one at a time.
 
 A mutant is a function with a known bug in one place. Its check, which is part of a
-test, must fail. `python tests/mutants.py` prints the table and exits with 1 if a mutant
-survives.
+test, must fail. `python tests/mutants.py` prints the result of each and exits with 1 if
+a mutant survives, which means that its check passes.
 """
 
 import sys
@@ -449,10 +449,10 @@ MUTANTS = [
 
 
 def main() -> int:
-    """Run all mutants; return whether the check of any mutant passes."""
+    """Run all mutants; return 1 if any mutant survives its check, else 0."""
     survivors = 0
     for check in dict.fromkeys(one.check for one in MUTANTS):
-        check()  # the check must pass without the mutant
+        check()  # without a mutant, the check must pass
     for one in MUTANTS:
         start = time.monotonic()
         killed = is_killed(one)

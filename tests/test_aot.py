@@ -1,4 +1,4 @@
-"""Programs of most kinds compile for TPU and GPU; the long suites compile all.
+"""One program of most kinds compiles for TPU and GPU; the long suites compile all.
 
 They compile in a separate process: see `JAXSPEC_AOT` in conftest.py.
 """

@@ -1,4 +1,4 @@
-"""The engine's rounds equal the reference round in docs/architecture.md."""
+"""The engine's rounds equal `reference_round` in docs/architecture.md."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ PROMPTS = [[5, 6, 7], [9, 8, 3, 4]]
 
 
 def shown_round() -> Any:
-    """Return `reference_round` as defined on the page."""
+    """Return the function `reference_round` that the page defines."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)

@@ -1,4 +1,4 @@
-"""Beam search over made-up distributions finds what a search of all texts finds.
+"""Beam search over random distributions finds what a search of all texts finds.
 
 tests/e2e/test_beam_search.py tests it on models.
 """
@@ -27,11 +27,11 @@ VOCAB, END = 4, 1
 PROMPT = [2, 3]
 TOKENIZER = StubTokenizer(16)
 
-Text = tuple[list[int], float]  # generated tokens, and the log-probability of the text
+Text = tuple[list[int], float]  # generated tokens, and the text's log-probability
 
 
 class Distribution:
-    """A random next-token distribution for every text."""
+    """A random next-token distribution for every text, used in place of a model."""
 
     def __init__(self, seed: int, sharpness: float = 1.0):
         self._seed, self._sharpness = seed, sharpness
@@ -44,7 +44,7 @@ class Distribution:
         return logits - np.log(np.exp(logits).sum())
 
     def position(self, tokens: list[int], count: int) -> LogprobsOnePosition:
-        """Return logprobs as an engine does: the most likely tokens, best first."""
+        """Return logprobs in an engine's format: the most likely tokens, best first."""
         distribution = self(tokens)
         best = np.argsort(-distribution)[:count].tolist()
         return {
@@ -139,7 +139,7 @@ def test_wide_beam_search_finds_the_best_texts(penalty: float, ignore_eos: bool)
 def textbook(
     distribution: Distribution, width: int, most: int, penalty: float
 ) -> list[Text]:
-    """Search by the rules of beam search, without early termination."""
+    """Search by the textbook rules of beam search, without early termination."""
     texts: list[Text] = [([], 0.0)]
     ended: list[Text] = []
     for _ in range(most):
@@ -169,8 +169,8 @@ def test_narrow_search_equals_textbook_beam_search(width: int, penalty: float):
         given = {"beam_width": width, "max_tokens": 6, "length_penalty": penalty}
         check(found(run(distribution, **given)), expected)
         num_asked -= distribution.num_asked
-    # Early termination gives the same result. With a strong preference for long texts,
-    # the search cannot end early.
+    # Early termination needs fewer distributions for the same result. With a strong
+    # preference for long texts, the search cannot end early.
     assert (num_asked > 0) == (penalty < 2 or width == 1)
 
 
@@ -184,7 +184,7 @@ def test_texts_end_at_end_tokens_and_lengths():
         assert (one.finish_reason, one.stop_reason) == why
         assert len(one.logprobs) == len(one.tokens) - len(PROMPT)
         assert one.text == TOKENIZER.decode(one.tokens)
-    # The context length ends a text as well.
+    # Texts also end at the maximum context length.
     search = run(
         Distribution(0), longest=4, beam_width=2, max_tokens=9, ignore_eos=True
     )

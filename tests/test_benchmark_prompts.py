@@ -1,4 +1,4 @@
-"""Prompts of benchmarks: from a corpus, or from our own list."""
+"""Prompts of benchmarks come from a corpus, or from a list in this repository."""
 
 import json
 import lzma
@@ -10,7 +10,7 @@ from benchmarks.measure import DOMAINS, OPEN_TURN, load_prompts, prompt_of
 
 
 def corpus_of(folder: Path, count: int) -> Path:
-    """Write a corpus of `count` numbered conversations per domain."""
+    """Write a corpus of `count` numbered conversations per domain; return its path."""
     with lzma.open(folder / "valid.jsonl.xz", "wt", encoding="utf-8") as lines:
         for number in range(count):
             for domain in DOMAINS:
@@ -23,8 +23,8 @@ def corpus_of(folder: Path, count: int) -> Path:
 def test_prompts_are_spread_over_the_corpus(tmp_path):
     chosen = load_prompts(corpus_of(tmp_path, 5), 2)
     assert list(chosen.by_domain) == list(DOMAINS)
-    # The step is 2: of five prompts the first, the third and the fifth, of which two
-    # are used.
+    # The step is 2: of five prompts it takes the first, third and fifth, and two of
+    # these are used.
     assert chosen.by_domain["math"] == [f"math 0{OPEN_TURN}", f"math 2{OPEN_TURN}"]
     assert chosen.digest == load_prompts(tmp_path, 2).digest
     assert chosen.digest != load_prompts(tmp_path, 1).digest

@@ -1,4 +1,4 @@
-"""Parsing of command lines, exit codes, and error messages."""
+"""Command lines are parsed; errors have messages and exit codes."""
 
 import io
 import sys

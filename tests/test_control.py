@@ -1,4 +1,4 @@
-"""Results of `benchmarks.control`: ratios, tokens over time, goals, tables."""
+"""Results of `benchmarks.control`: ratios, tokens per second, goals, tables."""
 
 import json
 from typing import Any
@@ -31,7 +31,8 @@ SPEEDS = {
 def test_speeds_are_compared_repeat_by_repeat():
     found = compare(SPEEDS)
     assert found["best_num_drafts"] == 5
-    # In the second repeat the machine was slow for all engines.
+    # In the second repeat the machine was slow for all engines, so ratios are per
+    # repeat.
     assert found["adaptive_by_best"] == pytest.approx(
         {"median": 147 / 150, "least": 150 / 160, "most": 79 / 80}
     )
@@ -41,7 +42,7 @@ def test_speeds_are_compared_repeat_by_repeat():
     found = compare(slow)
     assert found["best_num_drafts"] == 0
     assert found["adaptive_by_best"]["median"] == pytest.approx(1.1)
-    # The comparison is with the largest K, not the best K.
+    # `fixed_by_plain` compares the largest K, not the best K, with plain decoding.
     assert found["fixed_by_plain"]["median"] == 0.5
 
 
@@ -67,10 +68,10 @@ def test_tokens_belong_to_the_bin_of_their_time():
 def test_phase_is_settled_once_its_speed_is_nearly_final():
     level, settle_s = settle([50, 50, 50, 60, 95, 105, 100, 100, 100, 100], 0.1)
     assert level == 100
-    # Bins 95, 105 and 100 are the first three with a mean of at least 90.
+    # The bins 95, 105 and 100 are the first three whose mean is at least 90.
     assert settle_s == pytest.approx(0.4)
     assert settle([100.0] * 10, 0.1) == (100, 0)
-    # A phase that starts faster than it ends is settled from the start.
+    # A phase whose first bins are faster than its last is settled from the start.
     assert settle([300.0, 200.0, *[100.0] * 8], 0.1) == (100, 0)
 
 
@@ -80,7 +81,7 @@ def row_of(**changes: Any) -> dict[str, Any]:
 
 
 def test_sets_of_engines_are_merged_into_one_row():
-    """The spread is that between sets, not within a set."""
+    """The spread is that between sets of engines, not within a set."""
 
     def row(alike: float, drafts: dict[str, Any]) -> dict[str, Any]:
         speeds = {

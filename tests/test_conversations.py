@@ -1,4 +1,4 @@
-"""Conversations become prompts; a message's text cannot leave its turn."""
+"""Conversations become prompts, and a message's text cannot end its turn."""
 
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,15 @@ def test_template_of_a_call_overrides_the_tokenizers(tmp_path: Path):
     expected = {"prompt": text, "prompt_token_ids": TOKENIZER.encode(text)}
     for given in (template, str(tmp_path / "template")):
         assert write([TURN], chat_template=given) == [expected]
-    # Rejected before any conversation is read.
+    # The value is rejected before any conversation is read.
     with pytest.raises(ConfigError, match="must be a Jinja template"):
         write([], chat_template="{{")
 
 
 def test_template_variables_of_the_caller_are_used():
     template = "<bos>{{ mood }}{% if deep and mood == 'glad' %}!{% endif %}"
-    # Special tokens in a variable are plain text, as in a message.
+    # The template inserts the variable. Special tokens in it are plain text, as in a
+    # message.
     given = {"mood": "glad", "deep": True, "unread": [1]}, None, {"mood": "<eos>"}
     glad, none, escaped = [
         write([TURN], chat_template=template, chat_template_kwargs=one)[0]
@@ -65,7 +66,7 @@ def test_template_variables_of_the_caller_are_used():
     assert none["prompt"] == "<bos>"
     assert escaped["prompt"] == "<bos><eos>"
     assert escaped["prompt_token_ids"] != TOKENIZER.encode("<bos><eos>")
-    # Gemma's built-in format uses no variables.
+    # Gemma's built-in format has no variables.
     assert write([TURN], chat_template_kwargs=given[0]) == write([TURN])
 
 

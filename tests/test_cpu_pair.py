@@ -13,7 +13,7 @@ from tests.support.fake_engines import make_fake_engine
 def run(seconds: float, num_rounds: int, *, token: int = 7, kept: int = 0) -> Run:
     """Return a run of 21 tokens, the first of which is sampled after the prompt.
 
-    Its rounds have two drafts.
+    Its rounds have two drafts each.
     """
     drafted = Acceptance(
         num_drafts=num_rounds if kept else 0,
@@ -49,7 +49,8 @@ def test_row_has_medians_over_prompts_of_medians_over_repeats():
     )
     row = summarise([first, other])
     assert (row["num_prompts"], row["num_equal"]) == (2, 1)
-    # Tokens/s of the two prompts: 10 and 20 plain, 40 and 20 with drafts.
+    # Tokens per second of the two prompts: 10 and 20 without drafts, 40 and 20 with
+    # drafts.
     assert row["plain_tokens_per_s"] == 15
     assert row["speculative_tokens_per_s"] == 30
     assert (row["speed_up"], row["speed_up_range"]) == (2.5, [1.0, 4.0])

@@ -62,13 +62,13 @@ LEADING, FOLLOWING = (
 def definition(name: str, version: str) -> Any:
     """Return the published schema of a kind that is not part of Kubernetes.
 
-    Schemas have a megabyte and more, so they are not part of this repository. Tests
-    that need a missing schema are skipped.
+    Schemas have a megabyte and more, so they are not in this repository. A test whose
+    schema is missing is skipped.
     """
     path = ROOT.parent / "shared" / "k8s" / name
     if not path.exists():
         pytest.skip(f"no {path} here")
-    # The C++ parser reads it in a second, the Python parser in twenty.
+    # The C++ parser takes a second, the Python parser twenty.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     versions = yaml.load(path.read_text(), loader)["spec"]["versions"]
     (found,) = (one for one in versions if one["name"] == version)
@@ -76,7 +76,7 @@ def definition(name: str, version: str) -> Any:
 
 
 def strict(schema: Any) -> Any:
-    """Return a schema that rejects unknown fields (an API server only warns)."""
+    """Return a copy of a schema that rejects unknown fields; API servers only warn."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -151,7 +151,8 @@ def test_probes_use_existing_endpoints():
             assert asked["port"] == SERVER["ports"][0]["name"]
 
     serve(use)
-    # /health returns 503 until a program is compiled, which must not restart the pod.
+    # /health returns 503 until a program is compiled. Meanwhile, the pod must not be
+    # restarted.
     startup = SERVER["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
 
@@ -181,7 +182,7 @@ def test_ray_service_matches_kuberays_schema():
     schema = definition("rayservice.yaml", RAY["apiVersion"].partition("/")[2])
     whole = {"apiVersion", "kind", "metadata", "spec"}
     assert set(RAY) == whole
-    # Definitions do not describe `metadata`, which Kubernetes defines.
+    # These schemas do not describe `metadata`, which Kubernetes defines.
     schema["properties"]["metadata"] = {"required": ["name"]}
     jsonschema.validate(RAY, schema)
     for change in ("specs", "spec.rayClusterConfigs", "spec.rayClusterConfig.hosts"):
@@ -212,7 +213,7 @@ def test_hosts_match_the_lws_schema():
 
 
 def of_host(rank: int) -> argparse.Namespace:
-    """Return a host's command line, with LeaderWorkerSet's variables filled in."""
+    """Return a host's parsed command line, with LeaderWorkerSet's variables set."""
     (container,) = (LEADING if rank == 0 else FOLLOWING)["spec"]["containers"]
     known = {"$(LWS_WORKER_INDEX)": str(rank), "$(LWS_LEADER_ADDRESS)": "leader"}
     given = []
@@ -236,7 +237,7 @@ def test_all_hosts_have_the_same_command_line():
         own = dataclasses.replace(config, node_rank=0, headless=False)
         assert own == configs[0]
     leader = {"node_rank": 0, "headless": False}
-    # Engine defaults of `serve` for a model without drafts.
+    # Apart from rank and headless mode, all hosts have the same engine arguments.
     known = [
         {**vars(one), "model": line.model_tag} | leader
         for one, line in zip(arguments, lines, strict=True)
@@ -268,7 +269,7 @@ def test_hosts_have_a_secret_and_time_to_shut_down():
     needed = pause + line.shutdown_timeout + FLUSH_TIMEOUT_S
     for template in (LEADING, FOLLOWING):
         assert template["spec"]["terminationGracePeriodSeconds"] > needed
-    # If one process ends, all end: all pods are restarted together.
+    # If one process ends, all end, so all pods must be restarted together.
     policy = GROUP["spec"]["leaderWorkerTemplate"]["restartPolicy"]
     assert policy == "RecreateGroupOnPodRestart"
     # Only the leader receives requests.
@@ -289,7 +290,7 @@ def test_ray_serves_the_existing_application():
     assert placement.ray_actor_options is not None
     assert placement.ray_actor_options["resources"] == {"TPU": chips}
     assert placement.ray_actor_options["num_cpus"] <= int(limits["cpu"])
-    # A replica takes all chips of a worker: at most one replica per worker.
+    # A replica uses all chips of a worker, so each worker has at most one replica.
     (deployment,) = application["deployments"]
     assert deployment["name"] == ray_app.NAME
     scaling = deployment["autoscaling_config"]
@@ -329,7 +330,7 @@ def test_ray_has_an_image_with_ray():
 def test_extras_of_the_image_follow_the_build_argument(
     extra: str, extras: str, package: str
 ):
-    """The test runs the first lines of `RUN` in a shell."""
+    """The test runs the first lines of the Dockerfile's `RUN` in a shell."""
     begin = argument_of("RUN").partition("&& if")[0]
     said = f'EXTRA={extra}; {begin}; echo "$extras $package"'
     done = subprocess.run(["sh", "-ec", said], capture_output=True, text=True)

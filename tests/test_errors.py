@@ -58,7 +58,7 @@ def test_rejects_numbers_out_of_range(value: object):
 @pytest.mark.parametrize(
     ("low", "high", "open_low", "value", "allowed"),
     [
-        # An upper limit of zero is a limit, although it is false.
+        # An upper limit of 0 is a limit, although Python treats 0 as false.
         (-1, 0, False, 0.5, r"in \[-1, 0\]"),
         (0, None, True, 0, "above 0"),
         (0, None, False, -1, "of at least 0"),

@@ -1,4 +1,4 @@
-"""Processes exit with their status, even while compiling, and at once on Ctrl-C."""
+"""Processes exit with their own status, even while compiling, and at once on Ctrl-C."""
 
 import signal
 import subprocess
@@ -88,8 +88,8 @@ def test_engines_finish_in_order_at_exit():
     assert done.returncode == 7
     assert done.stdout.splitlines() == [
         "ends",
-        "jax is cleaned up",  # the child's
-        "a trace's arrays are gone",  # the child's
+        "jax is cleaned up",  # printed by the child
+        "a trace's arrays are gone",  # printed by the child
         "the thread has ended",
         "begin",
         "begin",
@@ -101,7 +101,7 @@ def test_engines_finish_in_order_at_exit():
 
 
 def test_interrupt_during_start_is_not_lost():
-    """An exception would be lost, for example in a `__del__`."""
+    """As an exception, the interrupt could be lost, for example in a `__del__`."""
     with subprocess.Popen(
         [sys.executable, "-c", STARTS],
         stdout=subprocess.PIPE,
@@ -120,7 +120,7 @@ def test_interrupt_during_start_is_not_lost():
 def test_interrupt_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     try:
-        # A shell starts background jobs with interrupts ignored.
+        # Shells start background jobs with SIGINT ignored.
         handler = signal.default_int_handler
         signal.signal(signal.SIGINT, handler)
         with interrupts_end():

@@ -1,4 +1,4 @@
-"""Committed figures match the committed results, and a README shows every figure."""
+"""Committed figures match the committed results, and every figure is in a README."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ PAIR = max((ROOT / "benchmarks" / "results").glob("cpu_pair-*.json"))
 
 
 def committed(name: str) -> list[dict[str, Any]]:
-    """Return the results of a file, which has one in all or one per line."""
+    """Return the results in a file, which is one result or has one per line."""
     return figures._lines(figures.RESULTS / name)
 
 
@@ -42,7 +42,7 @@ def ys_of(line: Line2D) -> list[float]:
 
 
 def spans_of(axes: Axes) -> list[list[float]]:
-    """Return both ends of every whisker."""
+    """Return both ends of every whisker (error bar) in the axes."""
     paths = [path for one in axes.collections for path in one.get_paths()]
     return [np.asarray(path.vertices)[:, 1].tolist() for path in paths]
 
@@ -65,8 +65,7 @@ def test_committed_figures_match_the_results():
     paths = {path.stem: path for path in figures.FIGURES.glob("*.svg")}
     hint = "run make figures, and remove what it no longer draws"
     assert paths.keys() == found.keys(), hint
-    # Only descriptions are compared, because positions of glyphs and lines depend on
-    # fonts.
+    # Only the figures' descriptions are compared: positions depend on fonts.
     for name, path in paths.items():
         assert description_of(path) == drawing.described(found[name]), f"{name}: {hint}"
 
@@ -141,7 +140,7 @@ def test_server_under_load_has_both_modes_and_whiskers():
         e["plain"]["output_throughput"] for e in entries if e["max_concurrency"] == 16
     ]
     assert ys_of(speed.lines[1])[-1] == np.median(plain)
-    # Results by request rate, with a server without drafts and a plain run.
+    # Results by request rate, of a server without drafts, and without a plain run.
     rates = [dict(entries[0], max_concurrency=None) for _ in range(3)]
     for entry, rate in zip(rates, (2.0, "inf", 0.5), strict=True):
         entry["request_rate"] = rate
@@ -213,7 +212,7 @@ def spread(median: float) -> dict[str, float]:
 
 
 def gpu_result(**changes: Any) -> dict[str, Any]:
-    """A result as `benchmarks.gpu` writes it, with made-up values."""
+    """Return a result with made-up values, in the format of `benchmarks.gpu`."""
     rounds = [
         {
             "what": "round",
@@ -272,13 +271,13 @@ def test_gpu_is_drawn_with_its_ceilings_and_the_goal(tmp_path):
     assert xs_of(ceiling) == xs_of(ours) == [1, 2, 4, 8]
     assert ys_of(ceiling)[0] == pytest.approx(1.6 / 1.1)
     assert ys_of(ours) == pytest.approx([0.9 * one for one in ys_of(ceiling)])
-    # The round with the lower time has the higher speed.
+    # The round with the shorter time has the higher speed.
     span = [0.9 * 1.6 / 1.1 / 1.1, 0.9 * 1.6 / 1.1 / 0.9]
     assert spans_of(axes)[0] == pytest.approx(span)
     assert labels_of(axes) == ["acceptance 0.6", "acceptance 0.8"]
     (axes,) = bandwidth.axes
     assert ticks_of(axes) == ["2B", "9B", "27B"]
-    # Of two measurements of the 2B, the first is drawn.
+    # Of two measurements of the 2B, the figure shows the first.
     assert heights_of(axes)[:3] == pytest.approx([0.7, 0.8, 0.85])
     assert ys_of(axes.lines[-1]) == [0.75, 0.75]
     for figure in found.values():
@@ -305,10 +304,10 @@ def test_incomplete_gpu_run_draws_the_available_figures(changes, names, tmp_path
     ("heights", "placed"),
     [
         ([30, 0], [30, 0]),
-        # Each of two labels moves by half of the missing distance.
+        # To get two labels apart, each moves by half of the missing distance.
         ([12, 10], [16, 6]),
         ([10, 10, 10], [0, 10, 20]),
-        # The third label is pushed by the two below it, and pushes them.
+        # Two labels push the third one up, and it pushes them down.
         ([0, 4, 12, 90], [-14 / 3, 16 / 3, 46 / 3, 90]),
     ],
 )

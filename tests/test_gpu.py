@@ -1,4 +1,4 @@
-"""The benchmark of full-size models, run with tiny models."""
+"""The benchmark of full-size models runs, here with tiny models."""
 
 import argparse
 import json
@@ -39,8 +39,9 @@ def test_pair_is_measured_in_all_parts(form):
     assert verify["verify_over_plain"] > 0
     forced, real = by_kind["round"]
     assert (forced["acceptance"], real["acceptance"]) == ("synthetic", "standard")
-    # 3 steps of a draft, run twice. Random models with tied embeddings repeat their
-    # last token, so a real rule accepts their drafts; a forced rate of 0 accepts none.
+    # Three steps with one draft each run twice: 6 drafts. Random models with tied
+    # embeddings repeat their last token, so a real rule accepts their drafts; a forced
+    # rate of 0 accepts none.
     assert (forced["drafted"], forced["accepted"]) == (6, 0)
     assert forced["tokens_per_round"] == 1
     assert forced["ceiling"] < 1
@@ -60,7 +61,8 @@ def test_full_runs_have_the_published_sizes():
         pair = gpu.configs_of("27b-2b", gpu.make_parser().parse_args(form))
         assert [one.scan_layers for one in pair] == [bool(form)] * 2
     pool = Setting(context=100, steps=10).pool(8, 512, 4)
-    # Pages hold the context, five tokens per step, and those of one more step.
+    # The pages hold the context, five tokens per step, and five more for one further
+    # step.
     assert pool.max_model_len >= 100 + 11 * 5
     assert pool.num_pages == 8 * pool.table_len
 
@@ -113,7 +115,7 @@ def child(monkeypatch, tmp_path: Path):
 def have_ended(pids: Path) -> bool:
     """Return whether all processes end soon.
 
-    Processes without a parent take a moment to be reaped.
+    Processes whose parent has ended take a moment to be reaped.
     """
     for _ in range(100):
         states = [Path("/proc", pid, "stat") for pid in pids.read_text().split()]
@@ -124,7 +126,7 @@ def have_ended(pids: Path) -> bool:
 
 
 def test_slow_process_is_killed_with_its_children(child):
-    """A child holds the pipe too, so reading would not end before the child does."""
+    """A child holds the output pipe too, so it stays open until the child ends."""
     more = "sleep 60 &", "echo $! >> $0.pids", "exec sleep 60"
     pids = child("echo '{\"what\": 1}'", "echo not json", *more)
     first, last = gpu.run_child("9b-2b", 1.0, [])
@@ -150,7 +152,7 @@ def test_part_preallocates_memory_unless_configured(child, monkeypatch, given):
     monkeypatch.delenv(name, raising=False)
     if given is not None:
         monkeypatch.setenv(name, str(given))
-    # An incomplete line, which a killed process may leave, is ignored.
+    # A killed process may leave an incomplete last line, which is ignored.
     child(f'echo "{{\\"what\\": ${name}}}"', "printf '{\"half'")
     expected = gpu.MEMORY_FRACTION if given is None else given
     assert list(gpu.run_child("9b-2b", 60, [])) == [{"what": expected}]
@@ -158,7 +160,7 @@ def test_part_preallocates_memory_unless_configured(child, monkeypatch, given):
 
 @pytest.fixture
 def heeds_interrupts():
-    """Enable SIGINT, which a process ignores if it was started in the background."""
+    """Enable SIGINT, which a process started in the background ignores."""
     found = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, found)
@@ -189,7 +191,7 @@ def test_signal_to_the_run_also_ends_the_part(monkeypatch, tmp_path, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_pass_computes_all_that_a_round_needs(num_drafts):
-    """XLA must compute the tokens of a pass even if no later pass reads them."""
+    """XLA must compute the tokens of a pass, even if no later pass reads them."""
     setting = gpu.setting_of(options_of("--context", "16"))
     config = config_from_hf(gpu.config_of("9b", options_of()))
     models = Models.random(config, config, setting)

@@ -1,6 +1,6 @@
-"""Imports are at the top, absolute, and of declared dependencies; all modules import.
+"""Imports are at the top, absolute, and of declared packages; all modules import.
 
-import-linter checks their direction, with the contracts in pyproject.toml.
+import-linter checks the direction of imports, with the contracts in pyproject.toml.
 """
 
 import ast
@@ -19,15 +19,15 @@ PACKAGES = {
     "jaxspec_kernels": ROOT / "kernels",
     "jaxspec_checkpoints": ROOT / "checkpoints",
 }
-# (import root, module file relative to it)
+# Pairs: an import root, and a module file relative to it.
 MODULES = [
     (folder, path.relative_to(folder))
     for package, folder in PACKAGES.items()
     for path in sorted((folder / package).rglob("*.py"))
 ]
 
-# Modules with dependencies that an extra installs, and the name of the extra. Only
-# modules with the same extra may import them at the top.
+# Modules whose imports an extra installs, and the name of the extra. Only modules of
+# the same extra may import them at the top.
 NEED_AN_EXTRA = {
     "jaxspec/train/run.py": "train",
     "jaxspec/train/trainer.py": "train",
@@ -54,7 +54,7 @@ def imports_of(tree: ast.AST) -> list[Import]:
 
 
 def declared_distributions(extra: str | None) -> set[str]:
-    """Return the normalized names of the packages that `pip install` installs.
+    """Return the normalized names of the packages that pip installs.
 
     They are those of one extra, or those without any extra.
     """
@@ -82,7 +82,7 @@ def test_imports_are_at_the_top_and_absolute(folder: Path, path: Path) -> None:
 
 
 def test_third_party_imports_are_declared() -> None:
-    # `make demo` installs no extra, so an undeclared import would break it.
+    # `make demo` installs no extra, so importing an undeclared package would break it.
     distributions = packages_distributions()
     undeclared = [
         f"{path}: {name}"

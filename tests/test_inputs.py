@@ -15,14 +15,14 @@ MAX_MODEL_LEN = 12
 
 
 class Bytes:
-    """A tokenizer that encodes a text as token 2, then each byte plus 3."""
+    """A tokenizer that encodes a text as token 2, and then each byte as byte + 3."""
 
     def encode(self, text: str) -> list[int]:
         return [2, *(byte + 3 for byte in text.encode())]
 
 
 class Nothing:
-    """A tokenizer that adds no beginning token."""
+    """A tokenizer that returns no tokens, not even one at the beginning."""
 
     def encode(self, text: str) -> list[int]:
         del text

@@ -1,4 +1,4 @@
-"""Programs and texts do not depend on the user's jax settings."""
+"""Programs and texts are the same whatever jax settings the user has made."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

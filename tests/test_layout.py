@@ -1,4 +1,4 @@
-"""Layout of the repository: module names, test files, and one list of checks."""
+"""Layout of the repository: names of modules, test files, and one list of checks."""
 
 import ast
 import re
@@ -32,12 +32,13 @@ ALLOWED_FILES = {
     "jaxspec/utils/argparse_utils.py",
 }
 
-# Modules that need no test file of their own: small folders, and vLLM's paths.
+# Folders whose modules need no test file each: small ones, and those that only mirror
+# vLLM's import paths.
 LEAVES = (
     *("engine/memory", "lora", "models/heads"),
     *("serve/requests", "serve/responses", "text", "train", "usage", "utils"),
 )
-# Modules that are tested elsewhere: the test file, and why.
+# Modules that another test file tests: that file, and the reason.
 TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     "jaxspec/bench/flags.py": (
         "tests/bench/test_main.py",
@@ -196,12 +197,13 @@ def defines_something(path: Path) -> bool:
 
 
 def mirrors_of(path: Path, stems: Counter[str]) -> list[Path]:
-    """Return the allowed paths of a module's test file.
+    """Return the paths that a module's test file may have.
 
-    The path mirrors the module's, or is flat if the module's name is unique.
+    The path mirrors the module's. If the module's name is unique, the path may also be
+    flat.
     """
     if path.parts[0] == "kernels":
-        # A kernel operation is a folder of modules with one common test file.
+        # The modules of a kernel operation have one common test file.
         unit = path.parts[2].removesuffix(".py").strip("_")
         return [Path("tests/kernels", f"test_{unit}.py")]
     if path.stem == "__init__":

@@ -1,4 +1,4 @@
-"""`LLM` with a fake engine; tests/e2e tests the real one."""
+"""`LLM` with a fake engine; tests/e2e tests it with the real one."""
 
 from typing import Any
 
@@ -144,7 +144,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 def test_outputs_are_in_the_order_of_prompts(llm: LLM):
     outputs = llm.generate(["ab", "cd", "ef"], use_tqdm=False)
     assert texts(outputs) == ["ba", "dc", "fe"]
-    # A second call continues the request ids of the first one.
+    # A second call continues counting the request ids.
     assert texts(llm.generate("gh", use_tqdm=False)) == ["hg"]
     assert [int(name) for name in engine_of(llm).params] == [0, 1, 2, 3]
 
@@ -162,7 +162,7 @@ def test_one_or_several_sampling_params_are_accepted(llm: LLM):
     assert [params.max_tokens for params in used] == [5, 6, 5, 5, 3]
     assert used[-1].temperature == 0.6
     assert {params.output_kind for params in used} == {RequestOutputKind.FINAL_ONLY}
-    # The caller's objects are unchanged.
+    # The objects that the caller passed are unchanged.
     assert given[0].output_kind is RequestOutputKind.CUMULATIVE
 
 
@@ -176,8 +176,8 @@ def test_one_or_several_sampling_params_are_accepted(llm: LLM):
 def test_bad_sampling_params_are_rejected(
     llm: LLM, params: Any, allowed: str, monkeypatch: pytest.MonkeyPatch
 ):
-    # Type checks are off, as for users: otherwise jaxtyping would report the wrong type
-    # first.
+    # Type checks are off, as for users: with them, jaxtyping would report the wrong
+    # type first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(RequestError, match=allowed):
         llm.generate(["a", "b"], params, use_tqdm=False)
@@ -341,7 +341,7 @@ def test_enqueued_prompts_wait_for_their_own_call(llm: LLM):
     second = llm.enqueue("ef")
     assert [*first, *second] == ["0", "1", "2"]
     assert engine_of(llm).num_steps == 0
-    # A call of `generate` in between returns only its own outputs.
+    # `generate`, called while other requests run, returns only its own outputs.
     assert texts(llm.generate(["gh"], use_tqdm=False)) == ["hg"]
     assert texts(llm.wait_for_completion(use_tqdm=False)) == ["ba", "dc", "fe"]
     assert llm.wait_for_completion(use_tqdm=False) == []
@@ -357,7 +357,7 @@ def test_error_names_lost_enqueued_prompts(llm: LLM):
     llm.llm_engine.abort_request([ids[1]])
     with pytest.raises(RequestError, match="Requests 1 ended without an output"):
         llm.wait_for_completion(use_tqdm=False)
-    # The other requests are not lost.
+    # The other requests still get their outputs.
     assert texts(llm.wait_for_completion(use_tqdm=False)) == ["a", "c"]
     assert llm.wait_for_completion(use_tqdm=False) == []
 

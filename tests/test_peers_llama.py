@@ -1,4 +1,4 @@
-"""The child process that runs llama.cpp's server, with a fake server."""
+"""The child process that runs llama.cpp's server, here with a fake server."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ OPTIONS = (
     "\n--spec-draft-threads N\n--spec-draft-type-k T\n--spec-draft-type-v T"
     "\n--spec-type none,draft-simple\n--draft-max, --draft N  has been removed"
 )
-# Counts up from the last token of a prompt; logs its command line.
+# A fake server: counts up from a prompt's last token, and logs its command line.
 SERVER = f"""#!{sys.executable}
 import json, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -97,10 +97,11 @@ def test_servers_of_two_batch_sizes(tmp_path):
             found = ask(child, size)
             texts = [[first + place for place in range(4)] for first in range(8, 11)]
             assert found["token_ids"] == texts[:size]
-            # 4 tokens: the first is sampled after the prompt, 2 are accepted drafts.
+            # Of the 4 tokens, the first is sampled after the prompt, and 2 are accepted
+            # drafts.
             counts = {"drafted": 4 * size, "accepted": 2 * size, "rounds": size}
             assert found["counts"] == counts
-            time.sleep(0.3)  # others have their turn
+            time.sleep(0.3)  # meanwhile other engines would run
     finally:
         child.close()
     one, three = (tmp_path / "llama-server.log").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""`USERS_COMPILER` equals the XLA options of users."""
+"""`USERS_COMPILER` equals the XLA options that users get."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 from tests.support.programs import QUICK_COMPILER, USERS_COMPILER, flags_of, users_flags
 
-# A process reads flags only once.
+# Flags are read only once per process, so this runs in a new process.
 CODE = """
 from jaxlib import xla_client
 print(xla_client.CompileOptions().SerializeAsString())
@@ -14,7 +14,7 @@ print(xla_client.CompileOptions().SerializeAsString())
 
 
 def options_with(flags: list[str]) -> str:
-    """XLA's compile options in a process with these flags."""
+    """Return XLA's compile options in a process with these flags."""
     words = [sys.executable, "-c", CODE]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The progress bar counts finished requests and names programs being compiled."""
+"""The progress bar counts finished requests and names programs that are compiled."""
 
 from collections.abc import Callable
 

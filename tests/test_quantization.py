@@ -1,4 +1,4 @@
-"""Figures on quantization in the documentation match the recorded results."""
+"""The documentation's figures on quantization match the recorded results."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,8 @@ def test_acceptance_with_every_kv_type_is_documented():
     lines = DOCS.read_text(encoding="utf-8").splitlines()
     rows = {(row["kv_cache_dtype"], row["mode"]): row for row in record["acceptance"]}
     assert list(rows) == [(kind, mode) for kind in KV_KINDS for mode in MODES]
-    # The record's top-level type is that of the last measured part.
+    # The record's top-level type is that of the part measured last, so read this
+    # part's.
     dtype = record["measured"]["acceptance"]["dtype"]
     for kind in KV_KINDS:
         cells = [dtype if kind == "auto" else kind]
@@ -69,18 +70,18 @@ def test_speeds_match_the_measurements():
 
 def test_ceilings_follow_from_bytes():
     assert "\n".join(ceiling_lines()) in DOCS.read_text(encoding="utf-8")
-    # 2.6 billion parameters, of which 0.59 make logits.
+    # The model has 2.6 billion parameters, of which 0.59 billion compute logits.
     assert round(pass_bytes("2b", None) / 2e9, 2) == 2.61
     head = pass_bytes("2b", None) - pass_bytes("2b", None, 1)
     assert round(head / 2e9, 2) == 0.59
-    # One float32 scale per output, or per 128 features in int4.
+    # There is one float32 scale per output, or in int4 per 128 features.
     assert 0.5 < pass_bytes("2b", "int8") / pass_bytes("2b", None) < 0.501
     layers = pass_bytes("2b", "int4", 1) / pass_bytes("2b", None, 1)
     assert round(layers, 3) == round((4 + 32 / 128) / 16, 3)
 
 
 def test_acceptance_of_trimmed_heads_matches_the_record():
-    """In another page, and in a table that `--tables` prints."""
+    """The figures are on another page, and in a table that `--tables` prints."""
     record = json.loads(PATH.read_text(encoding="utf-8"))
     assert "\n".join(trimmed_lines(record)) in DRAFTS.read_text(encoding="utf-8")
     rows = record["trimmed"]
@@ -88,7 +89,7 @@ def test_acceptance_of_trimmed_heads_matches_the_record():
     assert tuple(dict.fromkeys(own)) == HEADS
     for row in rows:
         assert row["mode"] in HEAD_MODES
-        # Tokens that a draft cannot propose change no text.
+        # Tokens that the draft model cannot propose do not change a text.
         assert row["same_texts"] == row["num_texts"], row
         rate = row["num_accepted"] / row["num_draft_tokens"]
         assert rate == row["acceptance_rate"]

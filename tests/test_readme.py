@@ -93,7 +93,7 @@ def result(**changes: Any) -> dict[str, Any]:
 
 
 def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> Done:
-    """Run the script on a README with stale text between the marks."""
+    """Run the script on a README with an outdated table between the marks."""
     readme = folder / "README.md"
     if not readme.exists():
         marks = "".join((MARKS, PEER_MARKS, FORM_MARKS, METHOD_MARKS))
@@ -135,7 +135,7 @@ def test_newest_full_result_becomes_the_table(tmp_path):
     assert "| math, greedy | 200 | 300 | 1.50 | 0.62 | 3.50 |\n" in text
     assert "| all, greedy | 210 | 368 | 1.75 | 0.62 | 3.50 |\n" in text
     assert "| all, temperature 0.8, top-p 0.95 | 190 | 238 | 1.25 " in text
-    # Medians of 90 80 100 and of 70 70 70, then the median of the two.
+    # The medians of 90 80 100 and of 70 70 70, and then the median of the two.
     assert "greedy: 80 tok/s in float32" in text
     assert "12.3 s with nothing compiled" in text
     assert "2.3 s with a compilation cache. Peak memory: 500 MiB." in text
@@ -185,7 +185,7 @@ def test_links_have_targets():
 
 
 def headings_of(page: Path) -> set[str]:
-    """Anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub makes of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
     return {title.replace(" ", "-") for title in kept}
@@ -238,7 +238,7 @@ def test_targets_of_make_exist():
 
 
 def test_no_command_installs_the_other_project():
-    # On PyPI the name belongs to an X-ray library.
+    # On PyPI, jaxspec is the name of an X-ray library.
     assert "another project" in README
     for page in ROOT.glob("**/*.md"):
         if not any(part.startswith(".") for part in page.relative_to(ROOT).parts):
@@ -247,9 +247,9 @@ def test_no_command_installs_the_other_project():
 
 
 def test_readme_code_runs():
-    # One session: later blocks use what earlier ones made.
+    # All blocks run in one process: later blocks use what earlier ones define.
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    # Exit without waiting for programs that are still being compiled.
+    # The process exits without waiting for programs that are still being compiled.
     end = "import os, sys\nsys.stdout.flush()\nos._exit(0)\n"
     done = python("-W", "error", "-c", "\n".join([*blocks, end]))
     assert done.returncode == 0, done.stderr
@@ -274,7 +274,8 @@ def test_quick_benchmark_makes_a_table(tmp_path):
     assert greedy["all"]["num_equal"] == greedy["all"]["num_prompts"] == 5
     assert greedy["all"]["acceptance_rate"] <= 1
     startup = measured["startup"]
-    # Compiling takes memory: the benchmark process's own peak would be equal in both.
+    # Compiling takes memory, so the peak of the benchmark's own process would be the
+    # same in both.
     memory = {kind: start["peak_resident_bytes"] for kind, start in startup.items()}
     assert 100 * 2**20 < memory["warm"] < memory["cold"]
     assert startup["warm"]["first_token_s"] < startup["cold"]["first_token_s"]

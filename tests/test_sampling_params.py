@@ -11,7 +11,7 @@ from jaxspec.config.structured_outputs import StructuredOutputsParams
 from jaxspec.errors import RequestError
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
-# vLLM's fields and defaults, from the reference, not from the class.
+# vLLM's fields and defaults, copied from the reference and not from our class.
 VLLM_DEFAULTS = {
     "n": 1,
     "presence_penalty": 0.0,
@@ -53,7 +53,7 @@ VLLM_DEFAULTS = {
     "trace_decode_token_ids": None,
 }
 
-# Field, rejected value, allowed values in the message.
+# Each case: a field, a rejected value, and the allowed values in the message.
 REFUSED = [
     ("n", 0, "at least 1"),
     ("n", 1.5, "an integer"),
@@ -116,7 +116,7 @@ REFUSED = [
 
 
 def faulty_part(value: Any) -> object:
-    """The message may show the one wrong element instead of the whole value."""
+    """Return the wrong element, which the message may show without the whole value."""
     if isinstance(value, dict):
         key, element = next(iter(value.items()))
         return key if key == "x" else element

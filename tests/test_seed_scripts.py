@@ -14,7 +14,7 @@ from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
 
-# Speculative decoding as users of vLLM wrote it when its arguments were flat.
+# A script for vLLM with flat arguments, which older versions had.
 VLLM_SCRIPT = """\
 from vllm import LLM, SamplingParams
 
@@ -44,7 +44,7 @@ LLAMA_NAMES = {
     "meta-llama/Meta-Llama-3-70B": "jaxspec/tiny-gemma2",
     "meta-llama/Meta-Llama-3-8B": "jaxspec/tiny-gemma2-draft",
 }
-# Checks of values that the script does not read.
+# Lines added to a script, which check values that the script itself does not read.
 CHECKS = """
 (completion,) = outputs[0].outputs
 assert len(completion.token_ids) == 16 or completion.finish_reason == "stop"
@@ -57,7 +57,7 @@ assert completion.spec_decode_metrics.num_draft_tokens > 0
 """
 
 
-# The same with today's arguments, and the metrics of an evaluation.
+# A script with today's arguments, which also reads metrics as an evaluation does.
 METRICS_SCRIPT = """\
 from vllm import LLM, SamplingParams
 from vllm.v1.metrics.reader import Counter, Vector
@@ -118,8 +118,8 @@ assert again[0].outputs[0].text == outputs[0].outputs[0].text
 """
 
 
-# Streaming with the asynchronous engine, as in older posts: an unread stream with the
-# same id comes first, and the number of drafts is not given.
+# A script that streams with the asynchronous engine, as older posts do. An unread
+# stream with the same id comes first, and the number of drafts is not given.
 ASYNC_SCRIPT = """\
 import asyncio
 import uuid
@@ -165,7 +165,7 @@ assert not engine.is_running
 """
 
 
-# Over four devices, as in a deployment guide.
+# A script for four devices, as in a deployment guide.
 PARALLEL_SCRIPT = """\
 from vllm import LLM, SamplingParams
 
@@ -191,7 +191,7 @@ assert llm.llm_engine.runner.mesh.devices.size == 4
 assert len(completion.token_ids) == 100 or completion.finish_reason == "stop"
 assert completion.spec_decode_metrics.num_accepted_draft_tokens > 0
 """
-# Its server, by the command that it gives.
+# The guide's server, started by the command that it gives.
 PARALLEL_COMMAND = """\
 python -m vllm.entrypoints.openai.api_server \\
     --model meta-llama/Meta-Llama-3-70B \\
@@ -202,7 +202,7 @@ python -m vllm.entrypoints.openai.api_server \\
 
 
 def renamed(script: str, names: dict[str, str] = NAMES) -> str:
-    """The script with only its import and its models replaced."""
+    """Return the script with only its import and its model names replaced."""
     for theirs, ours in names.items():
         assert theirs in script
         script = script.replace(theirs, ours)
@@ -216,7 +216,7 @@ def run_script(
     expected: tuple[str, ...] = (),
     names: dict[str, str] = NAMES,
 ) -> str:
-    """Run a script for vLLM, its names replaced, and return what it printed.
+    """Run a script for vLLM with names replaced; return what it printed.
 
     Args:
         expected: Prefixes of allowed warnings.
@@ -268,7 +268,7 @@ def test_server_command(monkeypatch: pytest.MonkeyPatch):
     seen: list[Options] = []
     monkeypatch.setattr(launcher, "run", lambda options: seen.append(options) or 0)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
-    monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of it
+    monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns about it
     with pytest.raises(SystemExit) as end:
         runpy.run_module(module, run_name="__main__")
     assert end.value.code == 0

@@ -1,4 +1,4 @@
-"""The settings of conftest.py are in force; losing one would not be noticed."""
+"""The settings of conftest.py have an effect; no other test would notice a loss."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_dtype_promotion_is_an_error() -> None:
 
 
 def test_shape_annotations_are_checked() -> None:
-    # One key/value row, two slots: without the check, a broadcast that writes both.
+    # One key/value row for two slots: without the check, a broadcast would write both.
     pages, row = jnp.zeros((2, 4, 2, 8)), jnp.zeros((1, 1, 8))
     with pytest.raises(jaxtyping.TypeCheckError, match="slot_mapping"):
         jaxspec_kernels.write_kv_pages(pages, row, row, jnp.array([0, 1]))

@@ -1,4 +1,4 @@
-"""Logical axes are split over mesh axes by whole units, or replicated."""
+"""Logical axes are divided over mesh axes by whole units, or else replicated."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_split_axes_span_the_target(axis):
 
 
 def test_draft_is_split_only_over_the_model_axis():
-    # 12 divides into the draft's two shards, but not into the target's eight.
+    # 12 can be divided by the draft's two shards, but not by the target's eight.
     sharding = named_sharding(
         make_mesh(8, 2), ("model", "hidden"), (4, 12), mesh_axes=DRAFT_MESH_AXES
     )
@@ -72,9 +72,9 @@ def test_other_axes_are_replicated(axis):
 @pytest.mark.parametrize(
     ("size", "unit", "shard"),
     [
-        (64, 8, 8),  # 8 heads of 8: one per device
-        (32, 8, 32),  # 4 heads for 8 devices: replicated
-        (96, 8, 96),  # 12 heads do not divide into 8 shards
+        (64, 8, 8),  # 8 heads of size 8 are divided: one per device
+        (32, 8, 32),  # 4 heads cannot be divided by 8: replicated
+        (96, 8, 96),  # 12 heads cannot be divided by 8: replicated
         (64, 1, 8),
         (60, 1, 60),
     ],
@@ -89,8 +89,9 @@ def test_shards_hold_consecutive_parts_in_the_order_of_the_mesh():
     rows = jnp.arange(16.0)
     placed = jax.device_put(rows, named_sharding(mesh, ("vocab",), (16,)))
     parts = {part.device: np.asarray(part.data) for part in placed.addressable_shards}
-    # Copies of the draft's part of a model are neighbours in the target's order.
-    order = mesh.devices.transpose(0, 2, 1)  # data, model, replica
+    # In the target's order of devices, copies of the same part of the draft model are
+    # neighbours.
+    order = mesh.devices.transpose(0, 2, 1)  # mesh axes: data, model, replica
     found = np.concatenate([parts[device] for device in order.flat])
     np.testing.assert_array_equal(found, rows)
 

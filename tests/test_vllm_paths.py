@@ -1,4 +1,4 @@
-"""Import lines of vLLM scripts work with the package's name replaced."""
+"""Import lines of vLLM scripts work once the package's name is replaced."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Acceptance counts of explicit rounds, and speed-up ceilings."""
+"""Acceptance counts of given rounds, and the ceilings of speed-ups."""
 
 import random
 
@@ -28,7 +28,7 @@ def test_rates_are_those_of_the_rounds():
     assert (found.num_drafts, found.num_draft_tokens, found.num_accepted) == (4, 12, 5)
     assert found.rate == 5 / 12
     assert found.mean_length == 1 + 5 / 4
-    # Rounds that accepted at least 1, 2, 3 drafts: three, one, one.
+    # Of the rounds, three accepted at least 1 draft, one at least 2 and one at least 3.
     assert found.per_position_rates == [3 / 4, 1 / 4, 1 / 4]
     assert found.conditional_rates == [3 / 4, 1 / 3, 1 / 1]
     assert found.as_json()["acceptance_rate_per_position"] == [0.75, 0.25, 0.25]
@@ -83,7 +83,7 @@ def test_expected_length_is_that_of_simulated_rounds():
             if draw.random() >= rate:
                 break
             total += 1
-    # A round's length has a standard deviation of about 1.2.
+    # The length of a round has a standard deviation of about 1.2 tokens.
     assert expected_length(rates) == pytest.approx(total / rounds, abs=0.015)
     assert expected_length([0.5, 0.0, 1.0]) == 1.5
 
@@ -91,10 +91,10 @@ def test_expected_length_is_that_of_simulated_rounds():
 @pytest.mark.parametrize(
     ("rates", "cost", "best", "ceiling"),
     [
-        # 27B with a 2B draft, and 9B with it, at acceptance 0.8.
+        # Speed-ups of 27B with a 2B draft, and of 9B with it, at acceptance 0.8.
         ([0.8] * 10, 0.097, 6, 2.5),
         ([0.8] * 10, 0.285, 3, 1.59),
-        # A draft model as expensive as the target can only lose.
+        # A draft model as expensive as the target always makes decoding slower.
         ([0.99] * 3, 1.0, 0, 1.0),
         ([], 0.1, 0, 1.0),
     ],

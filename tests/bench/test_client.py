@@ -1,4 +1,4 @@
-"""HTTP and event streams from a server that sends given bytes in pieces."""
+"""The HTTP client and event streams, with a server that sends given bytes in pieces."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ async def sending(
         for handler in handlers:
             handler.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
-        await asyncio.sleep(0)  # lets the loop finish closed connections
+        await asyncio.sleep(0)  # lets the event loop finish closed connections
 
 
 async def answer_to(pieces: Sequence[bytes]) -> tuple[int, bytes]:
@@ -86,7 +86,8 @@ def test_broken_http_is_an_error(pieces, message):
 
 def test_pieces_arrive_before_the_end():
     async def first_piece() -> bytes:
-        # The stream remains open: waiting for its end would block forever.
+        # The server keeps the stream open: a client that waited for its end would block
+        # forever.
         pieces = [CHUNKED, b"3\r\none\r\n"] + [b""] * 10_000
         async with sending(pieces) as url, request(f"{url}/x") as response:
             async for piece in response.aiter_raw():
@@ -154,7 +155,7 @@ def delta(said: str | None) -> dict[str, Any]:
 
 
 def answer_from(*pieces: bytes, status: str = "200 OK") -> Answer:
-    """Return the client's answer for a body of these pieces."""
+    """Return the client's answer from a server with this status and these pieces."""
 
     async def ask() -> Answer:
         head = CHUNKED.replace(b"200 OK", status.encode())
@@ -178,7 +179,7 @@ def test_requests_are_streams_with_usage():
 def test_answer_has_text_and_times(form, monkeypatch):
     ticks = itertools.count(100.0)
     monkeypatch.setattr(module, "now", lambda: next(ticks))
-    # Neither a role before the text nor a comment is a token.
+    # Neither the role before the text nor a comment counts as a token.
     sent = [form(""), form("ab"), form("cd"), form("ef"), USAGE, "[DONE]"]
     found = answer_from(events(*sent[:2]) + b": ping\r\n\r\n", events(*sent[2:]))
     assert (found.error, found.text) == ("", "abcdef")

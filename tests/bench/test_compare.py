@@ -70,7 +70,7 @@ def test_measures_every_form_and_chooses_tree(monkeypatch, tmp_path, capsys):
     path = tmp_path / "out.json"
     named = ("chain", "leaves=2", TREE, "best=5")
     arguments = (*SMALL, "--temperatures", 0, 1, "--output-json", path)
-    arguments += ("--num-prompts", 2)  # one batch after the other
+    arguments += ("--num-prompts", 2)  # the batches run one after the other
     spec.run(flags("spec", *arguments, "--forms", *named))
     printed = capsys.readouterr().out
     found = json.loads(line_in(path, printed))
@@ -81,7 +81,8 @@ def test_measures_every_form_and_chooses_tree(monkeypatch, tmp_path, capsys):
         assert [point["temperature"] for point in one["points"]] == [0, 1]
         for point in one["points"]:
             assert len(point["speculative"]["elapsed_s"]) == 2
-            # The fake device accepts no side branch.
+            # The fake device never accepts a side branch, so both ways of counting
+            # agree.
             drafted = point["speculative"]["acceptance"]
             assert point["tokens_per_round"] == drafted["mean_acceptance_length"]
             assert point.get("is_equal") == (
@@ -89,7 +90,7 @@ def test_measures_every_form_and_chooses_tree(monkeypatch, tmp_path, capsys):
             )
         nodes = [part["num_nodes"] for part in one["parts"]]
         assert nodes == [0, one["num_nodes"]]
-    # The tree has no node that was never accepted.
+    # The best tree has no node that was never accepted.
     best = read_paths(found["forms"][3]["speculative_token_tree"])
     assert best in {leaf_paths(levels, 0) for levels in range(1, 4)}
     assert found["forms"][3]["speculative_token_tree"] in printed
@@ -139,7 +140,7 @@ def test_round_cost_is_interpolated():
         (parts(0, 0, 0, 4.0), False),
         (parts(4, 4, 8, 5.0), False),
         (parts(4, 12, 8, 9.0), False),
-        # A smaller tree that took longer, by noise.
+        # By noise, a smaller tree took longer than a larger one.
         (parts(2, 8, 12, 10.0), True),
     ]
     seconds = round_cost(timed)
@@ -150,9 +151,10 @@ def test_round_cost_is_interpolated():
     assert seconds(4, 12, False) == pytest.approx(8e-3 + 10e-3)
     sizes = [seconds(4, count, False) for count in range(4, 65)]
     assert sizes == sorted(sizes)
-    # Without a timed tree with side paths, draft passes grow like the target's.
+    # No tree with side paths was timed, so draft passes are assumed to grow like the
+    # target's.
     assert round_cost(timed[:3])(2, 12, True) == pytest.approx(4e-3 * 9 / 4 + 9e-3)
-    # Extrapolated with the last slope.
+    # Beyond the largest timed tree, the last slope continues.
     assert round_cost(timed[:3])(4, 20, False) == pytest.approx(8e-3 + 13e-3)
 
 
@@ -180,7 +182,7 @@ def _folders(tmp_path):
 
 
 def found_methods(*arguments: Any) -> dict[str, tuple[str, int]]:
-    """Return method and K by name."""
+    """Return the method and K of each comparison, by its name."""
     found = methods_of(flags("spec", *SMALL, *arguments))
     names = [one.name for one in found]
     assert len(set(names)) == len(names)
@@ -303,7 +305,7 @@ def test_answer_names_what_to_choose(entries, message):
 def test_table_has_a_row_for_every_point():
     entries = [
         entry("ngram", 1.1, memory_bytes=3 * 2**19),
-        # Without drafts and decoding.
+        # An entry with neither acceptance nor a decoding speed.
         entry("chain", 0.9, temperature=0.8, speculative={}),
         entry("leaves", 1.9, batch_size=4),
     ]

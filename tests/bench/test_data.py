@@ -1,4 +1,4 @@
-"""Prompts: files and their errors, and random prompts."""
+"""Prompts of benchmarks: files and their errors, and random prompts."""
 
 import json
 
@@ -98,7 +98,7 @@ def test_random_prompts_have_length_and_seed():
     assert len({prompt.text for prompt in found}) == 3
     assert Dataset(name="random", input_len=7, seed=1).prompts(3) == found
     assert Dataset(name="random", input_len=7, seed=2).prompts(3) != found
-    # Truncated if words are several tokens.
+    # A random prompt is truncated if its words take several tokens each.
     assert len(Prompt(text="people", num_tokens=2).token_ids(TurnsTokenizer(16))) == 2
 
 
@@ -120,6 +120,6 @@ def test_turn_is_rendered_by_tokenizer():
     tokenizer.write_chat = lambda messages, **_: (said.append(messages), ("", [5]))[1]
     assert Prompt(text="hi", is_turn=True).token_ids(tokenizer) == [5]
     assert said == [[{"role": "user", "content": "hi"}]]
-    # Without turns it is encoded as plain text.
+    # The conversation has no turns, so it is encoded as plain text.
     tokenizer.has_turns = False
     assert Prompt(text="##", is_turn=True).token_ids(tokenizer) == [2, 2]

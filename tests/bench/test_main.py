@@ -38,7 +38,7 @@ def test_help_lists_the_subcommands_without_importing_jax():
     code = (
         "import sys, jaxspec.bench.__main__ as command_line\n"
         "assert command_line.main([]) == 0\n"
-        # A client of a server needs no jax either.
+        # A client that only talks to a server needs no jax either.
         "import jaxspec.bench.serve\n"
         "assert not {'jax', 'matplotlib'} & sys.modules.keys()\n"
     )
@@ -222,7 +222,7 @@ def test_engine_and_prompts_are_those_of_the_flags(monkeypatch):
     prompts = open_offline(flags("latency"), num_prompts=10, num_seqs=10).prompts
     ((config, tokenizer),) = given
     assert (config.max_num_seqs, config.num_draft_tokens, len(prompts)) == (10, 5, 10)
-    # Conversations are chat turns, and all prompts begin with bos.
+    # Conversations are formatted as chat turns, and all prompts begin with bos.
     assert tokenizer.decode(prompts[0], skip_special_tokens=False).startswith(
         "<bos><start_of_turn>user\nA farmer"
     )

@@ -1,4 +1,4 @@
-"""Runs on a fake device, whose tokens and launches are known."""
+"""Measured runs on a fake device, whose tokens and launches are known."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def batch_of(
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_run_has_all_tokens_and_times(is_streamed, drafts):
     engine, runner = make_fake_engine(num_draft_tokens=3)
-    run_batch(engine, batch_of(3, drafts=drafts))  # the counts do not start at 0
+    run_batch(engine, batch_of(3, drafts=drafts))  # so the counts do not start at 0
     before = runner.num_launches
     run = run_batch(engine, batch_of(3, drafts=drafts, is_streamed=is_streamed))
     assert run.token_ids == [said(12)] * 3
@@ -58,7 +58,8 @@ def test_plain_decoding_has_one_token_per_round():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     decode = run_batch(engine, batch_of(3, drafts=0)).decode
     assert decode is not None
-    # The first request has some tokens by then: prefill is delayed for streams.
+    # By the time of the prefill, the first request has some tokens: prefill is delayed
+    # for streams.
     assert decode.num_tokens == 3 * decode.num_rounds
     assert 5 < decode.num_rounds <= 11
 
@@ -109,7 +110,7 @@ def test_failure_leaves_idle_engine():
 
 
 def compiling(engine: LLMEngine, launches: set[int] | None) -> None:
-    """Let launches with these numbers compile something; None: all of them."""
+    """Make the launches with these numbers compile a program; None means all."""
     runner: Any = engine.runner
     launch = runner.launch
 
@@ -134,7 +135,7 @@ def test_modes_alternate():
     }
     assert not any(run.acceptance.num_drafts for run in found.runs["plain"])
     assert all(run.acceptance.num_drafts for run in found.runs["speculative"])
-    # The order is visible in the plans: a request's first launch has its prompt.
+    # The plans show the order: the first launch of a request has its prompt.
     order, drafted = [], []
     for plan, shape in runner.plans:
         if plan.admissions:
@@ -150,7 +151,7 @@ def test_runs_that_compile_do_not_count():
     run_batch(engine, batch_of(1, drafts=0))
     per_run = runner.num_launches
     engine, _ = make_fake_engine(num_draft_tokens=0)
-    # The first warm-up, and the second timed run.
+    # The launches of the first warm-up run, and of the second timed run.
     compiling(engine, {0, 3 * per_run})
     found = Bench(engine=engine, num_iters=2).alternate({"one": batch_of(1, drafts=0)})
     assert len(found.runs["one"]) == 2

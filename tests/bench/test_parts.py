@@ -1,4 +1,4 @@
-"""Parts on a whole engine: they compute what a round does, and change no length."""
+"""Timed parts on a real engine compute what a round does, and change no length."""
 
 import dataclasses
 from typing import Any
@@ -58,20 +58,21 @@ def engine() -> LLMEngine:
 def test_bytes_are_those_of_both_models(engine):
     target, (draft,) = engine.runner.params
     assert draft is not None
-    size = 16 * 16 * 4  # the embedding only, in float32
+    size = 16 * 16 * 4  # the embedding alone, in float32
     plain = round_bytes(engine, 0, 0)
     assert plain > size
     one = round_bytes(engine, 1, 0) - plain
     assert size < one < plain
     assert round_bytes(engine, 3, 0) == plain + 3 * one
-    # Keys and values: 2 layers in the target, 1 in the draft, of 1 head of 8 floats.
+    # Bytes of keys and values: 2 layers in the target and 1 in the draft, each with 1
+    # head of 8 floats.
     assert round_bytes(engine, 0, 10) - plain == 10 * 2 * 2 * 8 * 4
     assert round_bytes(engine, 2, 10) - round_bytes(engine, 2, 0) == 10 * (128 + 2 * 64)
     assert cost_ratio(engine) == one / plain
 
 
 def test_embedding_of_trimmed_draft_is_not_counted(engine):
-    """Its trimmed head is counted."""
+    """The trimmed head of the draft is counted instead of the embedding."""
     target, kept = make_micro(seed=3), [1, 4, 9, 12]
     trimmed = make_engine(
         target,
@@ -114,7 +115,7 @@ def test_parts_change_no_length(engine, monkeypatch):
     for one in (plain, drafted):
         assert 0 <= one.device_s < 60
     assert drafted.num_bytes > plain.num_bytes
-    # The last part computes what the round would: the next greedy tokens.
+    # The last part computes what the round would have: the next greedy tokens.
     (outputs, rows, proposal, logits), lengths = made[-1]
     moved, _, emitted = outputs
     assert logits.shape == (6, 16)
@@ -134,7 +135,7 @@ def test_parts_change_no_length(engine, monkeypatch):
 
 
 def test_short_requests_continue_until_timed(engine):
-    """One of them waits for a program, the others do not."""
+    """One request waits for a program while the others run."""
     soon = params_of(max_tokens=module.FIRST_TOKENS - 1)
     (plain,) = measure_parts(
         engine, Batch(prompts=PROMPTS, params=[soon] * 2), [0], calls=1
@@ -144,7 +145,7 @@ def test_short_requests_continue_until_timed(engine):
 
 
 @pytest.mark.parametrize(
-    # A probability of 1 would prove little: greedy drafts are accepted anyway.
+    # Probabilities of 1 would prove little, since greedy drafts are accepted anyway.
     ("probability", "expected"),
     [(0.0, 1), pytest.param(1.0, 3, marks=pytest.mark.slow)],
 )
@@ -169,7 +170,7 @@ def test_forced_acceptance_applies_to_parts(probability, expected, engine, monke
 
 
 def test_copy_bandwidth_is_of_the_fastest_copy():
-    # Two clock readings per copy; the first copy compiles and does not count.
+    # The clock is read twice per copy; the first copy compiles, and is not counted.
     times = iter([0, 0.001, 10, 10.5, 20, 20.25, 30, 31])
     found = copy_bandwidth(
         jax.devices()[0], num_bytes=4096, repeats=3, clock=lambda: next(times)

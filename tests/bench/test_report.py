@@ -74,7 +74,7 @@ def test_result_is_one_line(tmp_path):
 
 
 def test_measurements_do_not_change_the_commit(tmp_path):
-    """A run that has written a result is of the same commit: the code is unchanged."""
+    """Results that an earlier run has written are no change of the code."""
     written = ("kernels/jaxspec_kernels/tuned/a.json", "benchmarks/results/b.json")
     source = "jaxspec/bench/report.py"
     for path in (*written, source):

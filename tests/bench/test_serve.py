@@ -1,4 +1,4 @@
-"""`serve`: our server and another one, metrics, scrapes and arrival times."""
+"""`serve` with our server and another one: metrics, scrapes and arrival times."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ def test_jaxspec_server_is_measured_with_and_without_drafts(
     assert entry["output_throughput"] == pytest.approx(54 / entry["duration"])
     assert 0 < entry["median_ttft_ms"] < 1e3 * entry["duration"]
     assert entry["p99_tpot_ms"] > 0
-    # Counts are those of this run only; the plain run has none.
+    # The counts are those of this run only; the plain run has none.
     drafts = entry["spec_decode_num_drafts"]
     assert 0 < drafts <= 54
     assert len(entry["spec_decode_per_position_acceptance_rates"]) == 3
@@ -108,7 +108,7 @@ def test_refusal_ends_at_once(site, options_for):
 
 
 class Peer(BaseHTTPRequestHandler):
-    """Another server, without metrics and token counts."""
+    """Another server, which returns neither metrics nor token counts."""
 
     asked: list[dict[str, Any]] = []
 
@@ -153,7 +153,7 @@ def test_other_server_gets_no_jaxspec_fields(peer, options_for):
     asked = options_for(peer, "--no-ignore-eos", "--extra-body", '{"x": 1}')
     (entry,) = serve.run(asked)
     assert entry["model_id"] == "peer"
-    # The fourth request failed; the first was the readiness check.
+    # The fourth request failed; the request before the first was the readiness check.
     assert (entry["completed"], entry["failed"]) == (5, 1)
     assert entry["total_output_tokens"] == 10
     assert "plain" not in entry
@@ -237,7 +237,7 @@ def test_metrics_to_print_are_those_of_the_flags():
 def test_sweep_into_one_file_is_a_line_a_load(tmp_path):
     saved = ("--result-dir", tmp_path, "--result-filename", "x.json")
     task = task_of("--max-concurrency", 1, 2, "--save-result", *saved)
-    for _ in range(2):  # the second sweep overwrites the first
+    for _ in range(2):  # the second sweep overwrites the results of the first
         for number, load in enumerate(task.loads):
             task.save({"number": number}, load)
     lines = (tmp_path / "x.json").read_text().splitlines()
@@ -258,7 +258,8 @@ DRAFTS = Acceptance(
     num_drafts=10, num_draft_tokens=30, num_accepted=15, per_position=(9, 5, 1)
 )
 ANSWERS = [
-    # 4 tokens in 2 chunks, at 0.1 and 0.4 s; 1 token at 1.2 s, requested at 1 s.
+    # One request: 4 tokens in 2 chunks, at 0.1 and 0.4 s. The other: 1 token at 1.2 s,
+    # requested at 1 s.
     Answer(
         start_s=50.0,
         ttft_s=0.1,
@@ -291,7 +292,8 @@ def test_metrics_of_successful_answers():
     assert found["mean_ttft_ms"] == pytest.approx(150)
     assert found["std_ttft_ms"] == pytest.approx(50)
     assert found["p99.9_ttft_ms"] == pytest.approx(199.9)
-    # One token has no TPOT: 300 ms for the three after the first.
+    # A request with one token has no TPOT. The other takes 300 ms for the three tokens
+    # after the first.
     assert found["median_tpot_ms"] == found["p50_tpot_ms"] == pytest.approx(100)
     assert found["mean_itl_ms"] == pytest.approx(300)
     assert found["mean_e2el_ms"] == pytest.approx(300)

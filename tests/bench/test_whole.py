@@ -75,7 +75,7 @@ def test_throughput_runs_all_prompts(monkeypatch, tmp_path, capsys):
     assert found["total_num_tokens"] == 7 * (3 + 12)
     assert found["plain"]["num_output_tokens"] == 84
     assert found["plain"]["is_full_batch"] is False
-    # Without streams, prefill is not delayed.
+    # Without running streams, prefill is not delayed.
     assert found["speculative"]["itl_s"] == {}
     ratio = found["tokens_per_second"] / found["requests_per_second"]
     assert ratio == pytest.approx(15)
@@ -88,7 +88,7 @@ def test_throughput_runs_all_prompts(monkeypatch, tmp_path, capsys):
     )
     assert "Total num prompt tokens:  21\n" in printed
     assert "Total num output tokens:  84\n" in printed
-    # Parts are measured with the batch size.
+    # The parts are measured with the batch size of the run.
     assert {part["num_seqs"] for part in found["parts"]} == {3}
 
 
@@ -186,7 +186,8 @@ def cell(
         ([cell(1, 2, 1.5), cell(2, 2, 0.9), cell(4, 2, 1.2)], ["not at batch 2."]),
         ([cell(1, 2, 1.5), cell(4, 2, 1.2)], ["No batch was found", "up to 4."]),
         ([cell(1, 2, 0.9), cell(4, 2, 0.8)], ["does not pay at batch 1, 4; the best"]),
-        # Some repeats were slower than plain, or the gain is too small.
+        # In some repeats drafts were slower than plain decoding, or the gain is too
+        # small.
         ([cell(1, 2, 1.5, least=0.99)], ["do not show", "Unclear at batch 1 (1.50"]),
         ([cell(1, 1, 1.01, 1.005, 1.015)], ["does not pay at batch 1;"]),
         ([cell(1, 1, 1.02, least=1.01)], ["speculation pays: K = 1"]),
@@ -248,7 +249,8 @@ def test_summary_has_medians_and_spread():
 
 
 def test_speed_ups_and_texts_are_compared_pair_by_pair():
-    # From the medians it would be 2 and 2; by repeat 2, 2, 4 and 2, 3, 1.
+    # Computed from the medians, speed-ups would be 2 and 2; by repeat they are 2, 2, 4
+    # and 2, 3, 1.
     all_of_it = speed_ups(MEASURED, "speculative", is_decode=False)
     assert all_of_it == pytest.approx({"median": 2, "least": 2, "most": 4})
     decode = speed_ups(MEASURED, "speculative", is_decode=True)
@@ -293,7 +295,7 @@ def test_ceiling_is_of_the_measured_acceptance():
     speeds |= {"least": 1.0, "most": 2.0}
     found = against_ceiling(FASTER, num_draft_tokens=4, ratios=ratios, speed_up=speeds)
     assert found is not None
-    # A position that was never accepted has rate 0.
+    # A position at which no draft was accepted has rate 0.
     assert found["conditional_rates"] == pytest.approx([0.8, 5 / 8, 2 / 5, 0])
     for name, ratio in ratios.items():
         one, ceiling = found[name], (1 + 0.8 + 0.5 + 0.2) / (1 + 4 * ratio)

@@ -33,7 +33,7 @@ def flags(command: str, *arguments: Any) -> argparse.Namespace:
 def made_parts(
     engine: LLMEngine, batch: Batch, draft_lengths: list[int]
 ) -> list[Parts]:
-    """Return parts with fixed seconds, without programs."""
+    """Return parts with fixed seconds, without running a program."""
     return [
         Parts(
             num_seqs=len(batch.prompts),
@@ -49,10 +49,10 @@ def made_parts(
 
 
 def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine]:
-    """Let the subcommands open a fake engine, with the sequences that they need.
+    """Let the subcommands use a fake engine with as many sequences as they request.
 
     Returns:
-        The engines that were opened.
+        The engines that were opened, a list that grows.
     """
     opened: list[LLMEngine] = []
 
@@ -78,7 +78,7 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
 
 
 def line_in(path: Path, printed: str) -> str:
-    """Return the line of JSON that was written, and not printed."""
+    """Return the line of JSON in the file, which must not have been printed."""
     line = path.read_text(encoding="utf-8")
     assert not [one for one in printed.splitlines() if one.startswith("{")]
     return line

@@ -32,7 +32,7 @@ from tests.support.serving import PROMPT, TurnsTokenizer
 ROOT = Path(__file__).parents[2]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}
 SERVER_OPTIONS = {"url": "http://server", "model": None, "api_key": None}
-# A session leader owns the terminal, so that keys reach it as signals.
+# A session leader owns the terminal, so the terminal turns its keys into signals.
 IN_A_TERMINAL = """
 import fcntl, runpy, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -42,7 +42,7 @@ COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 
 class Echo:
-    """A backend that repeats messages, and records its requests."""
+    """A backend that repeats each message, and records its requests."""
 
     def __init__(self):
         self.asked: list[tuple[list[Message], Fields]] = []
@@ -61,7 +61,7 @@ class Echo:
         yield Part(pieces=[Piece("!", True)], finish_reason="stop")
 
     def check(self) -> None:
-        """Do nothing: there is no server."""
+        """Do nothing, because there is no server to check."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -70,7 +70,7 @@ class Echo:
 def type_lines(
     monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseException]]
 ) -> None:
-    """Simulate typed lines; an exception stands for a key that raises it."""
+    """Simulate typed lines; an exception in their place is raised, as by a key."""
     typed: Iterator[Any] = iter(lines)
 
     def read(_: str = "") -> str:
@@ -134,7 +134,7 @@ def test_settings_can_be_changed(monkeypatch, capsys):
 def test_failures_and_interrupts_end_only_the_answer(monkeypatch, capsys):
     lines = ["fail", "interrupt", KeyboardInterrupt, "a"]
     backend = run_session(monkeypatch, *lines)
-    # A failed answer is not in the conversation; an interrupted one is.
+    # A failed answer is not added to the conversation; an interrupted one is.
     assert contents(backend.asked[-1]) == ["interrupt", "So", "a"]
     shown = capsys.readouterr()
     assert "error: no such thing" in shown.err
@@ -275,7 +275,7 @@ def test_missing_server_is_reported_at_start(monkeypatch):
 
 
 class Screen:
-    """A terminal that runs `python -m jaxspec chat`."""
+    """A terminal in which `python -m jaxspec chat` runs."""
 
     def __init__(self, *arguments: str):
         self._main, other = pty.openpty()
@@ -305,7 +305,7 @@ class Screen:
         return before
 
     def end(self) -> int:
-        # Reads remaining output, which would block the exit.
+        # Read the remaining output: the program could not exit before it is read.
         with contextlib.suppress(OSError):
             while os.read(self._main, 4096):
                 pass

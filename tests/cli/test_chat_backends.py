@@ -1,4 +1,4 @@
-"""Backends of chats: an engine in this process and a server give equal results."""
+"""An engine in this process and a server give a chat equal results."""
 
 import os
 import signal
@@ -28,10 +28,10 @@ def text_of(parts: list[Part]) -> str:
 
 
 def check(parts: list[Part]) -> None:
-    """Check the parts of both backends: a text with its drafts, then metrics."""
+    """Check the parts that a backend yields: a text with its drafts, then metrics."""
     assert text_of(parts) == letters(said(20))
     last = parts[-1]
-    # A server's last part has only metrics.
+    # The last part from a server has only metrics.
     assert [part.finish_reason for part in parts[-2:] if part.finish_reason] == [
         "length"
     ]
@@ -39,7 +39,7 @@ def check(parts: list[Part]) -> None:
     assert last.metrics is not None
     counts = last.metrics["speculative_decoding"]
     green = sum(piece.is_draft for part in parts for piece in part.pieces)
-    # The last round may have accepted a draft beyond max_tokens.
+    # The last round may have accepted one draft more than max_tokens allows.
     assert 0 <= counts["num_accepted_draft_tokens"] - green <= 3
     assert green > 3
     assert last.metrics["tokens_per_second"] > 0
@@ -48,7 +48,7 @@ def check(parts: list[Part]) -> None:
 def test_engine_backend():
     backend = engine_backend()
     check(list(backend.answer(MESSAGES, FIELDS)))
-    # Several requests, with different K.
+    # The backend gets several requests with different K.
     parts = list(backend.answer(MESSAGES, FIELDS | {"num_speculative_tokens": 0}))
     assert text_of(parts) == letters(said(20))
     assert not any(piece.is_draft for part in parts for piece in part.pieces)
@@ -81,7 +81,7 @@ def test_engine_is_idle_after_abandoned_or_interrupted_answer():
 def test_server_backend():
     def ask(client: httpx.Client) -> None:
         url = str(client.base_url)
-        client.get("/health")  # waits until it listens
+        client.get("/health")  # returns when the server listens
         for name in (url, f"{url}/v1", f"{url}/v1/"):
             backend = ServerBackend(name, model="m", api_key="any")
             check(list(backend.answer(MESSAGES, FIELDS)))
@@ -134,5 +134,5 @@ def test_server_check():
         for key in (None, "other"):
             with pytest.raises(ArgumentError, match="refuses the key.*--api-key"):
                 ServerBackend(site.url, model=None, api_key=key).check()
-        # Not every server has /v1/models.
+        # Not every server has the endpoint /v1/models.
         ServerBackend(f"{site.url}x", model=None, api_key="secret").check()

@@ -1,4 +1,4 @@
-"""`python -m jaxspec compile`: an engine finds all programs compiled ahead."""
+"""`python -m jaxspec compile` compiles all programs that an engine loads later."""
 
 import shutil
 from pathlib import Path

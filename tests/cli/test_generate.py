@@ -1,4 +1,4 @@
-"""`python -m jaxspec generate`: its text, and the comparison of speeds."""
+"""`python -m jaxspec generate`: the printed text, and the comparison of speeds."""
 
 import argparse
 import json
@@ -56,9 +56,9 @@ def target():
 
 @pytest.fixture(scope="module")
 def engine(target) -> LLMEngine:
-    # Another random model, whose drafts are sometimes accepted.
+    # The draft is another random model, whose drafts are sometimes accepted.
     draft = make_micro(seed=1, num_hidden_layers=1)
-    # One tile per launch, so that there are few programs.
+    # Each launch has room for one tile, so that there are few programs.
     engine = make_engine(
         target,
         draft,
@@ -78,12 +78,13 @@ def test_both_runs_equal_reference_without_compiling(engine, target):
     assert engine.runner.num_compiles == num_compiles > 0
     expected = greedy_tokens(target)
     assert speculative.token_ids == plain.token_ids == [expected]
-    # The prompt's launch gives the first token; then at most one round per token.
+    # The prompt's launch gives the first token, and each round at least one more.
     assert len(plain.inter_token_s) == NUM_TOKENS - 1
     assert not plain.acceptance.num_drafts
     accepted = speculative.acceptance.num_accepted
     assert speculative.acceptance.num_draft_tokens > 0
-    # The last round may accept one draft more, and return no token of its own.
+    # In the last round, an accepted draft may end the text, without a token of the
+    # target after it.
     assert 0 <= len(speculative.inter_token_s) + accepted - (NUM_TOKENS - 1) <= 1
 
 
@@ -115,7 +116,7 @@ def test_accepted_drafts_are_green_on_terminal(engine, monkeypatch):
     drawn = params(temperature=1.5, seed=6)
     decoded = generate._shown(engine, PROMPT, drawn)
     text, _, legend = screen.getvalue().partition("\n\n")
-    # Every token is one character here.
+    # Here, every token decodes to one character.
     green = "".join(GREEN.findall(text))
     accepted = decoded.acceptance.num_accepted
     assert len(green) == accepted
@@ -134,7 +135,7 @@ def test_text_in_file_is_plain(engine, capsys):
 
 
 def decoded(token_ids: list[int], seconds: float, histogram=()) -> Run:
-    """Make a run from its seconds after the first token, and its histogram."""
+    """Make a run from its decoding seconds (after the first token) and histogram."""
     rounds = sum(histogram)
     drafted = Acceptance(
         num_drafts=rounds,
@@ -155,7 +156,7 @@ def decoded(token_ids: list[int], seconds: float, histogram=()) -> Run:
 
 
 def rows(table: str) -> dict[str, list[str]]:
-    """Return cells by label, which ends at two spaces."""
+    """Return the cells of a table by label; a label ends at two spaces."""
     parts = (re.split(r"\s{2,}", line) for line in table.splitlines())
     return {label: cells for label, *cells in parts}
 
@@ -239,7 +240,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 @pytest.fixture
 def untuned(tmp_path: Path) -> Path:
-    """Make a copy of the bundled target without its chat template."""
+    """Make a copy of the bundled target without a chat template; return its folder."""
     folder = shutil.copytree(bundled_target(), tmp_path / "model")
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -291,7 +292,8 @@ def test_raw_prompt_is_encoded_like_engine(engine):
 
 
 def test_whole_run(engine, monkeypatch, capsys):
-    # Uses other models than the named ones: tests of `LLMEngine` cover loading.
+    # The test loads other models than the named ones; tests of `LLMEngine` cover
+    # loading.
     monkeypatch.setattr(generate, "LLMEngine", lambda config: engine)
     ended: list[LLMEngine] = []
     monkeypatch.setattr(engine, "shutdown", lambda: ended.append(engine))

@@ -25,7 +25,7 @@ DRAFTS = ("--num-speculative-tokens", "5")
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch) -> Iterator[None]:
-    """Undo the command's changes of this process; fail if it downloads a model."""
+    """Undo the command's changes to this process, and fail if it downloads a model."""
 
     def fetch(*_: object, **__: object) -> None:
         raise AssertionError("a model is downloaded")
@@ -77,7 +77,7 @@ def test_sequences_lost_is_difference_without_draft(capsys, target, device):
 
 @pytest.mark.parametrize(("num_seqs", "length"), [(256, 1024), (600, 8192)])
 def test_requested_sequences_fit(capsys, num_seqs, length):
-    """The device's pages count, not the 74 that this machine would have."""
+    """The plan counts pages of the named device, not the 74 of this machine."""
     sizes = ("--max-num-seqs", f"{num_seqs}", "--max-model-len", f"{length}")
     found = plan_of(capsys, *PAIR, *DRAFTS, "--device", "h200", *sizes)
     assert found["max_num_seqs"] == num_seqs < found["num_pages"]
@@ -98,7 +98,7 @@ def test_target_is_sharded_over_named_devices(capsys):
     assert found["parts"]["target weights"] < 54_454_256_640 / 7.9
     one = ("google/gemma-2-2b", "--device", "v5e-8", "--tensor-parallel-size", "1")
     assert plan_of(capsys, *one)["num_devices"] == 1
-    # Each of several engines has its share of them.
+    # Each data-parallel engine has an equal share of the devices.
     four = ("google/gemma-2-2b", "--device", "v5e-8", "--data-parallel-size", "4")
     assert plan_of(capsys, *four)["num_devices"] == 2
 
@@ -148,13 +148,13 @@ def test_bundled_pair_on_this_machine(capsys):
             "max_num_seqs must be an integer from 1 to 512, got 513",
         ),
         (
-            # 512 pages of 7,208,960 bytes.
+            # These bytes hold 512 pages of 7,208,960 bytes, one for each sequence.
             (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "513")
             + ("--kv-cache-memory-bytes", "3690987520"),
             "max_num_seqs must be an integer from 1 to 512, got 513",
         ),
         (
-            # A CPU's pages of 512 MiB.
+            # On a CPU, pages take 512 MiB in all.
             ("--max-num-seqs", "5000"),
             "max_num_seqs must be an integer from 1 to 4681, got 5000",
         ),

@@ -41,7 +41,7 @@ def test_compares_quantized_checkpoint_with_original(packed, capsys):
     assert found.perplexity == pytest.approx(found.reference_perplexity, rel=0.1)
     assert 1e-4 < found.kl_nats_per_token < 0.1
     assert 0.5 < found.share_of_same_first < 1
-    # A file of lines with the same text.
+    # Every line of the file has the same text.
     assert found.table("int4 in groups of 128 (compressed-tensors)") in printed
     assert f"{packed / QUALITY}: {found.line()}" in printed
     assert run(packed, "--text", str(packed.parent / "some.jsonl"), *SIZES) == 0

@@ -56,7 +56,7 @@ def test_pieces_by_origin():
 
 
 def seen(written: str) -> list[str]:
-    """Return the lines of a terminal, which can move back and erase to the end."""
+    """Return the lines shown by a terminal that can move back and erase to the end."""
     lines = [""]
     for part in re.split("(\x1b\\[\\d*[A-Za-z]|\n)", written):
         if part == "\n":

@@ -14,7 +14,7 @@ from jaxspec.models.families import config_from_folder, config_from_hf
 from jaxspec.models.gemma.config import Gemma2Config
 from tests.support.defaults import DEFAULTS
 
-# google/gemma-2-2b-it, as published.
+# The config.json of google/gemma-2-2b-it, as published.
 GEMMA_2_2B_IT: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],
     "attention_bias": False,
@@ -87,7 +87,8 @@ def test_even_layers_are_local():
 
 
 def test_kv_bytes_of_a_token():
-    # Keys and values of 26 layers, 4 heads of 256, two bytes each.
+    # Bytes of one token: keys and values of 26 layers with 4 heads of 256, two bytes
+    # each.
     assert model_config().kv_bytes_per_token(2) == 2 * 26 * 4 * 256 * 2
 
 
@@ -122,7 +123,7 @@ def test_missing_keys_get_the_format_defaults():
     }
     short = {key: GEMMA_2_2B_IT[key] for key in required}
     short["eos_token_id"] = [1, 107]
-    # Values of unknown keys are not invented.
+    # Unknown keys get no invented values.
     short["torch_dtype"] = GEMMA_2_2B_IT["torch_dtype"]
     assert config_from_hf(short) == config_from_hf(GEMMA_2_2B_IT)
 

@@ -1,4 +1,4 @@
-"""Bad arguments for several hosts are rejected before anything is started."""
+"""Bad arguments for several hosts are rejected before any process is started."""
 
 import dataclasses
 from pathlib import Path

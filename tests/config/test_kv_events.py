@@ -1,4 +1,4 @@
-"""KV event settings: vLLM's keys; bad values are rejected before anything is loaded."""
+"""KV event settings use vLLM's keys; bad values are rejected before loading."""
 
 from typing import Any
 

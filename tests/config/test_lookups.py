@@ -1,4 +1,4 @@
-"""The rule of a lookup follows from the configuration."""
+"""The configuration determines the rule by which a lookup proposes drafts."""
 
 import pytest
 
@@ -62,7 +62,8 @@ def test_suffix_rule_has_the_configured_limits(method: dict[str, str], shortest:
     )
     rule = LookupRule.of(config)
     assert rule.shortest == shortest
-    # Three of four matches agree on no draft; the fourth agrees only with itself.
+    # The minimum share is 0.3: a draft of one match in four (0.25) is too rare, one in
+    # three is enough.
     assert WHOLE // 4 < rule.min_share <= WHOLE // 3
     assert rule.num_matches == NUM_MATCHES
     factor = SUFFIX_DEFAULTS["suffix_decoding_max_spec_factor"]

@@ -1,4 +1,4 @@
-"""Only the table of methods describes them."""
+"""Methods are described only in their table: no other module names them."""
 
 import ast
 from pathlib import Path
@@ -45,8 +45,8 @@ def test_every_part_of_a_method_has_a_proposer():
 
 
 def test_only_the_table_names_methods():
-    # A registry of classes, commands of `jaxspec.train`, vLLM's spellings, and a field
-    # of OpenAI's API named "suffix".
+    # Modules that may name methods: a registry of classes, commands of `jaxspec.train`,
+    # vLLM's spellings, and a field of OpenAI's API called "suffix".
     others = {"program/propose/__init__.py", "train/__main__.py", "train/run.py"}
     others |= {"engine/speculative_args.py", "serve/requests/params.py"}
     found = set()

@@ -1,4 +1,4 @@
-"""Quantization of a model, and of one that is quantized already."""
+"""Quantization settings, for a model and for a file that is already quantized."""
 
 from typing import Any
 

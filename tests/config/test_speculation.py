@@ -1,4 +1,4 @@
-"""Methods of drafting, and the keys that each takes."""
+"""The drafting methods, and the keys that each accepts."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -130,7 +130,7 @@ def test_rejects_suffix_keys_that_never_draft(
 
 
 def test_cached_answers_require_the_coupled_rule():
-    """With greedy drafts, all rules accept the same number of drafts on average."""
+    """With greedy drafts, the coupled rule accepts as many on average as the others."""
     keys: dict[str, Any] = SUFFIX_DEFAULTS | {CACHED: 10}
     SpeculativeConfig(method="suffix", rejection_sample_method="coupled", **keys)
     text = f"rejection_sample_method must be 'coupled' with {CACHED}=10, got 'block'"
@@ -148,7 +148,7 @@ def test_cached_answers_require_the_coupled_rule():
     ],
 )
 def test_max_drafts_of_each_method(keys: dict[str, Any], most: int):
-    """Methods without passes of a draft model allow more drafts."""
+    """Methods without passes of a draft model may have more drafts."""
     SpeculativeConfig(num_speculative_tokens=most, **keys)
     with pytest.raises(ConfigError, match=f"from 1 to {most}, got {most + 1}"):
         SpeculativeConfig(num_speculative_tokens=most + 1, **keys)
@@ -166,7 +166,7 @@ def test_max_drafts_of_each_method(keys: dict[str, Any], most: int):
     ],
 )
 def test_forced_acceptance(given: dict[str, Any], probabilities: tuple[float, ...]):
-    """Conditional probabilities; a length is whole drafts plus a share of the next."""
+    """A length becomes conditional rates: whole drafts, and a share of the next."""
     config = SpeculativeConfig(
         model="draft",
         num_speculative_tokens=3,

@@ -1,4 +1,4 @@
-"""Exactly one form of the right type; anything else is rejected with the reason."""
+"""Exactly one constraint of the right type is allowed; errors give the reason."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Trees as users write them: valid and malformed ones, and the order of drafts."""
+"""Trees as users write them: valid and malformed trees, and the order of drafts."""
 
 import itertools
 import math
@@ -70,7 +70,7 @@ def test_rejects_malformed_trees(written: object, hint: str):
 
 def test_main_chain_comes_first_then_other_drafts_by_level():
     paths = [(1, 0), (1,), (0, 1), (0, 0), (0,), (0, 0, 0), (2,), (0, 1, 0)]
-    # (0,) (0, 0) (0, 0, 0) (1,) (2,) (0, 1) (1, 0) (0, 1, 0)
+    # The drafts are (0,) (0, 0) (0, 0, 0) (1,) (2,) (0, 1) (1, 0) (0, 1, 0).
     assert parents_of(paths) == (-1, 0, 1, -1, -1, 0, 3, 5)
 
 
@@ -92,7 +92,7 @@ def paths_below(ranks: int, levels: int) -> list[Path]:
 
 
 def brings(tree: Iterable[Path], rates: dict[Place, float]) -> float:
-    """Return the mean accepted drafts: for each path, the product of its rates."""
+    """Return the mean accepted drafts: the sum over paths of products of rates."""
     total = 0.0
     for path in tree:
         ways = [path[:length] for length in range(1, len(path) + 1)]
@@ -103,7 +103,7 @@ def brings(tree: Iterable[Path], rates: dict[Place, float]) -> float:
 
 
 def random_rates(seed: int) -> dict[Place, float]:
-    """Return rates for three ranks and levels; some are missing or not descending."""
+    """Return rates of three ranks and levels; some are missing or not descending."""
     random = np.random.default_rng(seed)
     places = itertools.product((False, True), (1, 2, 3), (0, 1, 2))
     return {
@@ -165,7 +165,7 @@ def test_free_drafts_are_all_used_and_costly_drafts_are_not():
 
 
 def test_ranks_are_counted_if_the_parent_was_accepted():
-    # (0,) (0, 0) (1,) (0, 1) (1, 0)
+    # The drafts are (0,) (0, 0) (1,) (0, 1) (1, 0).
     parents = parents_of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
     ends = {
         (2, 0): 5,  # no draft accepted

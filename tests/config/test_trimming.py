@@ -1,4 +1,4 @@
-"""Selection of a draft's trimmed vocabulary; bad maps are rejected by name."""
+"""The tokens of a draft's trimmed vocabulary; errors name bad token maps."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from tests.support.oracles import TINY
 
 MODEL = config_from_hf(TINY | dict(model_type="gemma2"))
-# Ids of 96 tokens; the special ones first: pad, end and begin.
+# A map with the ids of 96 tokens. The special tokens are first: pad, end and begin.
 RANKED = [0, 1, 2, 50, 7, 95, 31, 8]
 
 
@@ -37,7 +37,7 @@ def test_vocabulary_is_not_trimmed_by_default(tmp_path):
 
 
 def test_first_tokens_of_a_map_are_kept(tmp_path):
-    """The draft folder's map is the default; kept ids are ascending."""
+    """The map in the draft's folder is the default, and kept ids are ascending."""
     write(tmp_path / TOKEN_MAP, RANKED)
     assert kept(tmp_path, draft_vocab_size=5) == (0, 1, 2, 7, 50)
     assert kept(tmp_path, draft_vocab_size=8) == tuple(sorted(RANKED))
@@ -48,7 +48,7 @@ def test_first_tokens_of_a_map_are_kept(tmp_path):
 
 
 def test_random_weights_need_no_map(tmp_path):
-    """Special tokens are kept at any position."""
+    """Special tokens are kept, whatever their ids."""
     target = replace(MODEL, eos_token_ids=(1, 80))
     found = kept(tmp_path, is_dummy=True, target=target, draft_vocab_size=6)
     assert found == (0, 1, 2, 3, 4, 80)
@@ -86,7 +86,7 @@ def test_short_map_is_rejected_with_its_length(tmp_path):
     write(tmp_path / TOKEN_MAP, RANKED)
     with pytest.raises(ConfigError, match="from 1 to 8, got 9: its map names no more"):
         kept(tmp_path, draft_vocab_size=9)
-    # The end tokens of both models are required.
+    # The end tokens of both models must be kept.
     target = replace(MODEL, eos_token_ids=(1, 31))
     with pytest.raises(ConfigError, match=r"missing: eos_token_id 31 \(31\)"):
         kept(tmp_path, target=target, draft_vocab_size=6)

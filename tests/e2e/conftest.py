@@ -1,4 +1,4 @@
-"""Disable type checks of calls: engines generate thousands of texts here."""
+"""Type checks of calls are disabled, as engines generate thousands of texts here."""
 
 import pytest
 

@@ -40,7 +40,7 @@ VOCAB, LENGTH, DRAFTS = 16, 4, 3
 # The prompt is longer than the window, and two of its pages are prefix hits.
 PROMPT = [2, 7, 3, 11, 5, 14, 9, 4, 12, 6]
 RULES = ("standard", "block", "coupled")
-# One in this number of requests is a long one, which causes preemption and is not
+# One in this number of requests is long. Long requests cause preemption, and are not
 # counted.
 ONE_IN, NEIGHBOUR_TOKENS = 4, 40
 PART = 16_384
@@ -48,10 +48,11 @@ PART = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """Result of counting with one acceptance rule.
+    """The result of counting the texts of one acceptance rule.
 
     Attributes:
-        p_text: p-value of Pearson's test of all texts; `p_last`: of their last tokens.
+        p_text: p-value of Pearson's test of all texts.
+        p_last: p-value of the test of their last tokens.
     """
 
     rule: str
@@ -80,7 +81,7 @@ def distribution_of_texts(target: Any) -> np.ndarray:
 
 
 def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
-    """Make an engine with too few pages for a full batch."""
+    """Return an engine that has too few pages for a full batch."""
     return make_engine(
         target,
         make_draft_of(target, num_layers=2),
@@ -88,7 +89,7 @@ def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
         max_num_seqs=batch,
         max_num_batched_tokens=512,
         num_pages=num_pages,
-        # Few programs, so that compiling takes less time than counting.
+        # There are few program sizes, so that compiling takes less time than counting.
         has_one_shape=True,
         is_optimized=True,
         max_model_len=64,
@@ -96,7 +97,7 @@ def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
 
 
 def requests_of(rule: str, first: int, count: int) -> list[SamplingParams]:
-    """Return the parameters of requests; seeded requests use the coupled rule."""
+    """Return parameters of `count` requests; those of the coupled rule are seeded."""
     rest: dict[str, Any] = dict(
         ignore_eos=True,
         detokenize=False,
@@ -151,7 +152,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     target = make_micro(seed=3)
-    # Enough pages for most rows of a batch: with fewer, counting takes twice as long.
+    # There are pages for most rows of a batch: with fewer, counting takes twice as
+    # long.
     engine = make(target, batch=64, num_pages=152)
     distribution = distribution_of_texts(target)
     counts, result = [], {}

@@ -74,16 +74,16 @@ PATHS = ("whole", "chunked", "preempted", "prefix")
 PAGE_SIZE, LONGEST_PROMPT = 4, 96
 
 Texts = list[list[int]]
-# Proposer, number of drafts, batch size, path.
+# Key of a combination: proposer, number of drafts, batch size, path.
 Played = tuple[str, int, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The combinations and numbers of prompts of a run, which are a part of all.
+    """The combinations that a run covers, and their numbers of prompts.
 
     Attributes:
-        family: Of both models: `pair.GEMMA2` or `pair.GEMMA3`.
+        family: Family of both models: `pair.GEMMA2` or `pair.GEMMA3`.
         alone: Number of prompts at batch size 1, which takes many rounds.
         has_one_program: Use one program for prompts, drafts and plain rounds. Its
             rounds are slower, but a short run saves more time by compiling less.
@@ -114,7 +114,7 @@ class Cut:
         return OneGreedyProgramRunner if self.has_one_program else OneShapeRunner
 
     def count(self, batch: int) -> int:
-        """Return the number of prompts for a batch size."""
+        """Return the number of prompts that are run at a batch size."""
         return min(self.alone, self.num_prompts) if batch == 1 else self.num_prompts
 
 
@@ -201,7 +201,7 @@ def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Text
 
 
 def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
-    """Return an engine with the largest K; requests and paths then choose less."""
+    """Return an engine whose K is the maximum; requests and paths then use less."""
     kind = dict(ALL[proposer])
     has_draft, tree = kind.pop("has_draft"), kind.get("tree")
     return make_engine(
@@ -222,13 +222,13 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
 
 
 def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
-    """Return a new engine over the same executables whose settings force a path."""
+    """Return an engine with the same executables whose settings force a path."""
     fresh = with_settings(engine)
     changes: dict[str, Any] = dict(enable_prefix_caching=path == "prefix")
     if path == "chunked":
         changes["max_num_batched_tokens"] = 32
     if path == "preempted":
-        # The pool of the device stays as large; the scheduler uses a third of its
+        # The device's page pool remains as large, but the scheduler uses a third of the
         # pages.
         batch = engine.config.max_num_seqs
         changes["num_pages"] = max(cut.pages_per_seq, cut.pages_per_seq * batch // 3)
@@ -237,7 +237,7 @@ def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
 
 
 def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]:
-    """Run every combination of a cut.
+    """Run every combination of `cut`; yield the results of each.
 
     Args:
         played: For each combination, the number of prompts that an earlier run covered.
@@ -284,12 +284,12 @@ def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]
 
 
 def resumed(cut: Cut, before: Cut) -> Cut:
-    """Return the union of the recorded cut and the new one.
+    """Return the union of the recorded `Cut` and the new one.
 
     Only the numbers of prompts and the proposers may differ between them.
 
     Args:
-        before: The cut of the existing record.
+        before: The `cut` of the existing record.
     """
     widened = replace(
         before,

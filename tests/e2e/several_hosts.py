@@ -1,7 +1,7 @@
 """Run the leader, or the only process, of a multi-host test.
 
-Reads a JSON file with the engine's arguments and the test's steps, and writes the
-results. Followers are `python -m jaxspec.serve --headless`.
+This script reads a JSON file with the engine's arguments and the test's steps, and
+writes the results. Followers run `python -m jaxspec.serve --headless`.
 """
 
 import json
@@ -16,7 +16,7 @@ PROMPTS = [[2, 10, 20, 30], [2, 11, 7, 5, 9, 300, 41], list(range(2, 60)), [2, 7
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Return requests: greedy, seeded, with logprobs, and with a grammar."""
+    """Return four kinds of requests: greedy, seeded, with logprobs, with a grammar."""
     always: dict[str, Any] = dict(max_tokens=24, ignore_eos=True)
     greedy = SamplingParams(temperature=0, **always)
     seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=7, **always)

@@ -34,7 +34,7 @@ def first_engine() -> LLMEngine:
 
 
 def fresh_engine(**changes: Any) -> LLMEngine:
-    """Return an engine over shared executables, with an empty answer cache."""
+    """Return an engine with the shared executables and an empty answer cache."""
     engine = with_settings(first_engine(), **changes)
     engine.runner.drop_pages()
     engine.runner.restore_pages()
@@ -90,8 +90,9 @@ def test_request_finds_no_answers_of_another_cache_salt(prompts):
     for others in (salted("b"), prompts):
         texts, again = rounds_of(engine, others, GREEDY)
         assert texts == expected
-        # All salts share the table, so entries of one salt replace those of another,
-        # and launches run in another order: a few prompts take more or fewer rounds.
+        # All salts share one table, so entries of one salt replace those of another,
+        # and launches run in another order. Therefore a few prompts take more or fewer
+        # rounds.
         assert again > 0.85 * first
     texts, again = rounds_of(engine, salted("b"), GREEDY)
     assert texts == expected

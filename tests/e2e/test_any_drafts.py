@@ -1,4 +1,4 @@
-"""Probes of a draft model predict acceptance, and choices of K change no text."""
+"""Probes of a draft model predict its acceptance, and choices of K change no text."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_probed_acceptance_probabilities_agree_with_rounds(draft, kind, prompts)
         assert acceptance_probabilities.min() == 1.0
         assert engine.stats.acceptance_rate == 1.0
     else:
-        # Only drafts whose previous drafts were accepted are compared. About three
+        # Drafts are compared only if the drafts before them were accepted. About three
         # dozen tokens have both a probe and a round.
         rate = engine.acceptance.num_agreed / engine.acceptance.num_compared
         assert acceptance_probabilities.mean() == pytest.approx(rate, abs=0.15)

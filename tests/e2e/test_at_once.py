@@ -1,4 +1,4 @@
-"""Several engines run in one process, and an engine survives forks of its process."""
+"""Several engines run in one process, and still work after it has forked."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ print("done")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not fork")
 def test_engine_continues_after_forks():
-    """Data loaders fork. The child cannot use the engine: jax cannot be forked."""
+    """Data loaders fork. The child cannot use the engine, as jax cannot be forked."""
     command = [sys.executable, "-c", FORKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -39,7 +39,7 @@ def llm(model: Any) -> Iterator[LLM]:
 
 
 def log_distributions(model: Any, texts: np.ndarray) -> np.ndarray:
-    """Return log-probabilities of the next token, by text and position."""
+    """Return log-probabilities of the next token, `[text, position, token]`."""
     with torch.no_grad():
         logits = model(torch.tensor(texts).long()).logits
     return torch.log_softmax(logits.double(), -1).numpy()
@@ -67,7 +67,8 @@ def test_wide_beam_search_finds_the_best_texts(llm: LLM, model: Any):
         beam_width=VOCAB ** (most - 1), max_tokens=most, length_penalty=0.7
     )
     (output,) = llm.beam_search(prompt, params)
-    # Rounding may swap texts of nearly equal score at the end of the list.
+    # Texts at the end of the list may be swapped if rounding changes nearly equal
+    # scores.
     found = [tuple(one.tokens[len(prompt) :]) for one in output.sequences]
     assert len(found) == len(set(found)) == VOCAB ** (most - 1)
     assert found[:20] == best[:20]
@@ -80,7 +81,7 @@ def test_wide_beam_search_finds_the_best_texts(llm: LLM, model: Any):
 
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_beam_search_equals_huggingface(llm: LLM, model: Any, width: int):
-    """No text ends: HuggingFace computes the length of ended ones differently."""
+    """No text ends, as HuggingFace counts the length of ended texts differently."""
     most = 6
     params = BeamSearchParams(beam_width=width, max_tokens=most, ignore_eos=True)
     outputs = llm.beam_search(PROMPTS, params, concurrency_limit=1 + width % 2)

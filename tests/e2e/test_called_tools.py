@@ -1,4 +1,4 @@
-"""A grammar makes the bundled pair call a tool; drafts follow the grammar too."""
+"""A grammar makes the bundled pair call tools; drafts follow the grammar as well."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ TOOLS = [
     for name, schema in SCHEMAS.items()
 ]
 MESSAGES = [{"role": "user", "content": "How warm will it be in Oslo?"}]
-# (tool_choice, parallel_tool_calls)
+# Each case is (tool_choice, parallel_tool_calls).
 CHOICES: list[tuple[Any, bool]] = [("required", False), ("required", True)]
 CHOICES += [
     ({"type": "function", "function": {"name": name}}, True) for name in SCHEMAS
@@ -49,7 +49,7 @@ CHOICES += [
 
 
 async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
-    """Request each answer whole and as a stream, all concurrently."""
+    """Request each answer whole and as a stream; all requests are concurrent."""
 
     async def one(choice: Any, is_parallel: bool, **more: Any) -> Any:
         create: Any = client.chat.completions.create

@@ -1,4 +1,4 @@
-"""Data-parallel engines, each with its own devices, give the texts of one engine."""
+"""Data-parallel engines, each with its own devices, return the texts of one engine."""
 
 import functools
 from typing import Any
@@ -53,7 +53,7 @@ def test_two_engines_give_the_texts_of_one_engine():
     expected = tokens_of(generate(pair.engine(), prompts(), params()))
     assert tokens_of(generate(group, prompts(), params())) == expected
     assert all(engine.stats.num_draft_tokens for engine in engines)
-    # Requests without a seed get one that does not depend on the engine.
+    # Requests without a seed get a seed that does not depend on the engine.
     same = tokens_of(generate(group, [prompts()[0]] * 6, [DRAWN] * 6))
     assert len({tuple(tokens) for tokens in same}) == 6
     group.shutdown()

@@ -1,4 +1,4 @@
-"""A short run of `enumerated.py`, with thousands of texts."""
+"""`enumerated.py` with thousands of texts instead of millions."""
 
 import pytest
 

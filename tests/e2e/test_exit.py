@@ -9,7 +9,7 @@ import pytest
 from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[2]
-# How often each script runs in `make test`, and in the slow test.
+# Number of times that each script runs: in `make test`, and in the slow test.
 FEW, MANY = 2, 50
 
 ASYNC = """
@@ -62,7 +62,7 @@ def generate():
 threading.Thread(target=generate, daemon={is_daemon}).start()
 has_begun.wait()
 """
-# When the script ends, its thread is in the tokenizer's C++ code, without the GIL.
+# When the script ends, its thread runs the tokenizer's C++ code, without the GIL.
 TOKENIZES = (
     LLM_IN_THREAD.format(num_calls=1, is_daemon=False)
     + """
@@ -78,7 +78,7 @@ threading.Thread(target=tokenize_forever, daemon=True).start()
 is_tokenizing.wait()
 """
 )
-# Scripts that run with an empty program cache.
+# These scripts run with an empty program cache.
 IS_COMPILING = """
 asyncio.run(generate(4, -1))
 assert engine.num_warming
@@ -101,7 +101,7 @@ IN_MAKE_TEST = ("an exception", "daemon thread", "tokenizing", "compiling, shut 
 
 
 def run(script: str, cache: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a script; `cache` is a new folder for the programs."""
+    """Run a script; `cache` is a new folder for its compiled programs."""
     environment = quick_environment()
     if cache is not None:
         environment["XDG_CACHE_HOME"] = str(cache)

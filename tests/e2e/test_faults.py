@@ -28,7 +28,7 @@ class NoDrafts(ProgramCache):
 
 
 def make(*, has_draft: bool = True, **settings: Any) -> LLMEngine:
-    """Make an engine with its own parameters, to be overwritten with NaN."""
+    """Make an engine with its own parameters, which a test overwrites with NaN."""
     if has_draft:
         settings |= dict(draft=pair.draft("noisy"), num_draft_tokens=pair.NUM_DRAFT)
     return make_engine(pair.target(), has_one_shape=True, **pair.settings(**settings))
@@ -46,14 +46,14 @@ def seeded() -> list[SamplingParams]:
 
 
 def ruin(params: Any) -> Any:
-    """Set one weight of every layer norm to NaN: one step makes all rows NaN."""
+    """Return parameters with one NaN per layer norm: one step makes all rows NaN."""
     return jax.tree.map(
         lambda leaf: leaf.at[0].set(jnp.nan) if leaf.ndim == 1 else leaf, params
     )
 
 
 def ruin_token(params: Any) -> Any:
-    """Set a token's embedding to NaN, in every storage layout of the matrix."""
+    """Return parameters with a NaN embedding of one token, in any storage layout."""
     whole = params["embedding"]
     values = np.array(whole.values)
     values[BAD_TOKEN] = np.nan
@@ -79,7 +79,8 @@ def test_draft_with_nan_costs_only_speed():
 def test_draft_that_fails_to_compile_costs_only_speed(monkeypatch):
     expected = tokens_of(generate(pair.plain_engine(), PROMPTS, greedy()))
     engine = make()
-    # A cached program would not fail to compile.
+    # Programs with a draft model are not cached: a cached program would not fail to
+    # compile.
     engine.runner.cache = NoDrafts(PROGRAMS)
 
     def fail(*_: object, **__: object) -> None:
@@ -93,14 +94,14 @@ def test_draft_that_fails_to_compile_costs_only_speed(monkeypatch):
 
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_target_with_nan_ends_only_affected_requests(has_draft):
-    # Plain decoding needs no bias, and so no programs with controls.
+    # Plain decoding needs no logit bias, and therefore no programs with controls.
     runner = pair.GeneralRunner if has_draft else None
     engine = make(has_draft=has_draft, runner=runner)
     target, drafts = engine.runner.params
     engine.runner.params = ruin_token(target), drafts
     prompts = [*PROMPTS, [2, 5, BAD_TOKEN, 9]]
-    # No drafts: a drafted NaN token would spoil earlier positions, whose attention
-    # multiplies its values by 0.
+    # No drafts are allowed: a drafted NaN token would spoil earlier positions, whose
+    # attention multiplies its values by 0.
     bias = {BAD_TOKEN: -100.0} if has_draft else None
     sampled = [*seeded(), greedy()]
     for one in sampled:
@@ -111,7 +112,7 @@ def test_target_with_nan_ends_only_affected_requests(has_draft):
         assert bad.outputs[0].token_ids == []
         for output in good:
             assert output.outputs[0].finish_reason == "length"
-            # The logit of this token is NaN as well: forbid it.
+            # The logit of this token is NaN as well, so the token is forbidden.
             assert BAD_TOKEN not in output.outputs[0].token_ids
     assert not engine.policy.is_stopped
     engine.scheduler.check_idle()

@@ -1,7 +1,7 @@
-"""Test how a Gemma 3 pair is sharded over eight devices.
+"""A Gemma 3 pair is sharded over eight devices.
 
 The target has one KV head, and norms of query and key heads. `tests/conformance` checks
-its texts, and `test_lossless.py` runs all proposers on it.
+the pair's texts, and `test_lossless.py` runs all proposers on it.
 """
 
 import jax

@@ -31,7 +31,7 @@ SPECIAL = Features(has_controls=True, num_logprobs=1, num_prompt_logprobs=1)
 
 
 class GivenPrograms(EveryProgram):
-    """Only `given` programs are compiled, and one of `coming` after each launch."""
+    """A compiler with only `given` programs, which gets one of `coming` per launch."""
 
     def __init__(self, given: list[StepShape], coming: list[StepShape] | None = None):
         self.given, self.coming = set(given), list(coming or [])
@@ -64,7 +64,7 @@ class GivenRunner(Runner):
 
 @functools.cache
 def plain_texts() -> list[list[int]]:
-    """Return texts without drafts; each request runs alone."""
+    """Return the texts of requests that run alone, without drafts."""
     return [
         tokens_of(generate(pair.plain_engine(), [prompt], params))[0]
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
@@ -89,7 +89,7 @@ def test_most_general_program_gives_the_same_texts(features):
 
 
 def test_programs_compiled_midway_change_no_text():
-    """Each launch adds one more program, from the largest to the smallest."""
+    """Each launch adds one more program, beginning with the largest."""
     first = pair.engine()
     (universal, *others) = shapes_of(first).all()
     programs = GivenPrograms([universal], coming=others)
@@ -102,7 +102,7 @@ def test_programs_compiled_midway_change_no_text():
 
 
 def test_batch_invariant_requests_run_in_one_program():
-    """The same program runs plain rounds, drafts and prompts.
+    """One program runs plain rounds, drafts and prompts.
 
     Logprobs then do not depend on the batch.
     """
@@ -114,6 +114,6 @@ def test_batch_invariant_requests_run_in_one_program():
         **pair.SETTINGS,
     )
     assert tokens_of(generate(engine, PROMPTS, PARAMS)) == plain_texts()
-    # There is one more program, for draft prefill.
+    # The other program is for draft prefill.
     assert engine.runner.num_compiles == 2
     assert engine.stats.num_accepted_tokens

@@ -38,12 +38,12 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
-# Programs with grammars cannot be cached on disk, so a test compiles only one.
+# Programs with grammars cannot be cached on disk, so each test compiles only one.
 SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4)
 
 
 def form_of(index: int) -> StructuredOutputsParams | None:
-    """Return structured output parameters for three of four requests."""
+    """Return the structured output of a request; every fourth request has none."""
     kind = index % 4
     if kind < 2:
         return StructuredOutputsParams(regex=PATTERNS[kind])
@@ -72,7 +72,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    """Return the texts of plain decoding under the same masks."""
+    """Return the texts of plain decoding with the same grammars."""
     engine = make_engine(pair.target(), runner=GrammarRunner, **SETTINGS)
     outputs = generate(engine, prompts, params_of(len(prompts)))
     said = [output.outputs[0] for output in outputs]
@@ -92,7 +92,7 @@ class GrammarRunner(OneProgramRunner):
 
 @functools.cache
 def made(kind: str) -> LLMEngine:
-    """Make an engine; all draft models share executables."""
+    """Return an engine; engines of all draft models share executables."""
     if kind != "noisy":
         return with_draft(made("noisy"), pair.draft(kind))
     return make_engine(
@@ -169,7 +169,7 @@ def test_next_launch_starts_while_masks_are_computed(engine, prompts):
     while engine.has_unfinished_requests():
         engine.step()
         most = max(most, len(engine._launched))
-    assert most == 1  # launches in flight after a step
+    assert most == 1  # the launches in flight after a step
     assert masks.num_questions > asked
 
 
@@ -196,7 +196,7 @@ def test_batch_continues_when_some_requests_are_aborted(engine, prompts, texts):
 
 
 def test_preempted_text_resumes(engine):
-    # There are too few pages for four of these requests at once.
+    # There are too few pages for four of these requests at the same time.
     random = np.random.default_rng(8)
     prompts = random.integers(3, 64, (6, 60)).tolist()
     params = SamplingParams(
@@ -233,7 +233,7 @@ def test_max_tokens_cuts_a_text_at_every_offset(engine, count, prompts, texts):
 def test_stop_string_and_min_tokens_work_with_a_grammar(engine, prompts):
     form = StructuredOutputsParams(regex="[A-F]{4},[0-9]{9}")
     cut = SamplingParams(temperature=0, stop=",", structured_outputs=form)
-    # `min_tokens` is more than the grammar allows: a complete text still ends.
+    # `min_tokens` exceeds what the grammar allows: a complete text ends nevertheless.
     longer = SamplingParams(
         temperature=0, min_tokens=20, max_tokens=24, structured_outputs=form
     )
@@ -250,7 +250,8 @@ def test_stop_string_and_min_tokens_work_with_a_grammar(engine, prompts):
     assert (second.finish_reason, third.finish_reason) == ("stop", "length")
 
 
-# A grammar close to the library's limit on expressions, with little of its fuel.
+# This grammar comes close to the library's limit on expressions, although its masks
+# take little of the library's fuel (a limit of computation).
 COUNTED = r"([%-9]{1,20}:?){1,200}"
 COUNTED_FORM = StructuredOutputsParams(regex=COUNTED)
 FUEL = 4000
@@ -258,7 +259,7 @@ FUEL = 4000
 
 @pytest.fixture
 def low_limits(monkeypatch):
-    """Lower the library's limits, so that texts of a grammar fail at some length."""
+    """Lower the library's limits, so that long texts of a grammar fail."""
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=2**40,
         step_lexer_fuel=FUEL,
@@ -315,12 +316,12 @@ def test_texts_fail_at_the_same_token_with_and_without_drafts(
 VOCAB, PROMPT = 64, [20, 7, 33, 11, 50, 14, 9, 44, 12, 6]
 EOS = 1
 TEMPERATURE = 2.0  # half of the texts are frequent enough for a cell of their own
-# Tokens 4 to 15 are %&'()*+,-./0
+# The tokens 4 to 15 are %&'()*+,-./0
 DISTRIBUTION_PATTERN = r"[%&'(]([)*]%?|\+[,-])?"
 
 
 def words_of_the_form() -> list[list[int]]:
-    """Return each text of the grammar as ids, with an end token if it could go on."""
+    """Return each text of the grammar as token ids, followed by the end token."""
     words = []
     for length in range(1, 4):
         for word in itertools.product("%&'()*+,-", repeat=length):
@@ -399,7 +400,7 @@ HELD_FORM = r"[A-Z]{60}"
 
 
 def slow_masks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
-    """Delay the masks of a grammar; return a list of the threads that compute them."""
+    """Delay the masks of a grammar; return a list of the threads that compute masks."""
     threads, compute = list[str](), Matcher.mask
 
     def mask(matcher: Matcher) -> np.ndarray:

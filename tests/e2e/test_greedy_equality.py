@@ -1,6 +1,6 @@
 """Greedy texts equal HuggingFace's token for token, with and without drafts.
 
-Models are float32, and prompts are chosen so that rounding cannot change a token.
+The models are float32, and prompts are chosen so that rounding cannot change a token.
 """
 
 import pytest
@@ -21,12 +21,12 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    """Return the texts of plain decoding, checked against HuggingFace."""
+    """Return the texts of plain decoding, which equal HuggingFace's."""
     said = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
     margins = [pair.greedy_margin(*both) for both in zip(prompts, said, strict=True)]
     assert min(margins) > pair.MIN_MARGIN, "near ties: choose another seed"
     assert all(len(tokens) == LENGTH for tokens in said)
-    # A text that only repeats a token could be right even with wrong keys and values.
+    # A text that repeats one token could be right even with wrong keys and values.
     assert sum(len(set(tokens)) for tokens in said) > 12 * len(said)
     return said
 
@@ -50,7 +50,7 @@ def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
         if wish == 0:
             assert metrics is None
         else:
-            # Every draft is accepted; only last rounds have fewer drafts.
+            # Every draft is accepted. The last round of a text may have fewer drafts.
             assert metrics is not None
             assert metrics.acceptance_rate == 1.0
             most = (3 if wish is None else wish) + 1
@@ -58,7 +58,7 @@ def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
 
 
 def many_prompts(count: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return prompts without near ties, and greedy texts checked with HuggingFace."""
+    """Return prompts without near ties, and their greedy texts."""
     prompts = pair.prompts(count + count // 4, seed=5)
     said = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
     clear = [
@@ -78,7 +78,7 @@ def hundred() -> tuple[list[list[int]], list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def widest() -> LLMEngine:
-    """Return an engine with the largest possible K; requests set a smaller one."""
+    """Return an engine whose K is the maximum; requests set a smaller one."""
     return make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -91,7 +91,7 @@ def widest() -> LLMEngine:
 @pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 5, 8])
 def test_hundred_texts_with_every_draft_length(num_draft_tokens, hundred, widest):
-    """Run eight requests at a time, then one at a time, in one executable."""
+    """Run eight requests at a time, then one at a time, with the same executable."""
     prompts, texts = hundred
     params = GREEDY.clone()
     params.extra_args = {"num_speculative_tokens": num_draft_tokens}
@@ -107,7 +107,7 @@ def test_hundred_texts_with_every_draft_length(num_draft_tokens, hundred, widest
 
 @pytest.mark.long_suite(name="lossless")
 def test_hundred_texts_in_batches_of_three(hundred):
-    """Batches grow and shrink, and each batch size has its own executable."""
+    """Batches grow and shrink; each batch size has its own executable."""
     prompts, texts = hundred
     engine = make_engine(
         pair.target(),

@@ -1,4 +1,4 @@
-"""The drafts of heads are computed from the right tokens and hidden states.
+"""Heads compute their drafts from the right tokens and hidden states.
 
 Each kind of head has one program, which records its drafts; `heads.replay` computes the
 expected drafts. Properties of all proposers are in `tests/conformance`.
@@ -36,7 +36,7 @@ def greedy(count: int = LENGTH) -> SamplingParams:
 
 
 def check_drafts(engine: LLMEngine, prompt: list[int], text: list[int]) -> int:
-    """Compare a request's drafts with `heads.replay`; return how many there are."""
+    """Compare a request's drafts with `heads.replay`; return the number of drafts."""
     whole, rounds = prompt + text, []
     for _, count, drafts in heads.recorded_drafts():
         if count <= len(whole):
@@ -104,7 +104,7 @@ def check_all_accepted(engine: LLMEngine, num_drafts: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_correct_head_has_every_draft_accepted(kind):
-    """EAGLE-3's first draft depends only on a hidden state, which later drafts lack."""
+    """EAGLE-3 has one draft here: later ones lack the target's hidden state."""
     engine = proposers.first_engine(kind)
     params = heads.right_params(kind, engine.config.head_config)
     check_all_accepted(right_engine(kind, params), 1 if kind == "eagle3" else NUM_DRAFT)
@@ -117,12 +117,12 @@ def test_correct_eagle3_head_that_reads_tokens_has_every_draft_accepted():
 
 @pytest.mark.parametrize("kind", ["eagle3", slow("eagle"), slow("medusa")])
 def test_cached_page_requires_the_same_next_token(kind):
-    """The head's keys of a page depend on the token after it; Medusa has no keys."""
+    """The head's keys of a page depend on the next token; Medusa has no keys."""
     engine = proposers.engine(kind)
     size = engine.config.page_size
     assert len(STEM) % size == 0
     tails = [[4, 4], [21, 30, 4], [4, 44]]
-    # The cache has all pages but the last, and the last too if the next token is equal.
+    # All pages but the last are prefix hits; so is the last if the next token is equal.
     pages = [0, 4, 4] if kind == "medusa" else [0, 3, 4]
     for tail, count in zip(tails, pages, strict=True):
         heads.recorded_drafts()
@@ -153,7 +153,7 @@ def test_every_draft_of_a_correct_medusa_side_branch_is_accepted():
     (text,) = tokens_of(generate(right, [[9, 3, cycle()[0]]], greedy()))
     assert text == [cycle()[(1 + place) % len(cycle())] for place in range(LENGTH)]
     assert right.stats.num_accepted_tokens == 0
-    # The first token is sampled after the prompt; the last round has room for fewer
+    # The first token is sampled after the prompt, and the last round has room for fewer
     # drafts.
     assert right.stats.num_side_tokens == LENGTH - 1 - right.stats.num_draft_rounds
     assert right.stats.num_draft_rounds == -(-(LENGTH - 1) // 4)

@@ -1,4 +1,4 @@
-"""Processes share cached programs, even if they start at once or jax caches too."""
+"""Processes share cached programs, even if they start together or jax caches too."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# A script that loads the program, or compiles and caches it.
+# This script loads the program, or else compiles and caches it.
 START = """
 import sys
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_two_processes_share_the_cache(tmp_path):
 @pytest.mark.slow
 def test_users_jax_cache_does_not_affect_programs(tmp_path):
     ours, jaxs = tmp_path / "ours", tmp_path / "jax"
-    # A program in jax's own cache must not be stored in ours.
+    # A program that comes from jax's own cache must not be stored in ours.
     without, total = end(begin("none", jaxs))
     assert without == "compiled"
     assert any(path.name.startswith("jit_step_") for path in jaxs.iterdir())

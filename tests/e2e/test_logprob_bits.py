@@ -23,7 +23,8 @@ PARAMS = SamplingParams(
     logprobs=5,
     prompt_logprobs=2,
 )
-# Arguments that differ from an engine without drafts that runs one sequence at a time.
+# Arguments that differ from those of an engine without drafts that runs one sequence at
+# a time.
 WAYS: list[dict[str, Any]] = [
     dict(max_num_seqs=8),
     dict(num_speculative_tokens=5),
@@ -49,7 +50,7 @@ def make_llm(**changes: Any) -> LLM:
 
 
 def logprobs_of(outputs: Any) -> Logprobs:
-    """Return the logprobs of every token, of prompts and texts."""
+    """Return the logprobs of every token, in prompts and in texts."""
     rows = []
     for output in outputs:
         for row in [*(output.prompt_logprobs or []), *output.outputs[0].logprobs]:
@@ -77,10 +78,11 @@ def test_logprobs_have_the_same_bits_on_every_path(dtype):
         ), way
         preemptions = llm.llm_engine.stats.num_preemptions
         assert (preemptions > 0) == ("num_gpu_blocks_override" in way), way
-    # Prompt tokens with prefix hits have no logprobs.
+    # Prompt tokens in prefix hits have no logprobs, so they are not compared.
     less = PARAMS.clone()
     less.prompt_logprobs = None
-    # Each prompt runs twice in a row, because the pages hold one sequence.
+    # The pages hold one sequence, so each prompt runs twice in a row to have prefix
+    # hits.
     again: Any = []
     for prompt in prompts():
         plain.generate([prompt], less, use_tqdm=False)

@@ -27,7 +27,7 @@ LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 NGRAM, SUFFIX, BOTH = "n-gram", "suffix", "n-gram + draft model"
 SAME = "n-gram + correct draft model"
-# Both kinds of lookup treat a round without a match alike.
+# Both kinds of lookup treat a round without a match in the same way.
 KINDS = (
     *(NGRAM, BOTH, SAME, SUFFIX),
     pytest.param("suffix + draft model", marks=pytest.mark.slow),
@@ -44,7 +44,7 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def repeating(name: str) -> tuple[LLMEngine, LLMEngine]:
-    """Return engines with a repetitive target: one plain, the others with lookups."""
+    """Return a plain engine and one with lookups, of a target that repeats itself."""
     target, options = make_hf_model(seed=2, **pair.SIZES), proposers.PROPOSERS[name]
     settings: dict[str, Any] = dict(pair.SETTINGS, **options.options)
     settings |= dict(num_draft_tokens=options.num_draft_tokens, runner=options.runner)
@@ -54,7 +54,7 @@ def repeating(name: str) -> tuple[LLMEngine, LLMEngine]:
 
 @functools.cache
 def played(name: str) -> tuple[LLMEngine, list[RequestOutput], list[Any]]:
-    """Generate texts; return the engine, the outputs and the launches."""
+    """Generate texts; return the engine, its outputs and its launches."""
     if name == SAME:
         engine = with_draft(proposers.first_engine(BOTH), pair.draft("same"))
     else:
@@ -101,7 +101,7 @@ def test_repetitive_text_takes_fewer_rounds(name):
 
 
 def test_correct_draft_model_helps_without_matches():
-    """The draft model gets the keys of lookup drafts that were accepted."""
+    """The draft model also gets keys of lookup drafts that were accepted."""
     engine, *_ = played(SAME)
     alone, *_ = played(NGRAM)
     assert engine.stats.num_rounds < alone.stats.num_rounds
@@ -132,7 +132,7 @@ def test_counts_equal_the_drafts_of_the_rounds(name):
 
 @pytest.mark.parametrize("name", [NGRAM, SUFFIX])
 def test_repetitive_texts_end_at_every_offset_of_a_round(name):
-    """Texts of every length, and sequences of the maximum length."""
+    """Texts have every length, and some sequences reach the maximum length."""
     plain, engine = map(with_settings, repeating(name))
     params = [
         SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)

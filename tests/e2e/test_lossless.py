@@ -24,7 +24,8 @@ from tests.support import pair
 
 README = Path(__file__).parents[2] / "benchmarks" / "README.md"
 
-# Rounds without drafts, with few and with many; all paths of a request.
+# Each `Cut` names a part of `lossless.py`. The suffix part has rounds without drafts,
+# with few and with many, on all paths.
 SUFFIX = replace(SHORT, num_prompts=32, proposers=("suffix",), drafts=(16,))
 LEAVES = replace(SHORT, proposers=("draft_model, leaves",))
 TREES = replace(SHORT, proposers=("draft_model, tree",))
@@ -36,9 +37,9 @@ LONG = Cut(
     alone=16,
     is_optimized=False,
 )
-# Without operations in C++, as on machines without a C++ compiler.
+# The operations in C++ are replaced by XLA's, as on machines without a C++ compiler.
 XLA = replace(SHORT, num_prompts=12, num_tokens=24)
-# Trees of drafts that span several pages and cross the border of windows.
+# These trees of drafts span several pages and cross the border of windows.
 LARGEST = replace(LONG, proposers=tuple(LARGE), drafts=(8,))
 # bfloat16 logits have many near ties, so programs are compiled with users' options:
 # other options would round differently.

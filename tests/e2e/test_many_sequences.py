@@ -1,7 +1,7 @@
 """Texts of hundreds of concurrent sequences equal those in small batches.
 
-`make test` runs 128 sequences, with a group size so small that there are several
-groups.
+`make test` runs fewer of them (128) and lowers `MAX_GROUP_BYTES`, so that their logits
+are still verified in several groups.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     ],
 )
 def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
-    """Greedy and seeded sequences, each with 0 to 5 drafts per round."""
+    """Greedy and seeded sequences have between 0 and 5 drafts per round."""
     target = make_micro()
     few = make_engine(target, max_num_seqs=8, runner=OneProgramRunner)
     expected = tokens_of(generate(few, *requests(count)))
@@ -68,7 +68,7 @@ def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
         max_num_batched_tokens=8 * count,
         runner=OneProgramRunner,
     )
-    # No program cache: its keys do not include the group size.
+    # The program cache is disabled, because its keys do not include the group size.
     engine.runner.cache = ProgramCache(None)
     outputs = generate(engine, *requests(count))
     assert tokens_of(outputs) == expected
@@ -77,7 +77,7 @@ def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
 
 
 def test_launch_prefills_up_to_the_token_budget(monkeypatch):
-    """The budget exceeds the largest program that an engine compiles at its start."""
+    """This budget exceeds the largest program that an engine compiles at its start."""
     random, target = np.random.default_rng(0), make_micro()
     prompts = [random.integers(4, 16, 250).tolist() for _ in range(16)]
     params = [

@@ -43,7 +43,7 @@ def general_engine() -> LLMEngine:
 def run(
     prompts: list[list[int]], params: list[SamplingParams]
 ) -> list[list[RequestOutput]]:
-    """Run requests; return all outputs of each, in the order of the prompts."""
+    """Run requests; return all outputs of each one, in the order of the prompts."""
     engine = with_settings(general_engine())
     outputs: list[list[RequestOutput]] = [[] for _ in prompts]
     for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
@@ -70,7 +70,7 @@ def distributions(tokens: list[int]) -> np.ndarray:
 
 
 def check_logprobs(found: Any, tokens: list[int], rows: np.ndarray, count: int) -> None:
-    """Compare returned logprobs with the distributions at their positions."""
+    """Check returned logprobs against the distributions at their positions."""
     assert len(found) == len(tokens) == len(rows)
     for entry, token, row in zip(found, tokens, rows, strict=True):
         assert next(iter(entry)) == token
@@ -113,7 +113,7 @@ def texts(prompts: list[list[int]], listed: list[SamplingParams]) -> list[list[i
 
 
 def margin(prompt: list[int], tokens: list[int], params: SamplingParams) -> float:
-    """Return the smallest lead of a text's tokens in HuggingFace's logits."""
+    """Return by how much a text's tokens lead in HuggingFace's logits, at least."""
     prepared = general_engine().input_processor.prepare("0", prompt, params)
     (request,) = prepared.requests
     known, start, least = prompt + tokens, len(prompt), np.inf
@@ -133,7 +133,7 @@ def margin(prompt: list[int], tokens: list[int], params: SamplingParams) -> floa
 @pytest.mark.parametrize("name", CONTROLS)
 @pytest.mark.parametrize("how", ["greedy", "seeded"])
 def test_drafts_change_no_text_with_controls(name: str, how: str):
-    """Greedy texts are also the argmax of HuggingFace's controlled logits."""
+    """Greedy texts are the argmax of HuggingFace's logits with the same controls."""
     sampling: dict[str, Any] = {"temperature": 0}
     if how == "seeded":
         sampling = {"seed": 11, "top_p": 0.9}
@@ -186,7 +186,7 @@ def test_forbidden_tokens_do_not_occur():
 
 @pytest.mark.parametrize("extra_args", [None, PLAIN], ids=["drafts", "plain"])
 def test_bad_words_with_min_tokens_leave_an_allowed_token(extra_args):
-    """After token 20 only the stop token is allowed, which `min_tokens` forbids."""
+    """After token 20, only the stop token is allowed, which `min_tokens` forbids."""
     end, word = 1, 20
     completion = ask(
         temperature=0,
@@ -209,7 +209,7 @@ def test_logprobs_equal_those_of_one_pass_over_the_text(count: int):
             prompt_logprobs=count,
             temperature=temperature,
             seed=7,
-            frequency_penalty=penalty,  # does not change logprobs
+            frequency_penalty=penalty,  # has no effect on logprobs
         )
         for temperature, penalty in [(0, 0), (1.2, 0), (1.2, 1.0), (0, 1.0)]
     ]
@@ -314,7 +314,7 @@ def test_logprobs_end_with_the_text():
 
 
 def entries_of(completion: CompletionOutput) -> list[tuple[Any, int]]:
-    """Return each token with its logprobs."""
+    """Return pairs: each token, and its logprobs."""
     return list(zip(completion.logprobs or [], completion.token_ids, strict=True))
 
 

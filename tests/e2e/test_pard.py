@@ -48,7 +48,7 @@ def wanting(count: int) -> SamplingParams:
 
 
 def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> int:
-    """Compare a request's drafts with HuggingFace's; return how many there are.
+    """Compare a request's drafts with HuggingFace's; return the number of drafts.
 
     Args:
         draft: HuggingFace's draft model; by default that of the pair.
@@ -67,7 +67,7 @@ def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> in
 
 
 def test_drafts_equal_huggingface_after_rounds_of_any_length():
-    """Prompts have one token to several chunks; texts cross windows and pages."""
+    """Prompts have one token to several chunks, and texts cross windows and pages."""
     lengths = set()
     for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 2):
         engine = with_settings(forced_engine())
@@ -87,7 +87,7 @@ def test_cached_pages_hold_no_keys_of_masks_or_rejected_drafts():
         prompt = (known[-1] if known else STEM) + tail
         (output,) = generate(engine, [prompt], greedy(max_tokens=13))
         text = list(output.outputs[0].token_ids)
-        # The last token of the text has no keys yet.
+        # The last token of the text has no keys in the cache yet.
         cached = (len(known[-1]) - 1) // size * size if known else 0
         assert output.num_cached_tokens == cached
         assert check_drafts(prompt, text) > 5
@@ -96,7 +96,7 @@ def test_cached_pages_hold_no_keys_of_masks_or_rejected_drafts():
 
 
 def test_request_without_drafts_leaves_no_draft_keys():
-    """A request with prefix hits on its pages runs the draft prefill again."""
+    """A request with prefix hits on its pages then runs the draft prefill again."""
     engine = proposers.engine("pard")
     params = [wanting(0), wanting(NUM_DRAFT)]
     # The text is so short that one round with drafts would have computed all its keys.

@@ -22,7 +22,7 @@ PROMPTS = [
     "def main():",
     "Tom has 3 apples and buys 4 more.",
 ]
-# Greedy and seeded requests share a program.
+# Greedy and seeded requests use the same program.
 PARAMS = [
     SamplingParams(
         max_tokens=64, ignore_eos=True, temperature=number % 2, seed=number or None
@@ -68,7 +68,7 @@ def plain() -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_quantized_draft_changes_no_text(kind):
-    """The embedding is not quantized here; a test below quantizes it."""
+    """The embedding is not quantized here; another test quantizes it."""
     said, rate = texts(**drafts(kind), quantize_embedding=False)
     assert said == plain()
     assert 0.2 < rate < 1

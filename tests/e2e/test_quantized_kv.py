@@ -41,7 +41,8 @@ from tests.support.oracles import PagedModel
 KINDS = ("int8", "fp8")
 PLACE = "In the city of Paris there are many museums, and people who like to walk."
 STEM = [5, 9, 33, 41, 8, 60, 17, 22, 7, 54, 12, 40, 31, 9, 28, 3]
-# Some prompts share prefixes, and two of the longest do not fit into the pages.
+# Some prompts share prefixes, and two of the longest sequences do not fit into the
+# pages.
 PROMPTS = [
     [*STEM, 6, 50],
     [*STEM, 11],
@@ -97,7 +98,7 @@ def make(kind: str, has_draft: bool, **changes: Any) -> LLMEngine:
 
 @functools.cache
 def plain(kind: str, way: str) -> list[list[int]]:
-    """Return texts without drafts with the same KV type: texts may depend on it."""
+    """Return texts without drafts with the same KV type, on which texts may depend."""
     engine = make(kind, has_draft=False, **WAYS[way])
     return tokens_of(generate(engine, PROMPTS, params()))
 
@@ -229,7 +230,7 @@ def test_memory_plan_counts_half_the_bytes_per_page():
 
     whole = page_bytes("auto")
     assert page_bytes("fp8") == tuple(size // 2 for size in whole)
-    # Every 64 values share a scale of four bytes.
+    # Every 64 values share a float32 scale of four bytes.
     assert page_bytes("int8") == tuple(size * 68 // 128 for size in whole)
     assert page_bytes("fp8_e4m3") == page_bytes("fp8")
 

@@ -37,10 +37,10 @@ from tests.support.rounds import at_most
 from tests.support.step_programs import SHARDED, materialized, num_bytes, num_parameters
 
 NUM_DRAFT = 3
-NUM_ROUNDS = 4  # prompt tokens per launch
+NUM_ROUNDS = 4  # maximum number of rounds per launch
 STEM = [5, 9, 33, 41, 8, 60, 17, 22, 7, 54, 12, 40, 31, 9, 28, 3]
 SHARED = [[*STEM, 6, 50], [*STEM, 11], [*STEM[:13], 44], [*STEM, 6, 50]]
-CHUNKED = pair.prompts(4, longest=40)  # longer than one launch prefills
+CHUNKED = pair.prompts(4, longest=40)  # longer than the prompt tokens of one launch
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def target() -> Any:
 
 @functools.cache
 def draft() -> Any:
-    """Return a draft model of two layer periods that is often right."""
+    """Return a draft model with two periods of layer kinds, which is often right."""
     return pair.add_noise(pair.make_model(2, num_hidden_layers=4))
 
 
@@ -62,7 +62,7 @@ def make(scan_layers: bool, **changes: Any) -> LLMEngine:
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     """Return greedy and seeded requests with every K.
 
-    Texts of unseeded requests would depend on their rounds.
+    Texts of unseeded requests would depend on their rounds, so there are none.
     """
     prompts, params = [], []
     for number, prompt in enumerate([*SHARED, *CHUNKED, *SHARED]):
@@ -104,16 +104,17 @@ def with_logprobs(outputs: list[Any]) -> list[Any]:
     ],
 )
 def test_texts_and_log_probabilities_are_equal(drafts):
-    """Test with more requests than rows, with preemption, and with shared prefixes.
+    """Run more requests than rows, with preemption and shared prefixes.
 
-    The engine with separate layers runs without drafts: no text depends on them, and
-    separate layers take long to compile.
+    The engine with separate layers runs without drafts: no text depends on drafts, and
+    programs of separate layers take long to compile.
     """
     if "draft" in drafts:
         drafts = drafts | {"draft": draft()}
     found, stats = [], []
     for scan_layers, kind in ((False, {}), (True, drafts)):
-        # So few pages that 5 to 8 requests are preempted, whatever the timing.
+        # There are so few pages that 5 to 8 requests are preempted, whatever the
+        # timing.
         engine = make(scan_layers, **kind, num_pages=24, max_model_len=88)
         prompts, params = requests()
         if not kind:
@@ -125,7 +126,7 @@ def test_texts_and_log_probabilities_are_equal(drafts):
     for one, other in zip(*found, strict=True):
         assert [token for token, _ in one] == [token for token, _ in other]
         for (_, among), (_, rivals) in zip(one, other, strict=True):
-            # A wrong page or layer would change logprobs by tenths.
+            # Reading a wrong page or layer would change logprobs by tenths.
             assert among == pytest.approx(rivals, abs=1e-4)
     assert all(one.num_preemptions > 0 for one in stats)
     assert all(one.num_prefix_hits > 0 for one in stats)
@@ -135,7 +136,7 @@ def test_texts_and_log_probabilities_are_equal(drafts):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
 def test_multi_round_launches_equal_single_rounds(kind):
-    """A loop over rounds contains loops over layers and over drafts."""
+    """The loop over rounds then contains loops over layers and over drafts."""
     prompts = pair.prompts(2, longest=20)
     values: dict[str, Any] = dict(max_tokens=30, ignore_eos=True)
     values |= dict(output_kind=RequestOutputKind.FINAL_ONLY)
@@ -203,7 +204,7 @@ def test_scanned_engine_loads_checkpoints_sleeps_and_wakes(tmp_path, monkeypatch
     options: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
     options |= dict(max_num_batched_tokens=32)
     prompts = [[2, 5, 6, 7], [2, 9]]
-    # Greedy texts of these weights repeat one token.
+    # Greedy texts of these weights repeat one token, so this request samples.
     params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
 
     def texts(llm: LLM) -> list[list[int]]:
@@ -232,7 +233,7 @@ ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, max_prompt_tokens=0)
     "max_rounds", [pytest.param(1, marks=pytest.mark.slow), NUM_ROUNDS]
 )
 def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
-    """Programs compiled with users' options also take few arrays as arguments."""
+    """With users' compile options, programs also take few arrays as arguments."""
     runner: Any = drafting_engine(True).runner
     runner.compiler_options = READERS_COMPILER
     executable = runner.executable(dataclasses.replace(ROUND, max_rounds=max_rounds))
@@ -247,19 +248,20 @@ def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
     program = executable.as_text()
     assert materialized(program, kept) == []
     # Each model has one stacked array for every parameter of its two kinds of layers,
-    # and two pools of pages.
+    # and two page pools.
     given = len(jax.tree.leaves((runner.params, runner.state)))
     assert num_parameters(program) == given + 1
     each: Any = drafting_engine(False).runner
     stacks = runner.params[0]["layers"]["0"]
-    # Two layers of each model, and their pages.
+    # Arrays that only separate layers have: those of two layers of each model, and of
+    # their pages.
     fewer = 2 * 2 * (len(jax.tree.leaves(stacks)) + 1)
     assert given + fewer == len(jax.tree.leaves((each.params, each.state)))
 
 
 @functools.cache
 def num_operations(scan_layers: bool, num_layers: int) -> int:
-    """Return the number of operations of a plain round of a target."""
+    """Return the number of operations in a plain round's program."""
     model = pair.make_model(2, num_hidden_layers=num_layers)
     runner: Any = make_engine(model, scan_layers=scan_layers, **pair.SETTINGS).runner
     shape = StepShape(

@@ -26,7 +26,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    """Return texts of plain decoding, one request after the other."""
+    """Return texts of plain decoding; requests run one after the other."""
     return [
         tokens_of(generate(pair.plain_engine(), [prompt], seeded(number)))[0]
         for number, prompt in enumerate(prompts)
@@ -57,7 +57,7 @@ def test_preemption_changes_no_seeded_text_without_drafts(prompts):
 
 
 def test_order_and_other_requests_change_no_seeded_text(prompts, texts):
-    """The other requests are greedy or unseeded, or have other numbers of drafts."""
+    """The other requests are greedy or unseeded, or have another number of drafts."""
     others = [
         SamplingParams(temperature=0, max_tokens=7, ignore_eos=True),
         SamplingParams(temperature=1.0, max_tokens=11, ignore_eos=True),

@@ -1,6 +1,6 @@
-"""A target over several processes, which act as hosts, gives the texts of one process.
+"""A target over several processes, acting as hosts, returns the texts of one process.
 
-Processes connect over loopback on a CPU, and each has two of XLA's host devices.
+The processes connect over loopback on a CPU, and each has two of XLA's host devices.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from tests.support.processes import environment, free_port
 
 ROOT = Path(__file__).parents[2]
 DEVICES_EACH = 2
-# Long, because two processes share two cores with other tests.
+# The limit is long, because two processes share two cores with other tests.
 PATIENCE_S = 540
 DRAFTS = 3
 JAX_ENDS = "Terminating process because the JAX distributed service detected fatal err"
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(model: Path, *, num_devices: int, **changes: Any) -> dict[str, Any]:
-    """Return engine arguments as keyword arguments of `EngineArgs`."""
+    """Return keyword arguments of `EngineArgs`."""
     return (
         dict(
             model=str(model),
@@ -58,7 +58,7 @@ def arguments(model: Path, *, num_devices: int, **changes: Any) -> dict[str, Any
 
 
 def flags(values: dict[str, Any]) -> list[str]:
-    """Return engine arguments as flags of the server."""
+    """Convert engine arguments to flags of the server."""
     found: list[str] = []
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
@@ -68,7 +68,7 @@ def flags(values: dict[str, Any]) -> list[str]:
 
 
 class Hosts:
-    """The processes of one test, with their logs."""
+    """Starts the processes of one test, and stores their logs."""
 
     def __init__(self, folder: Path):
         self.folder, self.started = folder, dict[str, subprocess.Popen[bytes]]()
@@ -94,7 +94,7 @@ class Hosts:
     def lead(
         self, given: dict[str, Any], num_devices: int, name: str = "leader"
     ) -> Path:
-        """Start a process with an engine; return the path of its result."""
+        """Start a process with an engine; return the path of its results."""
         path, result = self.folder / f"{name}.json", self.folder / f"{name}-result"
         path.write_text(json.dumps(given | {"result": str(result)}))
         self.start(name, ["-m", "tests.e2e.several_hosts", str(path)], num_devices)
@@ -113,7 +113,7 @@ class Hosts:
             pytest.fail(f"{name} has not ended after {timeout_s} s\n{logs}")
 
     def wait_for(self, name: str, text: str) -> None:
-        """Wait until a process has logged something."""
+        """Wait until a process has logged the given text."""
         deadline = time.monotonic() + PATIENCE_S
         while text not in self.log(name):
             assert self.started[name].poll() is None, self.log(name)
@@ -194,7 +194,7 @@ def complete(client: httpx.Client, num_tokens: int) -> httpx.Response:
 
 @contextlib.contextmanager
 def load(client: httpx.Client) -> Iterator[list[object]]:
-    """Run four threads that send one request after the other; yield their results."""
+    """Run four threads that send requests one by one; yield a list of results."""
     ends, over = list[object](), threading.Event()
 
     def ask() -> None:
@@ -244,7 +244,7 @@ def test_all_processes_end_if_one_ends(
         # The remaining process reports at once that the connection was closed.
         assert took_s < HEARTBEAT_S, hosts.log(other)
     if status == -signal.SIGABRT and who == "leader":
-        # jax noticed the end of the process first.
+        # Or jax noticed first that the process had ended.
         assert JAX_ENDS in hosts.log(other)
     elif number == signal.SIGKILL:
         assert status == HOST_LOST, hosts.log(other)

@@ -1,4 +1,4 @@
-"""Launches of several rounds give the texts and counts of single-round launches."""
+"""Launches of several rounds return the texts and counts of single-round launches."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def looped() -> LLMEngine:
 
 @functools.cache
 def single() -> LLMEngine:
-    """Return an engine whose programs run single rounds."""
+    """Return an engine whose launches run single rounds."""
     return make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -116,7 +116,7 @@ def expected(kind: str) -> tuple[list[Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_and_counts_equal_single_rounds(kind):
-    """Unseeded texts are equal too: their noise depends on where a round starts."""
+    """Unseeded texts are equal too; their noise depends on where a round starts."""
     launches, num_stopped = [], 0
     for num_rounds in (1, 2, 4, STEPS):
         texts, counts, ran = play(looped(), num_rounds, params_of(kind))
@@ -177,9 +177,9 @@ def test_request_can_be_aborted_between_rounds():
 
 
 def test_preemption_and_prefix_hits_change_nothing():
-    """Two requests together exceed the pages; then the same requests run again."""
+    """Two requests together need too many pages; then the same requests run again."""
     random = np.random.default_rng(4)
-    # Prompts of two tiles, which are prefilled in chunks.
+    # The prompts have two tiles, which are prefilled in chunks.
     prompts = random.integers(3, 64, (2, 60)).tolist()
     params = SamplingParams(
         temperature=0, max_tokens=50, ignore_eos=True, output_kind=FINAL

@@ -49,13 +49,13 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    """Return greedy texts that do not end at end tokens."""
+    """Return greedy texts that are not ended by end tokens."""
     return tokens_of(generate(pair.plain_engine(), prompts, greedy(ignore_eos=True)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop_ids_are_masked_until_min_tokens(kind, prompts):
-    """Stop ids are masked in draft and target, which changes the text."""
+    """Target and draft model mask stop ids, which changes the texts."""
     counts = (0, 6, 17, 0, 6, 17)
     params = [
         greedy(stop_token_ids=FREQUENT, min_tokens=min_tokens) for min_tokens in counts
@@ -98,7 +98,7 @@ def test_end_token_ends_a_text_unless_it_is_ignored(prompts, texts):
             expected = text[: text.index(pair.EOS) + 1]
             assert completion.finish_reason == "stop"
             assert completion.stop_reason is None
-            # The end token is among the token ids, but not in the text.
+            # The end token is one of the token ids, but is not in the text.
             assert len(completion.text) == len(expected) - 1
         else:
             expected = text
@@ -135,7 +135,7 @@ def test_more_requests_than_rows_and_pages_all_finish():
 
 @pytest.mark.parametrize("when", [0, 1, 2, 3, 5, 9])
 def test_abort_leaves_other_requests_alone(when, prompts, texts):
-    """An aborted request's row and pages are reused while its launch still runs."""
+    """Another request gets the row and pages while the aborted launch still runs."""
     engine = pair.engine("noisy")
     params = greedy(ignore_eos=True)
     for number, prompt in enumerate(prompts):

@@ -29,8 +29,8 @@ STREAM, SPECIAL = "stream", "special"
 NUM_CORES = min(2, os.cpu_count() or 1)
 MEASURED_S = 5.0
 MAX_GAP_S, MIN_SHARE = 1.0, 0.4
-# Share of the speed beside busy threads that must remain: a compiler may have more
-# threads, and tracing holds the GIL.
+# Share of the speed beside busy threads that must remain. It is below 1 because a
+# compiler may have more threads, and tracing holds the GIL.
 MIN_SHARE_OF_CONTROL = 0.6
 
 
@@ -54,9 +54,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
         while made.has_unfinished_requests():
             made.step()
         made.wait_for_programs()
-    # From here on programs are not loaded from the tests' cache.
+    # From here on, programs are compiled, not loaded from the tests' cache.
     made.runner.cache = ProgramCache(tmp_path_factory.mktemp("programs"))
-    freeze_heap()  # as a server does before it serves
+    freeze_heap()  # a server does this before it serves
     yield made
     made.shutdown()
     gc.unfreeze()
@@ -74,7 +74,7 @@ def greedy(**changes: Any) -> SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """Measurements of one part of a stream.
+    """Speed and gaps of one part of a stream.
 
     Attributes:
         share: Share of the cores' time that this process got.
@@ -86,7 +86,10 @@ class Flow:
 
 
 def flow(engine: LLMEngine, is_over: Callable[[list[str]], bool]) -> Flow:
-    """Step until `is_over` returns True for the ids of requests with outputs so far."""
+    """Step the engine until `is_over` returns True; return the measurements.
+
+    `is_over` gets the ids of requests with outputs so far.
+    """
     seen, num_tokens, gap_s = list[str](), 0, 0.0
     start = last = time.monotonic()
     cpu_s = time.process_time()
@@ -111,7 +114,7 @@ def for_a_while(engine: LLMEngine) -> Flow:
 
 
 def with_computing_threads(engine: LLMEngine) -> Flow:
-    """Measure beside busy threads that do not hold the GIL, one for each core."""
+    """Measure a stream beside busy threads without the GIL, one for each core."""
     is_over = threading.Event()
 
     def compute() -> None:

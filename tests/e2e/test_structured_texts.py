@@ -26,7 +26,7 @@ TARGET, DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
 NAMES = r"[A-Z][a-z]{2,8}( [A-Z][a-z]{2,8}){1,3}\."
 ITEM = r"([a-z]{1,6}|[0-9]{1,3})"
 GRAMMAR = f'start: "(" item ("," item){{0,3}} ")"\nitem: /{ITEM}/'
-# The fifth request is unstructured.
+# The fifth request has no structured output.
 FORMS = [
     StructuredOutputsParams(json=SCHEMA),
     StructuredOutputsParams(regex=NAMES),
@@ -42,8 +42,9 @@ STARTS = [
     "Who are you?",
     "A list of animals:",
 ]
-# (grammar, temperature, number of texts) close to the library's limits: many
-# expressions; dead ends, which end texts with an error; many consecutive items.
+# Each case is (grammar, temperature, number of texts). All are close to the library's
+# limits: many expressions; dead ends, which end texts with an error; many consecutive
+# items.
 NEAR_LIMITS = {
     "expressions": (StructuredOutputsParams(regex=r"(\w{1,20} ?){1,200}"), 1.3, 24),
     "expressions of JSON": (
@@ -162,7 +163,7 @@ def write(temperature: float, **draft: Any) -> list[RequestOutput]:
 def test_every_text_matches_its_grammar_and_drafts_change_nothing(
     temperature, draft, monkeypatch
 ):
-    # One program shape: other tests have others, which would take long to compile.
+    # All cases share one program shape, because others would take long to compile.
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
     plain = write(temperature)
     drafted = write(
@@ -172,13 +173,13 @@ def test_every_text_matches_its_grammar_and_drafts_change_nothing(
     )
     for one, other in zip(plain, drafted, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
-    # If the draft did not follow the grammars, few drafts would be accepted.
+    # If the draft model did not follow the grammars, few drafts would be accepted.
     metrics = [output.outputs[0].spec_decode_metrics for output in drafted[::5]]
     accepted = sum(one.num_accepted_draft_tokens for one in metrics if one)
     proposed = sum(one.num_draft_tokens for one in metrics if one)
     assert accepted > (0.3 if draft == DRAFT else 0.9) * proposed
     if draft == TARGET:
-        # All drafts are accepted, except past the end of a text.
+        # All drafts are accepted, except those past the end of a text.
         assert all(sum(one.histogram[:-1]) <= 1 for one in metrics if one)
 
 

@@ -1,4 +1,4 @@
-"""Forced acceptance: drafts are accepted at the given rates, whatever the models.
+"""Forced acceptance accepts drafts at the given rates, whatever the models.
 
 The draft model prefers what the target avoids, so that a real rule would accept almost
 none of its drafts.
@@ -47,7 +47,7 @@ def compiled() -> LLMEngine:
 
 
 def params_of(count: int, **changes: Any) -> list[SamplingParams]:
-    """Return greedy, sampled and seeded requests in turn."""
+    """Return requests that are greedy, sampled and seeded in turn."""
     kinds: list[dict[str, Any]] = [
         dict(temperature=0.0),
         dict(temperature=0.9),
@@ -58,7 +58,7 @@ def params_of(count: int, **changes: Any) -> list[SamplingParams]:
 
 
 def drafted_rounds(engine: LLMEngine, params: list[SamplingParams]) -> np.ndarray:
-    """Return the number of accepted drafts of each round that had all drafts."""
+    """Return the number of accepted drafts in each round that had all K drafts."""
     kept, fetch = [], engine.runner.fetch
 
     def note(*launched):

@@ -1,4 +1,4 @@
-"""Concurrent calls on one `LLM` return the same results as single calls."""
+"""Concurrent calls on one `LLM` return the same results as calls one by one."""
 
 import _thread
 import contextlib
@@ -47,7 +47,7 @@ def engine_of(llm: LLM) -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """Return an `LLM` with drafts and one program, so that batches change no text."""
+    """Yield an `LLM` with drafts and one program, so that batches change no text."""
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -104,7 +104,7 @@ def enqueue(number: int) -> Call:
 
 
 def look(_: int) -> Call:
-    """Call methods that make no requests."""
+    """Call methods that make no requests, and return their results."""
 
     def call(llm: LLM) -> Any:
         llm.reset_prefix_cache()
@@ -116,7 +116,7 @@ def look(_: int) -> Call:
 
 
 def run_all(llm: LLM, calls: list[list[Call]]) -> list[list[Any]]:
-    """Run each list of calls in a thread."""
+    """Run each list of calls in its own thread; return the results by thread."""
 
     def run(own: list[Call]) -> list[Any]:
         return [call(llm) for call in own]
@@ -158,7 +158,7 @@ def assert_clean(llm: LLM) -> None:
 
 
 def test_calls_share_batches(llm: LLM):
-    """Concurrent calls run in the same batches."""
+    """Requests of concurrent calls run in the same batches."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     stats = engine_of(llm).stats
     before = stats.num_rounds
@@ -212,7 +212,7 @@ def test_interrupt_ends_only_its_own_call(
 def test_interrupt_within_a_step_ends_only_the_call_of_its_thread(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
-    """The engine drops all requests, and restarts those of other calls."""
+    """The engine drops all requests, but restarts those of other calls."""
     engine = engine_of(llm)
     others = [[generate(number)] * 4 for number in range(3)]
     expected = [[call(llm) for call in own] for own in others]
@@ -264,14 +264,14 @@ def test_failed_step_raises_in_every_affected_call(
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(call, range(3)))
     assert has_failed.is_set()
-    # Requests that are not in the batch yet continue.
+    # Requests that have not been admitted yet continue.
     assert all(one == 60 or "the device is gone" in one for one in results), results
     assert sum("the device is gone" in str(one) for one in results) > 1, results
     assert_clean(llm)
 
 
 def test_threads_add_and_step_an_engine_by_hand():
-    """A step returns the outputs of all requests."""
+    """A thread's step returns the outputs of all requests, also of other threads."""
     engine, _ = make_fake_engine(num_draft_tokens=3)
     texts: dict[str, str] = {}
 

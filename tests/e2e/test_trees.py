@@ -1,4 +1,4 @@
-"""Side branches and trees: counts by node, cached pages, aborts, and near ties.
+"""Side branches and trees: counts by node, prefix hits, aborts, and near ties.
 
 Properties of all proposers are in `tests/conformance`; `test_lossless.py` compares
 greedy texts on every path of the engine.
@@ -28,7 +28,7 @@ NAMES = (
     *("leaves", "tree", "n-gram, tree", SUFFIX, "n-gram + draft model, leaves"),
     "tree, scanned",
 )
-# A tree tests all that side leaves would test.
+# A tree covers everything that side leaves would.
 QUICK = [
     name if name == "tree" else pytest.param(name, marks=pytest.mark.slow)
     for name in NAMES
@@ -56,7 +56,7 @@ def ranks_of(engine: LLMEngine) -> dict[Place, Hits]:
 
 
 def check_ranks(engine: LLMEngine) -> None:
-    """Check counts by depth and rank against the tokens, except in last rounds."""
+    """Compare counts by depth and rank with the tokens, except those of last rounds."""
     ranks, stats, ended = ranks_of(engine), engine.stats, 10
     first = [ranks[Place(False, depth, 0)] for depth in (1, 2, 3)]
     assert 0 <= stats.num_draft_rounds - first[0].compared <= ended
@@ -107,8 +107,9 @@ def test_correct_draft_is_accepted_along_the_main_chain(name, prompts):
 @pytest.mark.parametrize("name", [*NAMES, "largest tree"])
 def test_texts_of_a_hundred_prompts_equal_plain_decoding(name):
     """The largest tree exceeds a page, a window and the room left in some rows."""
-    # Suffix lookups propose few drafts and fewer side branches: these prompts accept 58
-    # side tokens. Siblings of the first draft alone would give 46.
+    # Suffix lookups propose few drafts and fewer side branches. With these prompts, 58
+    # drafts in side branches are accepted; siblings of the first draft alone would give
+    # 46.
     least = 50 if name == SUFFIX else 100
     engine = proposers.engine(name)
     if name == "largest tree":
@@ -124,7 +125,7 @@ def test_texts_of_a_hundred_prompts_equal_plain_decoding(name):
 
 @pytest.mark.slow
 def test_bfloat16_texts_differ_only_at_near_ties():
-    """Attention in a side branch sums in another order, which rounds differently."""
+    """In a side branch, attention sums in another order, which rounds differently."""
     prompts = pair.prompts(30, seed=5)
     prompts += [(one * 40)[:40] for one in pair.prompts(30, longest=15, seed=6)]
     engine = proposers.make("tree", dtype="bfloat16")
@@ -142,7 +143,8 @@ def test_bfloat16_texts_differ_only_at_near_ties():
         assert one.logprobs is not None
         for own, other, near in zip(one.token_ids, said, one.logprobs, strict=True):
             if own != other:
-                # Logits are below 8: the bound is twice the value of their last bit.
+                # Logits are below 8, and the bound is twice the value of a logit's last
+                # bit.
                 assert near[own].logprob - near[other].logprob <= 2**-4
                 num_parted += 1
                 break
@@ -164,7 +166,7 @@ def test_pages_that_end_with_a_side_branch_are_cached(name, prompts, texts):
     params = GREEDY.clone()
     params.extra_args = {"return_token_origins": True}
     rest = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    if name == SUFFIX:  # few drafts, and fewer side branches
+    if name == SUFFIX:  # suffix lookups propose few drafts, and fewer side branches
         prompts = [(one * 40)[:40] for one in pair.prompts(40, longest=15, seed=6)]
         texts = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
     else:
@@ -224,7 +226,7 @@ CONTROLLED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", DRAFTED)
 @pytest.mark.parametrize("control", CONTROLLED)
 def test_requests_with_controls_use_only_the_main_chain(name, control, prompts):
-    """Requests without controls before and after them use the tree."""
+    """Before and after them, requests without controls use the tree."""
     engine = proposers.engine(name)
     asked = SamplingParams(
         temperature=0, max_tokens=24, ignore_eos=True, **CONTROLLED[control]

@@ -30,7 +30,7 @@ from tests.support.pair import KEPT
 
 
 def params_of(count: int, **changes: Any) -> list[SamplingParams]:
-    """Return seeded and greedy requests in turn."""
+    """Return requests that are seeded and greedy in turn."""
     both: dict[str, Any] = dict(max_tokens=claims.LENGTH, ignore_eos=True) | changes
     return [
         SamplingParams(temperature=0.9, seed=index, **both)
@@ -41,7 +41,7 @@ def params_of(count: int, **changes: Any) -> list[SamplingParams]:
 
 
 def test_drafts_are_the_best_of_the_kept_tokens():
-    """The expected drafts are computed with HuggingFace's draft model."""
+    """HuggingFace's draft model computes the expected drafts."""
     engine = proposers.engine("trimmed")
     prompt = claims.prompts()[0]
     said = {token for text in claims.plain_texts() for token in text}
@@ -67,7 +67,7 @@ def test_drafts_are_the_best_of_the_kept_tokens():
 
 
 def test_target_as_its_own_draft_is_accepted_for_kept_tokens():
-    """Texts that contain only kept tokens have every draft accepted."""
+    """If a text contains only kept tokens, every draft is accepted."""
     plain = with_settings(pair.plain_engine())
     whole = tokens_of(generate(plain, claims.prompts(), claims.GREEDY))
     some, texts, said = [], [], set[int]()
@@ -104,8 +104,8 @@ CUT = [token for token in range(4, 64) if token not in KEPT]
 @pytest.mark.parametrize(
     "asked",
     [
-        # The draft model has none of the allowed tokens, at the first position or at
-        # all.
+        # The draft model has none of the tokens allowed at the first position, or at
+        # any.
         dict(
             structured_outputs=StructuredOutputsParams(
                 regex=f"{characters(CUT[:6])}{characters(KEPT[2:])}{{4,40}}"

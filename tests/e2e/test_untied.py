@@ -55,7 +55,7 @@ def write(folder: Path, model: Any, said: bool | None, *, to: str = "hf") -> Pat
 
 
 def draft_model() -> Any:
-    """Return the target with noise only on the LM head: a draft that is often right."""
+    """Return the target with noise in its LM head: a draft that is often right."""
     model = make_hf_model(seed=2, num_hidden_layers=2, tie_word_embeddings=False)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_head_that_copies_the_embedding_takes_no_memory(tmp_path):
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_draft_heads_use_the_lm_head_of_the_target(kind, is_tied):
-    """A draft head uses the target's embedding only if the target is tied."""
+    """A head uses the target's LM head, which is its embedding only if tied."""
     random = np.random.default_rng(0)
     matrices = random.normal(size=(2, VOCAB, HIDDEN)).astype(np.float32)
     target = {"embedding": DenseMatrix(jnp.asarray(matrices[0]))}

@@ -20,7 +20,7 @@ from jaxspec_checkpoints import bundled_target
 from jaxspec_checkpoints.quantization import Scheme
 from tests.support.model_configs import TINY, configure, write_config, write_model
 
-# Replaced by the folder of a draft.
+# The tests replace this value by the folder of a draft model.
 SMALL_DRAFT: dict[str, Any] = {"speculative_model": "", "num_speculative_tokens": 5}
 
 
@@ -126,7 +126,7 @@ def test_few_pages_reduce_default_sequences(target: str):
 
 
 def test_default_pages_hold_part_of_a_page(target: str):
-    # 100 tokens fill six pages and begin a seventh.
+    # 100 tokens fill six pages of 16 and begin a seventh.
     assert configure(target, max_model_len=100, max_num_seqs=3).num_pages == 21
 
 
@@ -185,7 +185,7 @@ def test_all_generations_of_arguments_give_one_config(target: str, draft: str):
 
 
 def test_pard_requires_a_mask_token(target: str, tmp_path: Path):
-    """AMD's name of the key; a model without it proposes tokens one by one."""
+    """AMD's key for the mask token is read. Without it, the model drafts one by one."""
     parallel = write_model(tmp_path / "parallel", num_hidden_layers=2, pard_token=3)
     keys: dict[str, Any] = {"model": parallel, "num_speculative_tokens": 12}
     config = configure(target, speculative_config=keys | {"parallel_drafting": True})
@@ -249,7 +249,8 @@ def test_draft_has_the_targets_devices_by_default(target: str, draft: str):
     config = configure(target, tensor_parallel_size=2, spec_model=draft, spec_tokens=2)
     assert config.speculative is not None
     assert config.speculative.draft_tensor_parallel_size == 2
-    # It is not set by the user: it may change once the devices are known.
+    # The draft's number of devices is stored as not set by the user: it may still
+    # change when the devices are known.
     assert config.given is not None
     assert config.given.draft_tensor_parallel_size is None
 
@@ -428,7 +429,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
             ({"spec_model": "other"}, "'other'", "contradicts"),
         )
     ),
-    # Unsupported values; the argument is named.
+    # Unsupported values: the error names the argument.
     *(
         (arguments, NotImplementedError, [given, next(iter(arguments)), "must be"])
         for arguments, given in (
@@ -477,7 +478,7 @@ def test_structured_outputs_defaults(target: str):
 
 
 def test_arguments_have_one_default():
-    """The defaults that users see: the configuration declares no others."""
+    """The configuration declares no defaults besides those that users see."""
     arguments = {item.name for item in dataclasses.fields(EngineArgs)}
     for item in dataclasses.fields(EngineConfig):
         if item.name in arguments:
@@ -523,7 +524,7 @@ def test_tokens_of_a_trimmed_draft(target: str, draft: str, tmp_path: Path):
     assert "30" not in repr(config).partition("draft_token_ids")[2]
     with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
         configure(target, speculative_config=whole | dict(draft_vocab_size=5))
-    # With random weights no token is more frequent than another.
+    # Weights are random, so there are no frequent tokens to keep.
     dummy = configure(
         target,
         speculative_config=whole | dict(draft_vocab_size=5),
@@ -591,7 +592,7 @@ def write_published(folder: Path, name: str, **changes: Any) -> str:
     ],
 )
 def test_gemma_3_pairs_share_a_vocabulary(tmp_path: Path, target_size, draft_size):
-    """Also of a multimodal target, whose file has 64 rows more than the draft's."""
+    """A multimodal target also shares it, although its file has 64 rows more."""
     rows = 262208 if target_size in ("4b", "12b", "27b") else 262144
     target = write_published(
         tmp_path / "target", f"google/gemma-3-{target_size}-it", vocab_size=rows

@@ -45,7 +45,7 @@ def test_streams_of_every_output_kind_are_complete():
 
 def test_request_starts_when_the_first_output_is_awaited():
     async def use(serving: AsyncLLMEngine) -> None:
-        # The id is used twice, but the first generator is never iterated.
+        # Two generators get the same id, but the first is never iterated.
         serving.generate(PROMPT, SamplingParams(max_tokens=4), "same")
         assert len(await outputs_of(serving, "same", max_tokens=4)) > 0
 
@@ -91,7 +91,8 @@ def test_closing_an_ended_stream_does_not_abort_a_new_request_of_its_id():
         await anext(left)
         while await serving.get_num_unfinished_requests():
             await asyncio.sleep(0.005)
-        # The request has ended, but its outputs were not all read; its id is free.
+        # The request has ended, so its id is free, although not all its outputs were
+        # read.
         following = serving.generate(PROMPT, SamplingParams(max_tokens=30), "same")
         outputs = [await anext(following)]
         await left.aclose()

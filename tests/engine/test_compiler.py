@@ -18,7 +18,7 @@ LIMIT_S = 10.0
 
 
 class Maker:
-    """A fake compile function that waits until the test allows each program."""
+    """A fake compile function that waits until the test releases each program."""
 
     def __init__(self):
         self.made: list[StepShape] = []
@@ -52,7 +52,7 @@ def test_requested_programs_precede_prepared_ones_latest_first():
     assert compiler.current == SHAPES[0]
     compiler.request(SHAPES[2])
     compiler.request(SHAPES[3])
-    compiler.request(SHAPES[2])  # no program is made twice
+    compiler.request(SHAPES[2])  # no program is compiled twice
     assert compiler.num_wanted == 4
     maker.let_all()
     compiler.wait_for_all()
@@ -62,7 +62,7 @@ def test_requested_programs_precede_prepared_ones_latest_first():
     assert threading.main_thread() not in maker.threads
     assert compiler.get(SHAPES[1]) == "program 2"
     wait_until(lambda: not any(thread.is_alive() for thread in maker.threads))
-    compiler.request(SHAPES[0])  # the program exists: no thread is started
+    compiler.request(SHAPES[0])  # the program exists already, so no thread is started
     assert compiler.num_made == 4
 
 
@@ -74,7 +74,7 @@ def test_get_waits_for_a_program_in_progress():
     threading.Timer(0.05, maker.let_all).start()
     assert compiler.get(SHAPES[0]) == "program 1"
     assert maker.made == [SHAPES[0]]
-    assert compiler.get(SHAPES[1]) == "program 2"  # this thread makes it
+    assert compiler.get(SHAPES[1]) == "program 2"  # this thread compiles the program
     assert threading.current_thread() in maker.threads
 
 
@@ -82,7 +82,7 @@ def test_wait_ends_when_a_program_is_made():
     maker = Maker()
     compiler = Compiler(maker)
     start = time.monotonic()
-    compiler.wait(LIMIT_S)  # in vain
+    compiler.wait(LIMIT_S)  # nothing was requested
     compiler.request(SHAPES[0])
     compiler.wait(0.01)
     assert SHAPES[0] not in compiler
@@ -130,7 +130,7 @@ def test_programs_begun_before_clear_are_dropped():
     wait_until(lambda: not compiler.num_wanted)
     assert maker.made == SHAPES[:1]
     assert SHAPES[0] not in compiler
-    assert compiler.get(SHAPES[0]) == "program 1"  # the program is made again
+    assert compiler.get(SHAPES[0]) == "program 1"  # the program is compiled again
     assert maker.made == [SHAPES[0]] * 2
 
 
@@ -152,7 +152,7 @@ def test_memory_is_trimmed_after_each_batch_of_programs(monkeypatch):
 
 
 def test_failure_of_program_begun_before_clear_is_dropped():
-    """The engine continued without drafts during the compile of a draft program."""
+    """The engine stopped drafting while a program with drafts was compiled."""
     maker = Maker()
 
     def fail(shape: StepShape) -> Any:
@@ -220,7 +220,7 @@ def test_a_failure_after_a_stop_is_not_reported(caplog):
 
 
 def test_a_failure_after_a_stop_and_a_clear_is_reported():
-    """An engine that was shut down can be woken up."""
+    """An engine that was shut down may be woken up, and then compiles again."""
 
     def fail(shape: StepShape) -> Any:
         raise RuntimeError("out of luck")
@@ -245,8 +245,8 @@ def test_listeners_are_called_for_each_compiled_program():
 def test_exit_waits_for_current_program_and_drops_the_queue():
     maker = Maker()
     compiler = Compiler(maker)
-    # Python does not wait for this thread at exit: a thread started by a daemon thread
-    # is a daemon too.
+    # Python does not wait for this thread at exit, because a thread started by a daemon
+    # thread is a daemon as well.
     thread = threading.Thread(target=compiler.prepare, args=(SHAPES[:2],), daemon=True)
     thread.start()
     assert maker.began.acquire(timeout=LIMIT_S)
@@ -262,8 +262,8 @@ def test_exit_waits_for_current_program_and_drops_the_queue():
     assert not exiting.is_alive()
     assert maker.made == SHAPES[:1]
     assert not any(one.is_alive() for one in maker.threads)
-    # After that, a daemon thread starts no other program; the main thread still may, in
-    # a later exit handler.
+    # After the exit handler has run, daemon threads start no other program; the main
+    # thread still may, in a later exit handler.
     threading.Thread(target=compiler.get, args=(SHAPES[3],), daemon=True).start()
     assert not maker.began.acquire(timeout=0.05)
     assert compiler.get(SHAPES[2]) == "program 4"
@@ -282,7 +282,7 @@ def test_exit_waits_for_a_program_made_by_another_thread():
 
 
 def test_removing_a_listener_during_a_compile_is_not_a_failure():
-    """`LLM.generate` removes its listener at its end, perhaps during a compilation."""
+    """`LLM.generate` removes its listener when it ends, perhaps during a compile."""
 
     class Removed(Compiler):
         listeners = iter([print])

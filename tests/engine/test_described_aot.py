@@ -1,4 +1,4 @@
-"""Programs for devices that this machine lacks are written completely."""
+"""Programs compiled for devices that this machine lacks are written completely."""
 
 import pytest
 

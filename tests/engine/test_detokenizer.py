@@ -27,7 +27,7 @@ VOCAB, NUM_RETURNED = 50, 8
 
 @dataclass
 class Outcome:
-    """The final text, the stop string that ended it, and the number of ids used."""
+    """The final text, the stop string that ended it, and its number of ids."""
 
     text: str
     stop: str | None
@@ -37,7 +37,7 @@ class Outcome:
 def run_stream(
     rounds: list[list[int]], params: SamplingParams, reads: list[bool] | None = None
 ) -> Outcome:
-    """Stream ids round by round; `reads` tells after which rounds the text is read."""
+    """Stream ids round by round; `reads` are the rounds after which text is read."""
     stream = TextStream(TOKENIZER, params)
     used = 0
     for index, ids in enumerate(rounds):
@@ -52,7 +52,7 @@ def run_stream(
 
 
 def reference(ids: list[int], params: SamplingParams) -> Outcome:
-    """Decode all ids after every token; the first new stop string ends the text."""
+    """Decode all ids after every token, up to the first stop string."""
     text = ""
     for count in range(1, len(ids) + 2):
         is_end = count > len(ids)
@@ -182,8 +182,8 @@ def test_no_text_without_detokenization():
     ("stops", "expected"), [(["b", "bc"], "b"), (["bc", "b"], "b"), (["c", "bc"], "bc")]
 )
 def test_first_match_in_the_text_wins(stops, expected):
-    # One piece is "abc": if every character were a token, the match would depend on the
-    # order of arrival.
+    # One piece of this tokenizer is "abc". If every character were a token, the match
+    # would depend on the order of arrival.
     class OnePiece(StubTokenizer):
         def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
             return "abc" * len(list(ids))
@@ -194,7 +194,7 @@ def test_first_match_in_the_text_wins(stops, expected):
 
 
 def test_long_stop_string_is_fast():
-    # A comparison at every start would take days.
+    # Comparing the stop string at every start would take days.
     params = SamplingParams(stop=["a" * 10**7 + "b", "ab" * 10**6])
     stream, shown = TextStream(TOKENIZER, params), ""
     for token in TOKENIZER.encode("a" * 40 + " and so on " * 40 + "ab", False):
@@ -212,7 +212,7 @@ def random_table(length: int, seed: int = 0) -> np.ndarray:
 def logprobs_of(
     table: np.ndarray, tokens: list[int], chosen: tuple[int, ...] = ()
 ) -> TokenLogprobs:
-    """Return the program's logprobs of tokens, from a table of log-probabilities."""
+    """Return logprobs as the program does, from a table of log-probabilities."""
     order = np.argsort(-table, axis=-1, kind="stable")[:, :NUM_RETURNED]
     own = table[np.arange(len(tokens)), tokens]
     return TokenLogprobs(
@@ -220,13 +220,13 @@ def logprobs_of(
         rank=(table > own[:, None]).sum(-1).astype(np.int32) + 1,
         top_ids=order.astype(np.int32),
         top=np.take_along_axis(table, order, -1),
-        # Random values follow, as for ids that the request did not choose.
+        # After the requested ids, the array has random values.
         chosen=table[:, [*chosen, 0, 0]],
     )
 
 
 def expected(row: np.ndarray, token: int, count: int) -> dict[int, Logprob]:
-    """Return the expected logprobs, from a sorted row."""
+    """Return the expected logprobs, computed by sorting the row."""
     ranked = sorted(range(VOCAB), key=lambda other: (-row[other], other))
     kept = dict.fromkeys([token, *ranked[:count]])
     return {
@@ -266,7 +266,7 @@ def test_logprobs_of_several_rounds(count: int):
 def test_chosen_ids_replace_the_most_likely_ones(flat: bool):
     table = random_table(2)
     ranked = [int(token) for token in np.argsort(-table[1], kind="stable")]
-    # The most likely id, one without a rank, one given twice, and the token itself.
+    # The most likely id, an id without a rank, an id given twice, and the token itself.
     least, best, itself = ranked[-1], ranked[0], ranked[2]
     chosen = (least, best, least, itself)
     stream = make_stream(logprob_token_ids=list(chosen), flat_logprobs=flat)

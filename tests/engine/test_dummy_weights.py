@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
 
 
 def write_config(folder: Path, family: str = "2b", **changes: Any) -> str:
-    """Write a folder that has only a config.json."""
+    """Write a model folder that has only a config.json; return its path."""
     folder.mkdir()
     changes = {"num_hidden_layers": 1} | changes
     (folder / "config.json").write_text(json.dumps(tiny_config(family, **changes)))
@@ -46,7 +46,7 @@ def forms(params: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_random_weights_have_the_shapes_and_types_of_loaded_ones(tmp_path, dtype):
-    """The target is on four devices, and the draft model on two of them."""
+    """The target is on four devices, and the draft model on two."""
     write_tiny(tmp_path / "9b", family="9b")
     write_tiny(tmp_path / "2b", family="2b")
     options: dict[str, Any] = dict(
@@ -179,7 +179,7 @@ def test_skip_tokenizer_init_reads_no_tokenizer():
 
 @pytest.mark.parametrize("load_format", ["dummy", "auto"])
 def test_named_tokenizer_must_exist(tmp_path, load_format):
-    """A tokenizer is also required for trained weights."""
+    """Given a `tokenizer` folder or not, a missing tokenizer is an error."""
     write_config(tmp_path / "empty")
     folder = write_config(tmp_path / "model")
     options = {"tokenizer": str(tmp_path / "empty")} if load_format == "dummy" else {}

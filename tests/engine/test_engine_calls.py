@@ -219,7 +219,7 @@ def test_id_of_a_finished_text_can_be_reused():
     stops = SamplingParams(n=2, max_tokens=30, seed=3)
     engine.add_request("x", PROMPT, stops)
     engine.step()
-    # Text 0 has ended, for example by a stop string.
+    # Text 0 has already ended, for example by a stop string.
     stream = engine.output_processor.streams["0_x"]
     engine.scheduler.finish(stream.request, "stop", None)
     engine.output_processor.close(stream.request)
@@ -255,7 +255,7 @@ def test_levels_and_parts_of_a_sleep_are_checked_first():
     run_one(engine, SamplingParams(max_tokens=9))
     with pytest.raises(RequestError, match="level"):
         engine.sleep(0)
-    # The rejected calls changed nothing: the prompt still has prefix hits.
+    # The rejected calls changed nothing: the prompt's pages are still prefix hits.
     engine.add_request("again", PROMPT * 4, SamplingParams(max_tokens=9))
     run_all(engine)
     wrong: Any = "weights"

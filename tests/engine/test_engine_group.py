@@ -69,7 +69,7 @@ def test_engines_step_concurrently():
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         group.add_request(str(number), PROMPT, params)
     assert run_all(group) == dict.fromkeys("012", letters(said(40)))
-    # No launch ended before every engine had one, so they ran concurrently.
+    # No launch ended before every engine had one, so the launches ran concurrently.
     (count,) = {engine.stats.num_rounds for engine in engines}
     assert count >= 10
     group.shutdown()
@@ -125,7 +125,7 @@ def test_failed_step_is_reported_and_other_engines_continue():
 
 
 def _break_next(runner: Any, count: int = 2) -> None:
-    """Make the next launches fail, with drafts and when retried without."""
+    """Make the next launches fail, both with drafts and when retried without them."""
     left = [RuntimeError("boom")] * count
 
     def fail() -> None:
@@ -198,7 +198,7 @@ def test_streams_from_several_engines_are_complete():
 
 
 class Warming(LLMEngine):
-    """Has compiled no program for requests yet."""
+    """An engine that has compiled no program for requests yet."""
 
     @property
     def is_ready(self) -> bool:

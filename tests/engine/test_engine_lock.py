@@ -34,7 +34,10 @@ def test_reentrant_and_free_after_the_last_release():
 
 
 def test_waiting_thread_precedes_the_releasing_thread():
-    """With `threading.RLock`, the releasing thread would get the lock again."""
+    """A waiting thread gets the lock before the thread that has just released it.
+
+    With `threading.RLock`, the releasing thread would usually get it again.
+    """
     lock, turns = EngineLock(), []
 
     def wait() -> None:
@@ -116,7 +119,7 @@ def test_methods_of_an_object_take_turns():
 
         @exclusive
         def add(self, increment: int) -> int:
-            """Add slowly."""
+            """Increment slowly: threads without the lock would overwrite each other."""
             value = self.value
             time.sleep(0.001)
             self.value = value + increment

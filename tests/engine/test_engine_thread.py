@@ -207,7 +207,7 @@ def test_slow_reader_gets_merged_output(kind, text):
         output = await collector.get()
         assert output.outputs[0].text == text
         assert list(output.outputs[0].token_ids) == [ord(one) for one in text]
-        # The caller now owns this output: later ones are new objects.
+        # The caller owns this output: later outputs are new objects.
         collector.put(output_of("d", "length"))
         assert output.outputs[0].text == text
         last = await collector.get()

@@ -1,4 +1,4 @@
-"""Failures on the device end only the affected requests, or drafting."""
+"""A device failure ends only the affected requests, or only drafting."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def last_of_one(outputs: dict[str, list[RequestOutput]]) -> CompletionOutput:
 
 
 def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
-    """Make a runner's method raise an exception at a given call."""
+    """Make a runner's method raise in `times` calls, after the first `after` calls."""
     method, calls = getattr(runner, name), 0
 
     def called(*arguments: Any) -> Any:
@@ -103,7 +103,7 @@ def test_nan_draft_model_stops_drafting():
     assert engine.policy.is_stopped
     plans = [plan for plan, _ in runner.plans]
     drafting = [plan for plan in plans if any(drafts for _, drafts in plan.decode)]
-    # One more launch was in flight when the NaN was read.
+    # When the NaN was read, one more launch was in flight.
     assert len(drafting) <= 2
     assert_idle(engine)
 
@@ -124,7 +124,7 @@ def test_request_with_nan_ends_alone(num_draft_tokens, kind):
         assert end.finished
         assert end.outputs[0].finish_reason == "error"
         assert end.outputs[0].token_ids == []
-        # The pages of a request with NaN give no prefix hits.
+        # Pages of a request with NaN are never prefix hits.
         assert end.num_cached_tokens == 0
         assert last_of(outputs) == {"good": said(40)}
         assert_idle(engine)
@@ -144,7 +144,7 @@ def test_nan_after_some_text_ends_the_request():
 
 
 class Gone(Followers):
-    """Fake followers on other hosts; records the reason for which they were ended."""
+    """Fake followers on other hosts, which record why they were ended."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -155,7 +155,7 @@ class Gone(Followers):
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 def test_failure_stops_an_engine_over_several_hosts(where: str):
-    """It stops even with drafts: the launch may have succeeded on other hosts."""
+    """Drafting alone cannot be stopped: other hosts may have run the launch."""
     engine, fake = make_fake_engine(num_draft_tokens=3)
     followers = fake.followers = Gone()
     add(engine)

@@ -1,4 +1,4 @@
-"""Masks and failures depend only on the text, and a failure ends only its text."""
+"""Masks and failures depend only on the text; a failure ends only its own text."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ from jaxspec.text.tokenizer import Tokenizer
 EOS, NUM_PROMPT, NUM_DRAFTS, WINDOW = 1, 2, 5, 18
 WORDS_OF_LETTERS = grammar_of_regex(r"(\w{1,20} ?){1,200}")
 PANIC = grammar_of_rules("start: <eos> <[1]> <[0-8191]>*")
-# The library reports an error only with the first mask.
+# The library reports the error only when it computes the first mask.
 CYCLES = {
     "$ref": grammar_of_schema('{"$ref": "#"}', {}),
     "anyOf": grammar_of_schema('{"anyOf": [{"$ref": "#"}]}', {}),
@@ -82,13 +82,13 @@ def masks_of(state: GrammarState, text: list[int], drafts: list[int]) -> np.ndar
 
 
 def written(grammar: Grammar, seed: int, length: int, *, has_drafts: bool) -> Any:
-    """Generate a text as an engine does; return it, and where and why it failed."""
+    """Generate a text as an engine does; return it, where it failed, and why."""
     state = GrammarState(matcher=Matcher(grammar), num_prompt=NUM_PROMPT)
     random, text = np.random.default_rng(seed), list[int]()
     while len(text) < length:
         drafts = []
         if has_drafts:
-            # Drafts are a random walk over the masks, which sometimes differs from the
+            # Drafts are a random walk over the masks, so they sometimes differ from the
             # text.
             for index in range(NUM_DRAFTS):
                 mask = masks_of(state, text, drafts)[-1]
@@ -125,7 +125,7 @@ def test_a_rebuilt_matcher_computes_the_same_masks(monkeypatch):
         masks.append(kept.mask())
         tokens.append(drawn(masks[-1], 3, position))
         assert kept.read(tokens[-1])
-    # Every lexer reaches its limit at once.
+    # Every lexer reaches its limit of computation immediately.
     monkeypatch.setattr(grammar_matcher, "MASK_FUEL", 0)
     rebuilt = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
     for mask, token in zip(masks, tokens, strict=True):
@@ -158,7 +158,7 @@ def test_failed_text_does_not_affect_others_of_its_grammar(monkeypatch):
         for position in range(200):
             failing.read(drawn(failing.mask(), 1, position))
     assert caught.value.kind == "limit"
-    # The texts share the lexer that has failed.
+    # The texts share the lexer whose limit was reached.
     for matcher in (other, Matcher(grammar)):
         assert len(ids_of(matcher.mask())) > 100
         assert matcher.read(drawn(matcher.mask(), 2, 0))
@@ -181,7 +181,8 @@ def test_failed_draft_does_not_affect_the_text(monkeypatch):
 
 
 def test_a_dead_end_is_a_failure():
-    # After the comma only the key "score" may follow, which the text has already.
+    # After the comma only the key "score" may follow, but the text has that key
+    # already.
     schema = (
         '{"type": "object", "properties": {"score": {"type": "integer"}},'
         ' "required": ["score"], "additionalProperties": false,'

@@ -150,7 +150,7 @@ def test_rejects_head_for_another_target(folders, tmp_path, changes, named):
 
 
 def test_rejects_folder_without_a_head(folders):
-    """The folder has a model, another kind of head, or a head in place of a model."""
+    """The folder has a model, another kind of head, or a head instead of a model."""
     options: dict[str, Any] = dict(num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="method must be 'medusa', got 'eagle3'"):
         configure(folders, "eagle3", model=folders["medusa"], **options)
@@ -169,7 +169,7 @@ def test_rejects_folder_without_a_head(folders):
 def test_missing_head_explains_the_sources_of_drafts(
     folders, name, tmp_path, monkeypatch
 ):
-    """Test a missing folder, and a name on the Hugging Face Hub without network."""
+    """A missing folder, and a name on the Hugging Face Hub without a network."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError) as caught:
@@ -206,7 +206,7 @@ def test_memory_plan_includes_a_head_and_its_pages(folders, kind):
     mesh, head = build_mesh(config), CONFIGS[kind]
     facts = find_facts(config, mesh, GivenSizes())
     _, (_, (form,), _) = describe(config, mesh)
-    # In addition to its parameters, the state has one vector per row.
+    # Apart from its parameters, a head adds one vector per row to the state.
     kept = 4 * HIDDEN * config.max_num_seqs
     assert facts.draft.weight_bytes == bytes_of(form) + kept
     assert facts.draft.page_bytes == head.kv_bytes_per_token(4) * config.page_size

@@ -1,4 +1,4 @@
-"""Input becomes a complete request or an error, before anything else happens."""
+"""Input becomes a complete request, or an error before it has any effect."""
 
 import dataclasses
 from typing import Any
@@ -101,7 +101,7 @@ def test_controls_name_their_feature():
 
 
 def test_logprobs_have_one_compiled_size():
-    # Of at most 20, and of a vocabulary of sixteen.
+    # At most 20 logprobs can be requested, but the vocabulary has 16 tokens.
     for asked in (0, 3, 16, -1):
         assert make(logprobs=asked).features == Features(num_logprobs=16)
     config = {"max_logprobs": 5}
@@ -114,7 +114,7 @@ def test_logprobs_have_one_compiled_size():
 
 
 def test_chosen_ids_need_logprobs_and_controls():
-    # Also with a small `max_logprobs`, which does not limit them.
+    # `max_logprobs` does not limit the chosen ids.
     request = make(logprob_token_ids=[3, 9, 3], config={"max_logprobs": 2})
     assert request.features == Features(has_controls=True, num_logprobs=2)
     assert request.controls == TokenControls(logprob_token_ids=(3, 9, 3))
@@ -204,7 +204,8 @@ def test_structured_output_has_its_feature_and_masks_min_tokens():
     assert state is not None
     assert (state.num_prompt, state.min_tokens) == (3, 4)
     assert state.stop_ids == (EOS, 7)
-    # The device has no minimum length; stop strings have.
+    # With a grammar, the masks enforce the minimum length, so the device has none; stop
+    # strings still use it.
     assert (request.min_total, request.params.min_tokens) == (3, 4)
     assert make(min_tokens=4).min_total == 3 + 4
 
@@ -308,9 +309,9 @@ def test_a_word_is_forbidden_with_and_without_a_space():
 
 
 def test_a_spelling_that_ends_in_a_forbidden_one_is_left_out():
-    # "\n the" would be one more spelling, which ends in the token of " the".
+    # "\n the" has one more spelling, which ends in the token of " the" and is left out.
     assert words_of("the", "\n the") == words_of("the")
-    # Longer is allowed where the shorter is only its start.
+    # A longer spelling is allowed if the forbidden one is only its start.
     longer = "the fox"
     assert any(word[: len(ids_of("the"))] == ids_of("the") for word in words_of(longer))
 
@@ -325,7 +326,7 @@ def test_special_pieces_in_a_word_are_text():
 
 
 def test_a_word_of_too_many_tokens():
-    text = "\u2603" * MAX_BAD_WORD_LEN  # three bytes each
+    text = "\u2603" * MAX_BAD_WORD_LEN  # each character is three byte tokens
     with pytest.raises(RequestError, match=f"at most {MAX_BAD_WORD_LEN} tokens"):
         controls_of(bad_words=[text])
 

@@ -13,7 +13,7 @@ PROMPTS = [[2, 5, 7], [2, 9, 4, 11]]
 
 @pytest.fixture(scope="module")
 def engine():
-    """Return an engine with its own arrays, because an interrupted step loses them."""
+    """Return an engine with its own arrays, as an interrupted step loses its arrays."""
     return make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -38,7 +38,7 @@ def expect_idle(engine: Any) -> None:
 def test_interrupt_after_donation_ends_only_the_requests(
     engine, monkeypatch, after_rounds
 ):
-    """The state was donated and the new one is not assigned: the worst moment."""
+    """The worst moment: the old state is donated, the new one not yet stored."""
     expected = texts(engine)
     get, rounds = engine.runner.compiler.get, []
 
@@ -72,7 +72,7 @@ def test_a_failing_read_ends_all_requests(engine, monkeypatch):
     with pytest.raises(RuntimeError, match="the device is gone"):
         texts(engine)
     if engine.has_unfinished_requests():
-        # A request that had not run yet ends with an error of its own.
+        # A request that had not run yet ends with its own error.
         with pytest.raises(RuntimeError, match="the device is gone"):
             for _ in range(3):
                 engine.step()

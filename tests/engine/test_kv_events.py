@@ -35,7 +35,7 @@ EVENTS = [
 
 
 class Subscriber:
-    """A subscriber that listens: publishers connect to an address without "*"."""
+    """A subscriber that binds: publishers connect to an address without "*"."""
 
     def __init__(self, context: Any):
         self._socket = context.socket(zmq.SUB)
@@ -111,13 +111,13 @@ def test_batches_have_vllms_format(subscriber: Subscriber):
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     """Return the addresses of socket files."""
-    # Paths of socket files must be short.
+    # Paths of Unix socket files must be short.
     folder = Path("/tmp") if len(str(tmp_path)) > 80 else tmp_path
     return {name: f"ipc://{folder}/{name}" for name in ("events", "replay")}
 
 
 def replayed(asking: Any, start: int) -> Iterator[tuple[int, Any]]:
-    """Request a replay; return sequence number and events of each batch."""
+    """Request a replay; yield the sequence number and the events of each batch."""
     asking.send_multipart((b"", start.to_bytes(8, "big")))
     while True:
         assert asking.poll(LIMIT_MS)
@@ -142,7 +142,7 @@ def test_missed_messages_are_replayed(context: Any, files: dict[str, str]):
             asking.connect(files["replay"])
             for start in (4, 0):
                 found += replayed(asking, start)
-    # `buffer_steps` batches are kept.
+    # The publisher stores `buffer_steps` batches.
     assert found == [
         (number, [["BlockRemoved", [bytes([number])], "GPU"]])
         for number in (4, 2, 3, 4)
@@ -241,7 +241,8 @@ def test_engine_publishes_its_cached_pages(subscriber: Subscriber):
         assert (kind, page_size) == ("BlockStored", size)
         stored[keys[0]] = parent
         tokens += token_ids
-    # Pages of prompt and answer, in the order in which the next turn will find them.
+    # The pages of the prompt and answer have the order in which the next turn looks
+    # them up.
     assert tokens[:18] == prompt["prompt_token_ids"]
     assert len(tokens) // size == (18 + 9 - 1) // size
     kept = set(engine.scheduler.pool._page_of)
@@ -272,7 +273,7 @@ def test_rejects_address_in_use(subscriber: Subscriber):
 
 @pytest.mark.parametrize("name", ["zmq", "msgpack"])
 def test_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, name, None)  # makes the import fail
+    monkeypatch.setitem(sys.modules, name, None)  # makes `import zmq` fail
     on = KvEventsConfig(enable_kv_cache_events=True)
     with pytest.raises(ConfigError, match=rf"need {name}, .*\.\[kv-events\]"):
         KvEventPublisher(on, 2)

@@ -1,7 +1,8 @@
-"""Stopping, texts, seeds and the order of launches, over a device of plain Python.
+"""Stopping, texts, seeds and the order of launches, with a fake device in Python.
 
 What the device itself decides (stop ids, lengths) is tested on the real program in
-`tests/e2e/test_stopping.py`; here every offset and every cut into rounds is cheap.
+`tests/e2e/test_stopping.py`. A fake device is fast, so these tests cover every offset
+and every division of a text into rounds.
 """
 
 import time
@@ -34,7 +35,7 @@ from tests.support.fake_engines import (
 
 
 def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
-    """Otherwise calibration would delay the launch, and time both together."""
+    """A launch in flight would be delayed, and its time included in the measurement."""
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
     )
@@ -64,7 +65,7 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
 
 
 def test_loss_budget_earns_while_the_device_works(monkeypatch):
-    """The time between a few short requests does not pay for explorations."""
+    """Only time in which the device works pays for explorations, not idle time."""
     engine, _ = make_fake_engine(num_draft_tokens=3, controller=ADAPTIVE)
     policy, earned = engine.policy, list[float]()
     record = policy.record_time
@@ -158,7 +159,7 @@ def test_stop_strings_across_tokens_and_rounds(length, include):
 
 def test_first_of_stop_string_and_eos_in_a_round_wins():
     text = TEXT.copy()
-    text[8] = EOS  # the sixth generated token
+    text[8] = EOS  # the sixth generated token is the stop token
     for seed in range(8):
         engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=8)
         before = letters(said(5, text)[3:])
@@ -178,7 +179,7 @@ def test_a_stop_string_on_the_last_token_counts_as_stop():
 
 @pytest.mark.parametrize("include", [False, True])
 def test_deltas_add_up_to_the_final_text(include):
-    # "abcab" starts twice before it matches: text must be held back.
+    # "abcab" seems to start twice before it matches, so text must be held back.
     text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
     stop = letters([5, 6, 7, 5, 6, 9])
     for seed in range(6):
@@ -393,7 +394,7 @@ def test_served_model_properties():
 
 
 class OtherTokenizer(StubTokenizer):
-    """Return a tokenizer with other pieces."""
+    """A tokenizer with other pieces than the engine's."""
 
     @property
     def digest(self) -> bytes | None:

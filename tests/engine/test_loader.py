@@ -1,4 +1,4 @@
-"""An engine loads the weights of its files, also again after sleep."""
+"""An engine loads weights from its files, at the start and again after sleep."""
 
 import dataclasses
 import functools
@@ -75,7 +75,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rejects_tokenizer_with_more_pieces_than_the_network(tmp_path):
-    """Token ids past the embedding would read its last row."""
+    """A token id beyond the embedding would silently read its last row."""
     write_tiny(tmp_path / "model", family="2b", vocab_size=8191)
     config = configure(tmp_path / "model")
     with pytest.raises(ConfigError, match="8192 pieces, .* has vocab_size=8191"):
@@ -126,7 +126,7 @@ def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):
 
 @pytest.mark.usefixtures("nothing_is_read")
 def test_trimmed_draft_needs_turn_tokens(tmp_path):
-    """The check precedes loading, and covers tokens that only the tokenizer defines."""
+    """They are checked before loading, also those that only the tokenizer defines."""
     path = tmp_path / "map.json"
     options: dict[str, Any] = dict(
         speculative_model=str(bundled_draft()),
@@ -196,7 +196,7 @@ def test_padding_rows_of_target_or_draft_are_dropped(tmp_path, role, is_tied):
 
 
 def test_single_model_keeps_all_embedding_rows(tmp_path):
-    """As in HuggingFace, nothing marks the unused rows of a single model."""
+    """A single model's unused rows are kept: as in HuggingFace, nothing marks them."""
     write_padded(tmp_path / "padded", 8192 + 64, 0.0)
     assert configure(tmp_path / "padded").model_config.vocab_size == 8192 + 64
 
@@ -208,7 +208,7 @@ def test_more_extra_rows_than_padding_are_rejected_as_another_vocabulary(tmp_pat
 
 
 def test_added_tokens_of_the_target_are_an_error_of_the_pair(tmp_path):
-    """The error compares tokenizers, as extra embedding rows would be dropped."""
+    """The error names the tokenizers: extra embedding rows alone would be dropped."""
     folder = tmp_path / "added"
     write_padded(folder, 8192 + 2, 0.0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_target())
@@ -298,7 +298,7 @@ def test_gguf_file_without_a_tokenizer_needs_one_unless_it_is_a_draft(tmp_path):
     write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
     path = tmp_path / "m.gguf"
     write_gguf(path, tiny_config("2b", **VOCABULARY), has_tokenizer=False)
-    # A draft model needs no tokenizer of its own.
+    # A draft model does not need its own tokenizer.
     assert loader.read_tokenizer(configure(tmp_path / "hf", path)).vocab_size == 8192
     with pytest.raises(ConfigError, match="m.gguf has no tokenizer .*name a folder"):
         loader.read_tokenizer(configure(path))
@@ -335,7 +335,7 @@ def test_end_of_turn_is_an_end_token(tmp_path, has_template, ends):
 
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
-    """Return an engine that shares no arrays with others, which would sleep with it."""
+    """Return an engine that shares no arrays with others, as sleep frees them."""
     return pair.own_engine()
 
 
@@ -349,13 +349,13 @@ def arrays(engine: LLMEngine) -> list[Any]:
 
 def test_sleep_frees_the_devices_and_wake_up_restores_all(engine: LLMEngine):
     before = texts(engine)
-    # All programs are compiled by now, also those for prefix hits.
+    # All programs have been compiled by now, also those for prefix hits.
     assert texts(engine) == before
     compiled = engine.runner.num_compiles
     placements = [array.sharding for array in arrays(engine)]
     for _ in range(2):
         engine.sleep()
-        engine.sleep()  # sleeping twice has no further effect
+        engine.sleep()  # sleeping again has no further effect
         assert engine.is_sleeping()
         assert all(array.is_deleted() for array in arrays(engine))
         engine.wake_up()
@@ -391,7 +391,7 @@ def test_sleep_level_2_reads_the_weights_again(
 def test_stopped_draft_model_is_not_read_again(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, has_drafts
 ):
-    """Drafting stopped after a failed launch, so no program reads the draft model."""
+    """Weights of a draft model are not read again once drafting has stopped."""
     runner, read = MagicMock(spec=Runner), []
     runner.mesh = engine.runner.mesh
     proposers = engine.runner.program.proposers if has_drafts else ()
@@ -475,7 +475,7 @@ def test_leader_without_a_secret_does_not_start():
 
 
 def test_malloc_arenas_are_configured_before_devices_are_used(monkeypatch):
-    """The number of malloc arenas is fixed when jax starts its threads."""
+    """They are fixed by the time jax has started its threads."""
     calls: list[str] = []
 
     def build_mesh(*_: object) -> None:

@@ -39,7 +39,7 @@ iteration_tokens_total request_prompt_tokens request_generation_tokens
 request_max_num_generation_tokens request_params_max_tokens request_params_n
 request_prefill_kv_computed_tokens request_num_preemptions
 """
-# Metrics that vLLM does not have.
+# Metrics that vLLM does not have, only jaxspec.
 CHOSEN = "jaxspec:draft_tokens_chosen"
 OWN = [
     ("jaxspec:round_time_seconds", Histogram),
@@ -154,7 +154,8 @@ def test_memory_plan_is_reported():
 
 def test_draft_metrics():
     metrics, stats = make_metrics(num_draft_tokens=3)
-    # Rounds of 3, 3 and 2 drafts with 2, 0 and 2 accepted, and a plain round.
+    # Rounds of 3, 3 and 2 drafts, of which 2, 0 and 2 were accepted, and a round
+    # without drafts.
     add_rounds(stats, rounds=3, drafts=8, kept=[2, 2], tokens=8)
     found = by_name(metrics)
     assert value_of(found, "spec_decode_num_drafts") == 3
@@ -218,7 +219,7 @@ def test_requests_that_wait_for_a_program_are_counted_separately(
         engine.add_request(name, [2, 3], SamplingParams(max_tokens=3))
     assert (engine.load().num_waiting, engine.load().num_deferred) == (2, 0)
     engine.step()
-    # The batch is full: the other requests wait for a row.
+    # The batch is full: the other requests are waiting for a row.
     assert (engine.load().num_waiting, engine.load().num_deferred) == (1, 0)
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler.shapes, "with_prompts", lambda *_: [])
@@ -304,7 +305,7 @@ def test_round_and_host_times_are_measured_separately(monkeypatch: pytest.Monkey
 
     def slow_launch(*arguments: Any) -> Any:
         if not runner.num_compiles:
-            # Runs in another thread, so the engine does not wait.
+            # The function runs in another thread, so the engine does not wait for it.
             runner.compiler.num_made, runner.compiler.made_s = 1, 7.5
         clock.now += 0.002
         return launch(*arguments)
@@ -323,7 +324,7 @@ def test_round_and_host_times_are_measured_separately(monkeypatch: pytest.Monkey
     host, rounds = (found[f"jaxspec:{one}_time_seconds"] for one in ("host", "round"))
     assert isinstance(host, Histogram)
     assert isinstance(rounds, Histogram)
-    # The host works on a round before it reads the result of the previous one.
+    # The host prepares a round before it reads the result of the previous one.
     assert (rounds.buckets["0.015"], rounds.buckets["0.03"]) == (0, rounds.count)
     assert rounds.count == runner.num_launches > 2
     assert rounds.sum == pytest.approx(0.022 * rounds.count, abs=0.01)
@@ -389,7 +390,7 @@ def test_metrics_of_the_choice_of_k():
     policy._budgets[1].num_closed = 4
     acceptance.num_compared, acceptance.num_agreed = 30, 20.5
     assert choice_values() == [2, 0.41, 8.5, 1.25, 7, 4, 30, 20.5]
-    # Without drafts, the gain is 0, whatever it was for the previous K.
+    # Without drafts, the gain metric is 0, even if the previous K had a gain.
     policy.choice = Choice(num_draft_tokens=0, gain=0.41)
     assert choice_values()[:2] == [0, 0]
 
@@ -411,7 +412,7 @@ def test_choice_is_limited_by_the_number_of_requests():
 
 
 def compare(acceptance: AcceptanceRates, count: int, *, share: float) -> None:
-    """Record first drafts, a given share of which is accepted."""
+    """Record `count` first drafts, of which the given share is accepted."""
     accepted = np.arange(count) < share * count
     acceptance.record(
         np.zeros(count, np.int64), np.ones(count, np.int64), accepted.astype(np.int64)
@@ -434,7 +435,7 @@ def test_warns_of_low_acceptance_once(caplog: pytest.LogCaptureFixture):
     assert not new_warnings()
     compare(acceptance, 4000, share=0.6)
     assert not new_warnings(), "0.43 of all"
-    # The newest rate alone counts: good earlier rates do not prevent a warning.
+    # Only the newest rate counts: good earlier rates do not prevent a warning.
     compare(acceptance, 1999, share=0.25)
     assert not new_warnings()
     acceptance.record_probabilities(0, np.full(1, 0.2))
@@ -518,7 +519,7 @@ def test_idle_engine_logs_at_debug_level(caplog: pytest.LogCaptureFixture):
     stats.num_generated_tokens += 3
     metrics.log(Load())
     assert [" 0.0 tokens/s, Running" in one for one in caplog.messages] == [True, False]
-    metrics.log(Load())  # the request has ended
+    metrics.log(Load())  # the request has ended, so its result is discarded
     metrics.log(Load())
     assert len(caplog.messages) == 3
 
@@ -544,14 +545,14 @@ def test_log_shows_changes_since_the_last_log(caplog: pytest.LogCaptureFixture):
 
 
 def test_leaves_are_counted_separately():
-    """Acceptance by position excludes leaves, so that it has vLLM's meaning."""
+    """Acceptance by position excludes side leaves, so that it has vLLM's meaning."""
     name = "jaxspec:spec_decode_num_accepted_leaves"
     metrics, stats = make_metrics(
         num_draft_tokens=3, speculative_keys={"num_side_leaves": 2}
     )
     ones = np.ones(2, int)
     stats.record_round(3 * ones, np.array([1, 3]), np.array([3, 4]), np.array([1, 0]))
-    # The sequence that had ended on the device does not count.
+    # A sequence that had already ended on the device does not count.
     stats.record_round(3 * ones, 0 * ones, 0 * ones, ones)
     found = {one.name: one for one in metrics.read(Load())}
     counter = found[name]

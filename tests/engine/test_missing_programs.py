@@ -1,4 +1,4 @@
-"""While better programs are compiled, requests run in others, with equal texts."""
+"""While better programs are compiled, requests run in others and get the same texts."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ KINDS = (Features(all_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
 
 
 class ComingPrograms(EveryProgram):
-    """Compiles requested programs after some plans, the latest request first."""
+    """Compiles each requested program some plans later, the latest request first."""
 
     def __init__(self, pause: int):
         self.there: set[StepShape] = set()
@@ -72,7 +72,7 @@ def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )
 def test_texts_do_not_depend_on_compiled_programs(seed, pause, num_draft_tokens):
-    """Pages suffice for half of the requests, so that some are preempted meanwhile."""
+    """There are pages for half of the requests, so some are also preempted."""
     config = make_config(
         max_num_seqs=4, num_pages=60, num_draft_tokens=num_draft_tokens
     )

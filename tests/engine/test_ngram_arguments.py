@@ -35,7 +35,7 @@ def test_ngram_drafts_need_no_model():
     assert speculative.max_model_len == configs[0].max_model_len
     assert configs[0].draft_model_config is None
     assert configs[0].num_draft_tokens == 3
-    # There are only pages of the target, as without drafts.
+    # All pages are the target's, so their number is the same as without drafts.
     assert configs[0].num_pages == configure().num_pages
 
 

@@ -198,7 +198,7 @@ def histogram_of(origins: list[str], num_draft_tokens: int) -> list[int]:
         if origin in ("recovered", "bonus"):
             counts[kept] += 1
         kept = kept + 1 if origin == "draft" else 0
-    counts[kept] += kept > 0  # the last step, which an accepted draft ended
+    counts[kept] += kept > 0  # the last step, which ended with an accepted draft
     return counts
 
 
@@ -251,7 +251,7 @@ def test_no_origins_unless_requested():
 
 
 def ask_all_kinds(engine: LLMEngine, **given: Any) -> dict[str, list[list[str]]]:
-    """Return the origins by output kind and text; check every output."""
+    """Return the origins by output kind and text, after checking every output."""
     for kind in KINDS:
         engine.add_request(kind.name, PROMPT, wanting(output_kind=kind, **given))
     by_kind = {}
@@ -304,7 +304,7 @@ def test_origins_of_a_preempted_request():
 @given(ids=IDS, data=st.data())
 @EXAMPLES
 def test_origins_cover_texts_of_the_real_tokenizer(ids: list[int], data: Any):
-    """Texts have byte tokens, special tokens and stops; outputs have any length."""
+    """Texts contain byte tokens, special tokens and stops; outputs have any length."""
     whole = TOKENIZER.decode(ids)
     stops = []
     if whole and data.draw(st.booleans()):
@@ -362,7 +362,7 @@ def test_no_token_is_recovered_if_the_draft_is_the_target():
 
 
 class FakeRounds:
-    """Passes rounds that a test makes up to an output processor."""
+    """Passes rounds that the test makes to an output processor, as an engine would."""
 
     def __init__(self):
         config, self.stats = make_config(), EngineStats()
@@ -499,6 +499,6 @@ def test_token_after_an_accepted_leaf_is_a_bonus_token():
     origins = OriginStream()
     origins.push(3, 3, 1, 1)
     origins.push(2, 3, 1)
-    origins.push(2, 3, 0, 2)  # the second accepted leaf ends the text
+    origins.push(2, 3, 0, 2)  # the second accepted leaf is a stop token
     found = ["draft", "leaf", "bonus", "draft", "recovered", "leaf", "leaf"]
     assert origins._origins == found

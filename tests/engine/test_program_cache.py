@@ -1,4 +1,4 @@
-"""A loaded program equals the saved one, and is never that of other inputs."""
+"""A loaded program equals the saved one; one saved for other inputs is never loaded."""
 
 import dataclasses
 import errno
@@ -45,7 +45,7 @@ def lowered(monkeypatch) -> list[str]:
 
 
 def run(built: Built, arguments: Any) -> None:
-    """Run an executable, and check its sums."""
+    """Run an executable, and check the sums that it returns."""
     mesh = arguments[0]["w"].sharding.mesh
     plan = jax.device_put(PLAN, NamedSharding(mesh, PartitionSpec()))
     (rows,), result = built.executable(*flatten(arguments), plan)
@@ -232,7 +232,7 @@ def test_a_damaged_program_is_replaced_with_one_warning(
 
 
 def test_a_program_of_another_jax_is_replaced(tmp_path, caplog, lowered, monkeypatch):
-    """File names usually differ already; here two versions have one name."""
+    """Usually the file names differ already; here two versions share one name."""
 
     def load(*_: object, **__: object) -> None:
         raise AttributeError("no such class in jax")
@@ -275,7 +275,7 @@ def test_least_recently_used_programs_are_removed(tmp_path, lowered, monkeypatch
         assert path is not None
         used_ts = path.stat().st_mtime - age
         os.utime(path, (used_ts, used_ts))
-    # The oldest is used again.
+    # The oldest program is used again, so it is not evicted.
     assert cache.build(program, shapes[0], arguments).was_loaded
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     monkeypatch.setattr(program_cache, "MAX_BYTES", int(size * 1.2))

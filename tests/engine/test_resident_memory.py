@@ -1,4 +1,4 @@
-"""Resident memory of processes that compile all programs of an engine."""
+"""Resident memory of a process in which an engine compiles all its programs."""
 
 import os
 import platform
@@ -93,5 +93,5 @@ def test_memory_does_not_grow_when_engines_are_replaced(tmp_path: Path, end: str
     assert done.returncode == 0, done.stderr
     _, second, *later = map(float, done.stdout.split())
     assert len(later) == 10
-    # With the first engine, tables that the process needs once were filled.
+    # The first engine also filled tables that the process needs only once.
     assert max(later) <= MAX_GROWTH * second, done.stdout.split()

@@ -62,7 +62,7 @@ def test_a_round_is_one_launch():
 
 
 def test_nothing_is_copied_during_a_round():
-    """Except the plan and its result."""
+    """No array is copied except the plan and its result."""
     engine = pair.engine()
     run_traffic(engine)
     launch, fetch, get = engine.runner.launch, engine.runner.fetch, Compiler.get
@@ -81,7 +81,8 @@ def test_nothing_is_copied_during_a_round():
         step, layout = get(compiler, shape)
 
         def call(*arguments):
-            # The guard allows copies by the call itself: check its arguments.
+            # The guard does not check copies of the call's own arguments, so check them
+            # here.
             leaves = jax.tree.leaves(arguments)
             (plan,) = (x for x in leaves if not isinstance(x, jax.Array))
             assert isinstance(plan, np.ndarray)
@@ -98,7 +99,7 @@ def test_nothing_is_copied_during_a_round():
         patch.setattr(Compiler, "get", watched)
         run_traffic(engine)
     assert len(launches) == len(plans) > 10
-    # The guard does detect an array that is copied separately.
+    # Proof that the guard works: an array that is copied separately raises.
     double = jax.jit(lambda values: values * 2)
     with (
         jax.transfer_guard("disallow"),
@@ -138,7 +139,7 @@ def test_nothing_is_compiled_after_the_warm_up():
         num_draft_tokens=2,
         max_num_seqs=2,
         max_num_batched_tokens=32,
-        draft_sample_method="greedy",  # smaller programs
+        draft_sample_method="greedy",  # makes the programs smaller
     )
     engine.warm_up()
     compiles = engine.runner.num_compiles
@@ -159,7 +160,7 @@ def test_nothing_is_compiled_after_the_warm_up():
 
 
 def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
-    """Launches in sequence; the device runs one at a time."""
+    """Launches are timed in sequence, because the device runs one at a time."""
     engine = make_engine(pair.target(), max_num_seqs=1)
     timed, now, begun = engine.runner, [0.0], list[float]()
     took = iter([50.0, 9.0, 9.0, 9.0, 2.0, 3.0, 4.0])
@@ -175,7 +176,7 @@ def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
     monkeypatch.setattr(runner, "time", clock)
     rows = timed.state.rows
     shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
-    # The first run has waited for others, the first row was disturbed.
+    # The first run also waited for earlier work, and the first timed row was disturbed.
     assert timed.time_round(RoundKind(shape, 0), [0, 1, 2, 3], 8) == 3.0
     assert len(begun) == 7
     same = jax.tree.map(lambda one, other: one is other, timed.state.rows, rows)
@@ -198,7 +199,7 @@ def test_empty_plan_does_not_change_the_state():
 
 
 def test_pages_are_not_allocated_twice_after_an_interrupt():
-    """A plain call donates all pages except the draft model's."""
+    """A plain call donates all pages except those of the draft model."""
     engine = pair.engine()
     runner = engine.runner
     (pages,) = runner.state.proposers
@@ -265,7 +266,7 @@ def test_dtype_auto_depends_on_the_processor(
     caplog.set_level(logging.INFO)
     mesh = build_mesh(make_config())
     assert choose_dtype("auto", mesh) == jnp.dtype(chosen)
-    # The choice is logged: it changes results in the last digits.
+    # The choice is logged, because it changes the last digits of results.
     assert f"dtype=auto: {chosen} on cpu" in caplog.text
     assert choose_dtype("float32", mesh) == jnp.float32
     assert choose_dtype("bfloat16", mesh) == jnp.bfloat16
@@ -339,7 +340,7 @@ def test_second_start_compiles_no_saved_program(
 
 
 class FakeFollowers(Followers):
-    """Fake followers on other hosts, which record commands and events."""
+    """Fake followers on other hosts, which record the leader's commands and events."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -363,7 +364,7 @@ class FakeFollowers(Followers):
 
 @pytest.fixture
 def leading() -> Iterator[tuple[LLMEngine, FakeFollowers]]:
-    """Yield an idle engine, and fake followers of it."""
+    """Yield an idle engine that leads fake followers, and these followers."""
     engine = pair.engine()
     followers = engine.runner.followers = FakeFollowers()
     yield engine, followers

@@ -1,4 +1,4 @@
-"""A launch runs several rounds if no request waits, and each counts as a round."""
+"""A launch runs several rounds if no request waits, and counts each of them."""
 
 import itertools
 from collections import deque
@@ -34,14 +34,14 @@ QUICK = [(name, 1) for name in ("base", "many_rows_few_pages", "switching", "ada
 
 
 def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
-    """Return a loop whose rounds are so short that launches run the maximum number."""
+    """Make a loop whose rounds are so short that launches run the maximum number."""
     loop = Loop(make_config(num_scheduler_steps=STEPS, **changes), seed, depth)
     loop.fastest_s, loop.prompt_token_s = MAX_LAUNCH_S / 50, MAX_LAUNCH_S / 5000
     return loop
 
 
 def mostly_final_only(number: int, random: np.random.Generator, config: Any) -> Request:
-    """Make requests, of which most return only their final output."""
+    """Make a request that with probability 0.8 returns only its final output."""
     request = make_request(number, random, config)
     if random.random() < 0.8:
         request.params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -50,7 +50,7 @@ def mostly_final_only(number: int, random: np.random.Generator, config: Any) -> 
 
 
 def check_newest(loop: Loop, count: int) -> None:
-    """Assert that the newest launch had several rounds only if that was allowed."""
+    """Check that launches after `count` others had several rounds only if allowed."""
     for launch in loop.launches[count:]:
         if launch.num_rounds > 1:
             assert not launch.plan.tiles
@@ -60,7 +60,7 @@ def check_newest(loop: Loop, count: int) -> None:
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
-        # Depth 1 is what engines use: one launch runs ahead of what they have read.
+        # Engines use depth 1: one launch runs ahead of the results that they have read.
         pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow)
         for one in itertools.product(CONFIGS, (0, 1))
     ],
@@ -145,11 +145,11 @@ def test_launch_has_the_allowed_number_of_rounds(num_draft_tokens):
     loop = make_loop(changes)
     counts = run_all(loop, make_requests(loop.config, 1, only_final_output=True))
     assert counts[0] == 1, "first what a round takes is seen"
-    # Texts have twenty tokens, and no launch may run past the last.
+    # The texts have twenty tokens, and no launch may run past the last one.
     assert max(counts) == min(STEPS, 3 if num_draft_tokens else 19)
     assert len(counts) < len(ones)
     if not num_draft_tokens:
-        # The first of the twenty is sampled after the prompt.
+        # The first of the twenty tokens is sampled after the prompt.
         assert sum(counts) == sum(ones) == 19
 
 
@@ -173,7 +173,7 @@ def test_long_rounds_run_one_per_launch():
 
 
 def test_waiting_requests_limit_a_launch_to_one_round():
-    """There is one row for two requests, so the second waits while the first runs."""
+    """There is one row for two requests: while the first runs, the second waits."""
     loop = make_loop(dict(max_num_seqs=1))
     first, second = make_requests(loop.config, 2, only_final_output=True)
     for request in (first, second):
@@ -250,7 +250,7 @@ def test_rounds_are_counted_and_timed_one_by_one():
 def test_metrics_count_rounds_and_not_launches(monkeypatch):
     monkeypatch.setattr(
         prefill_budget, "MAX_LAUNCH_S", 60.0
-    )  # on a machine of any speed
+    )  # no machine is too slow for several rounds
     found, launches = [], []
     for steps in (1, STEPS):
         engine, runner = make_fake_engine(num_draft_tokens=3, num_scheduler_steps=steps)

@@ -33,7 +33,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
         ({"speculative_config": {"model": "draft"}, "num_speculative_tokens": 5}, SAME),
         ({"speculative_config": SAME, "spec_model": "draft"}, SAME),
         ({"speculative_config": {"model": "draft", "num-speculative-tokens": 5}}, SAME),
-        # Keys that have no effect, and switches that are off.
+        # Keys that have no effect here, and switches that are off.
         ({"speculative_config": SAME | {"enforce_eager": True}}, SAME),
         ({"speculative_config": SAME | {"parallel_drafting": False}}, SAME),
         ({"speculative_config": SAME | {"quantization": None}}, SAME),
@@ -394,7 +394,7 @@ def test_tree_sets_the_number_of_drafts(tree: Any):
     config = {"model": "draft", "speculative_token_tree": tree}
     expected = config | {"num_speculative_tokens": 3}
     assert merge({"speculative_config": config}) == expected
-    # As in vLLM: both.
+    # The number may also be given beside the tree, as in vLLM.
     assert merge({"speculative_config": expected}) == expected
     assert merge({"speculative_config": config, "num_speculative_tokens": 3}) == (
         expected

@@ -37,14 +37,14 @@ FORM = StructuredOutputsParams(regex=r"([%-*]{2,4}-)+[0-5]{0,6}")
 COMPILER = GrammarCompiler(StubTokenizer(VOCAB), VOCAB, (EOS,))
 EOS, OTHER_END = 1, 2
 STUB = GrammarCompiler(StubTokenizer(16), 16, (EOS, OTHER_END))
-# The stub tokenizer decodes tokens 4 to 15 to these characters.
+# The stub tokenizer decodes the tokens 4 to 15 to these characters.
 LETTERS = "%&'()*+,-./0"
 CIRCULAR: dict[str, Any] = {"type": "object"}
 CIRCULAR["properties"] = {"a": CIRCULAR}
 
 
 def fresh_masks(text: list[int], drafts: list[int]) -> np.ndarray:
-    """Return the expected masks, from a new matcher for every row."""
+    """Return the expected masks, computed with a new matcher for every row."""
     masks = np.full((len(drafts) + 1, WORDS), EVERYTHING)
     for row in range(len(drafts) + 1):
         matcher = COMPILER.matcher(FORM)
@@ -76,7 +76,7 @@ def ids_of(mask: np.ndarray) -> list[int]:
 
 
 def ask(masks: TokenMasks, *rows: tuple[Any, list[int], list[int]]) -> np.ndarray:
-    """Request masks for several sequences (state, text, drafts) in one call."""
+    """Return masks of several sequences (state, text, drafts), made in one call."""
     newest = np.zeros((len(rows), WINDOW), np.int32)
     for index, (_, text, _) in enumerate(rows):
         known = [7] * NUM_PROMPT + text
@@ -103,7 +103,7 @@ def opened() -> tuple[TokenMasks, GrammarState]:
 
 
 def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]:
-    """Return tokens that usually continue the text as its grammar allows."""
+    """Return random tokens that mostly continue the text as its grammar allows."""
     tokens: list[int] = []
     for _ in range(count):
         choices = ids_of(fresh_masks([*text, *tokens], [])[0])
@@ -128,7 +128,8 @@ def test_masks_of_random_rounds(seed):
         drafts = drawn(text, DRAFTS, random)
         answer = ask(masks, (state, text, drafts))
         np.testing.assert_array_equal(answer[0], fresh_masks(text, drafts))
-        # A program that runs twice requests the same masks again.
+        # A program may run twice with the same drafts, and then requests the same
+        # masks.
         np.testing.assert_array_equal(ask(masks, (state, text, drafts)), answer)
         accepted = 0
         while accepted < DRAFTS and drafts[accepted] in ids_of(answer[0, accepted]):
@@ -205,7 +206,7 @@ def test_draft_model_requests_one_mask_at_a_time():
     newest = np.zeros((1, WINDOW), np.int32)
     newest[0, -2:] = text
     for before in range(DRAFTS):
-        # Drafts that are not sampled yet have random values.
+        # Drafts that have not been sampled yet have random values in the array.
         asked = [drafts[:before] + [39] * (DRAFTS - before)]
         answer = masks(
             np.array([state.grammar_id]),
@@ -257,7 +258,7 @@ def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     np.testing.assert_array_equal(answer[1], fresh_masks([4, 5], [12, 4, 5]))
     assert (slow.late_length, slow.is_slow) == (1, True)
     assert (other.late_length, other.is_slow) == (None, False)
-    # A launch in flight requests masks for tokens that will be discarded.
+    # A launch in flight requests masks for tokens that will be discarded later.
     assert [ids_of(row) for row in ask(masks, (slow, [4, EOS], [4, 4, 4]))[0]] == (
         [[EOS]] * 4
     )
@@ -351,7 +352,7 @@ def test_masks_allow_exactly_the_possible_matches(pattern):
 
 
 def texts_of(compiler, tokenizer, params, seed: int, end: int) -> str:
-    """Return texts of random walks over the allowed tokens of several characters."""
+    """Return texts of random walks over allowed tokens of several characters."""
     matcher, random, tokens = compiler.matcher(params), np.random.default_rng(seed), []
     while len(tokens) < 400:
         choices = sorted(allowed(matcher, tokenizer.vocab_size))
@@ -429,7 +430,7 @@ WHITE = " \n\r\t"
 def written_by_a_lover_of_white_space(
     compiler: GrammarCompiler, tokenizer: Tokenizer, params: StructuredOutputsParams
 ) -> str | None:
-    """Return a text with as much white space as is allowed; None if it never ends."""
+    """Return a text with as much white space as allowed, or None if it never ends."""
     matcher, tokens = compiler.matcher(params), list[int]()
     while len(tokens) < 1000:
         choices = sorted(allowed(matcher, tokenizer.vocab_size) - {EOS})
@@ -456,7 +457,7 @@ PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
         (dict(json=SCHEMA, disable_any_whitespace=True), {}, 0),
         (dict(json=SCHEMA, whitespace_pattern="\n?"), {}, 1),
         (dict(json=SCHEMA, whitespace_pattern=UNBOUNDED), {}, None),
-        # As in vLLM, a schema may contain its own options.
+        # As in vLLM, a schema may contain its own options for white space.
         (dict(json=GUIDED), {}, None),
         (dict(json=GUIDED), dict(disable_any_whitespace=True), None),
         (dict(json=GUIDED, disable_any_whitespace=True), {}, 0),
@@ -500,7 +501,7 @@ def test_additional_properties_follow_the_engine_option(bundled):
 
 
 def test_additional_properties_of_data_are_unchanged(bundled):
-    """A schema has values that look like schemas, and a property named as a keyword."""
+    """It has values that look like schemas, and a property named like a keyword."""
     config = StructuredOutputsConfig(disable_additional_properties=True)
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
     schema = {
@@ -591,7 +592,7 @@ def test_matchers_of_one_grammar_are_independent():
 def test_grammar_cache_is_limited_in_bytes(monkeypatch):
     compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
     forms = [StructuredOutputsParams(regex=f"%{{{count}}}") for count in range(1, 9)]
-    # Fixed sizes, because the real ones grow while a lexer is used.
+    # Sizes are fixed here, because real lexers grow while they are used.
     monkeypatch.setattr(grammar_matcher.Grammar, "num_bytes", 1000)
     monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 3500)
     for form in forms:
@@ -600,7 +601,7 @@ def test_grammar_cache_is_limited_in_bytes(monkeypatch):
     compiler.matcher(forms[5])  # the oldest grammar becomes the newest by use
     compiler.matcher(forms[0])
     assert str(forms[5].regex) in " ".join(compiler._cache)
-    # A grammar larger than the whole limit is cached while it is the newest.
+    # A grammar larger than the whole limit remains in the cache while it is the newest.
     monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 1)
     compiler.matcher(forms[0])
     assert len(compiler._cache) == 1
@@ -650,7 +651,8 @@ def test_many_threads_request_masks(monkeypatch):
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        # More grammars than the cache holds: lookups and evictions run concurrently.
+        # There are more grammars than the cache holds, so lookups and evictions run
+        # concurrently.
         texts = ["%" * number for number in range(1, 30)] * 20
         forms = [StructuredOutputsParams(choice=[text]) for text in texts]
         compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))

@@ -30,12 +30,12 @@ from tests.support.engines import StubTokenizer
 from tests.support.fake_device import FakeRunner, random_truth
 from tests.support.loops import Loop, make_config, make_request
 
-# Number of steps within which all requests must end after the last arrival.
+# All requests must end within this number of steps after the last arrival.
 PATIENCE = 3000
 
 
 class MovingPolicy(SpeculationPolicy):
-    """A policy that drafts at most `cap` tokens, with any configuration."""
+    """A policy whose number of drafts is limited to `cap`, which the test changes."""
 
     cap = 8
 
@@ -133,14 +133,14 @@ class Traffic(RuleBasedStateMachine):
 
 def run(max_examples: int, steps: int) -> type[Traffic]:
     class Fresh(Traffic):
-        """A copy with separate counts."""
+        """A copy of the class, so that its counts are separate."""
 
     run_state_machine_as_test(
         Fresh,
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=steps,
-            derandomize=True,  # counts of what happened are checked below
+            derandomize=True,  # the counts checked below are then the same in every run
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
@@ -216,10 +216,10 @@ def test_memory_does_not_grow_with_the_number_of_requests(total: int):
     while engine.has_unfinished_requests():
         engine.step()
     engine.scheduler.check_idle()
-    # Every launched shape is one that `warm_up` compiles, so that no request would wait
-    # for a program.
+    # Every launched shape is one that `warm_up` compiles. After a warm-up, no request
+    # would wait for a program.
     assert runner.shapes <= set(engine.scheduler.shapes.all(with_on_demand=True))
-    if total >= 20_000:  # else Python's free lists matter
+    if total >= 20_000:  # in shorter runs, Python's free lists matter
         assert resident_bytes() <= 1.01 * middle
     assert not engine.output_processor.streams
     assert not engine.output_processor.parents

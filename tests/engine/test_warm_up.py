@@ -1,4 +1,4 @@
-"""A warm-up compiles every program that requests will need, and none twice."""
+"""A warm-up compiles every program that requests will need, and each only once."""
 
 import dataclasses
 

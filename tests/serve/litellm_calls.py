@@ -17,7 +17,7 @@ PROMPT = "$%&"
 
 
 def ask(url: str, model: str) -> dict[str, Any]:
-    """Send chats and completions, whole, streamed, asynchronous, and two bad ones."""
+    """Send chats and completions: whole, streamed, asynchronous, two with errors."""
     access = {"api_base": f"{url}/v1", "api_key": "secret", "max_retries": 0}
     chat = {
         "model": f"openai/{model}",
@@ -44,7 +44,7 @@ def ask(url: str, model: str) -> dict[str, Any]:
 
 
 def error_of(chat: dict[str, Any]) -> str:
-    """Return the name of the exception that litellm raises."""
+    """Return the name of the exception that litellm raises for the call."""
     try:
         litellm.completion(**chat)
     except litellm.exceptions.APIError as error:

@@ -54,7 +54,7 @@ Text = tuple[str | None, str]
 
 
 class Slow(Replica):
-    """A replica whose launches are delayed by the seconds in a file."""
+    """A replica that delays each launch by the number of seconds in a file."""
 
     def __init__(self, options: Options, placement: Placement):
         super().__init__(options, placement)
@@ -76,7 +76,7 @@ def set_delay(seconds: float) -> None:
 
 
 def expected_texts(asked: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Return the texts of one process, without a server."""
+    """Return the texts that one process generates without a server."""
     asked = list(asked)
     options, _ = read_arguments(ENGINE)
     engine = options.engine
@@ -91,7 +91,7 @@ def expected_texts(asked: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 def stream(client: openai.OpenAI, prompt: str, session: str = "", **asked: Any) -> Text:
-    """Return the finish reason, None if the stream broke off, and the text."""
+    """Return the finish reason (None if the stream broke off) and the text."""
     text, ended = "", None
     headers = {"X-Session-Id": session} if session else {}
     try:
@@ -106,7 +106,7 @@ def stream(client: openai.OpenAI, prompt: str, session: str = "", **asked: Any) 
 
 
 def wait_for(done: Callable[[], bool]) -> float:
-    """Wait until a condition holds; return the seconds."""
+    """Wait until a condition holds; return the seconds that it took."""
     start = time.monotonic()
     while not done():
         assert time.monotonic() < start + PATIENCE_S, serve.status()
@@ -123,7 +123,7 @@ def states() -> dict[str, int]:
 
 
 def metric_values(name: str) -> dict[int, int]:
-    """Return a metric of each responding replica, by its metrics port."""
+    """Return a metric of each replica that responds, by its metrics port."""
     found: dict[int, int] = {}
     for port in range(METRICS_PORT, METRICS_PORT + 4):
         try:
@@ -168,8 +168,8 @@ def begin_streams(
 ) -> list[Future[Text]]:
     """Start slow, long streams; return when all have begun.
 
-    One after the other: Ray routes a request to the replica with fewer requests, but
-    several at once may all go to the same.
+    Streams start one after the other: Ray routes a request to the replica with fewer
+    requests, but may route several at once to the same replica.
     """
     set_delay(0.2)
     futures: list[Future[Text]] = []
@@ -217,7 +217,7 @@ def process_of(actor: str) -> psutil.Process:
 
 
 def several_hosts() -> None:
-    """Run one replica of two processes, and kill each process once."""
+    """Run one replica of two processes, and kill each once; print the results."""
     asked: list[tuple[str, dict[str, Any]]]
     asked = [(one, how | {"max_tokens": 24}) for one in PROMPTS for how in SHORT]
     results: dict[str, Any] = {"texts": expected_texts(asked)}
@@ -234,7 +234,8 @@ def several_hosts() -> None:
             start = time.monotonic()
             results[f"{who} cut"] = [one.result()[0] for one in futures].count(None)
             set_delay(0)
-            # No response until the whole group has restarted; then the same texts.
+            # No response is returned until the whole group has restarted; then the
+            # texts are the same.
             wait_for(lambda: stream(client, prompt, **how)[0] is not None)
             results[f"{who} back_s"] = time.monotonic() - start
         results[f"after {who}"] = [text for _, text in request_texts(client, asked)]
@@ -246,7 +247,7 @@ def several_hosts() -> None:
 def replicas() -> None:
     """Run all scenarios with replicas of one process, and print the results."""
     short = [(one, how | {"max_tokens": 40}) for one in PROMPTS for how in SHORT] * 2
-    # Each replica compiles the program with masks, which cannot be cached.
+    # Each replica compiles the program with masks, because it cannot be cached.
     masked = [(one, {"temperature": 0.0, "max_tokens": 24}) for one in PROMPTS[:2]]
     long = [
         (PROMPTS[number % 3], SHORT[number % 2] | {"max_tokens": LONG})
@@ -265,7 +266,7 @@ def replicas() -> None:
     long_expected, results["masked_texts"] = whole[:NUM_STREAMS], whole[NUM_STREAMS:]
 
     def count_outcomes(texts: list[Text]) -> dict[str, int]:
-        """Count texts that equal those of one process, broke off, or differ."""
+        """Count the texts that equal those of one process, broke off, or differ."""
         kinds: Counter[str] = Counter()
         for (ended, text), right in zip(texts, long_expected, strict=True):
             is_same = text == right
@@ -275,7 +276,7 @@ def replicas() -> None:
     set_delay(0)
     client = start_ray()
 
-    # Two permanent replicas.
+    # Run two replicas, without scaling.
     deploy(num_replicas=2, session_affinity=True)
     results["models"] = [one.id for one in client.models.list()]
     results["from_replicas"] = [text for _, text in request_texts(client, short)]
@@ -313,7 +314,7 @@ def replicas() -> None:
     results["after_replacement"] = [text for _, text in request_texts(client, short)]
     serve.delete(NAME)
 
-    # Ray scales two replicas down to one, because the load is low.
+    # The load is low, so Ray scales two replicas down to one.
     scaling = {"min_replicas": 1, "initial_replicas": 2, "max_replicas": 2}
     scaling |= {"target_ongoing_requests": 100, "look_back_period_s": 2}
     scaling |= {"downscale_delay_s": 6, "metrics_interval_s": 1}

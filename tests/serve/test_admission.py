@@ -1,4 +1,4 @@
-"""Limits on waiting requests, and the refusal of others."""
+"""Limits on the number of waiting requests, beyond which others are refused."""
 
 import asyncio
 from typing import Any
@@ -39,7 +39,7 @@ def test_refuses_tokens_over_queue_limit():
         with pytest.raises(OverloadedError, match="11 prompt tokens"):
             door.admit(["d"], [1], 1).__enter__()
     with door.admit(["d"], [10**6], 1):
-        pass  # a request that need not wait may have any length
+        pass  # a request that need not wait is admitted at any length
     assert door.num_refused == {"queued_reqs": 0, "queued_tokens": 1, "connections": 0}
 
 

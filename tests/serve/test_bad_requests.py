@@ -1,7 +1,7 @@
-"""Hundreds of bad requests, each refused quickly, with concurrent streams.
+"""Hundreds of bad requests are refused quickly, while other clients stream.
 
-Every body has one mistake. Texts come from a fake device: the time of a refusal is the
-server's own, and the texts of streams are known in advance.
+Every body has one mistake. A fake device generates the texts: the time of a refusal is
+then the server's own, and the texts of the streams are known in advance.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from tests.support.serving import (
     site_of,
 )
 
-# Seconds of CPU time: wall time would measure a busy machine.
+# The limit is in CPU seconds, because wall time depends on other processes.
 LIMIT_S = 0.1
 TRIES = 4
-LONG = 2**12  # bytes
+LONG = 2**12  # bytes of a long body
 RESPONSES = "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 NUM_STREAMS = 2
@@ -138,20 +138,20 @@ def of_prompt(value: bytes) -> bytes:
 
 
 def many(entry: bytes, num_bytes: int = NEAR) -> bytes:
-    """Return a list that repeats one entry."""
+    """Return a JSON list that repeats one entry up to a size in bytes."""
     return b"[" + b",".join([entry] * (num_bytes // (len(entry) + 1))) + b"]"
 
 
 LARGE = (
-    # Longer than the limit.
+    # Bodies longer than the limit.
     *(b" " * (10 * MB), of_prompt(b'"' + b"#" * (10 * MB) + b'"')),
     *(of_prompt(many(b"2", 10 * MB)), b"{" * (10 * MB), b"\xff" * (10 * MB)),
-    # Just below the limit.
+    # Bodies just below the limit.
     *(b" " * NEAR, b"1" * NEAR, b"[" * NEAR, b"\xff" * NEAR),
     of_prompt(b'"' + b"#" * NEAR + b'"'),
     of_prompt(b'"' + b"\\u0023" * (NEAR // 6) + b'"'),
     *(of_prompt(many(one)) for one in (b"2", b"[]", b"{}", b"[2]", b'"#"', b"NaN")),
-    # The maximum number of values.
+    # Bodies with the maximum number of values.
     *(of_prompt(many(one, 2 * MAX_MARKS - 99)) for one in (b"2", b"1.5", b"[]")),
     b'{"prompt": "#", "x": ' + many(b"[2]", MAX_MARKS) + b"}",
     b'{"prompt": "#", "logit_bias": {'
@@ -163,7 +163,7 @@ HEADERS = {"content-type": "application/json"}
 
 
 class Bad(NamedTuple):
-    """A bad request."""
+    """A bad request, and what its error must contain."""
 
     path: str
     body: bytes | None
@@ -177,7 +177,7 @@ class Bad(NamedTuple):
 
 
 def bad_requests() -> Iterator[Bad]:
-    """Yield wrong types, NaN, huge, empty, not UTF-8, 10 MB, unknown ids, too long."""
+    """Yield bodies with wrong types, NaN, huge or empty values, unknown ids."""
     wrong = {name: NO_NUMBERS for name in NUMBERS}
     wrong |= {name: NO_INTEGERS for name in INTEGERS} | WRONG
     for name, values in wrong.items():
@@ -211,7 +211,7 @@ def bad_requests() -> Iterator[Bad]:
 
 
 def named(param: str) -> str:
-    """Return the field of "logit_bias[2]" or "messages.0.role"."""
+    """Return the first field of a path like "logit_bias[2]" or "messages.0.role"."""
     return re.split(r"\W", param, maxsplit=1)[0]
 
 
@@ -236,7 +236,7 @@ class Requester:
         self.waited_s, self.worked_s = list[float](), list[float]()
 
     async def ask(self, bad: Bad) -> None:
-        """Check that a request is refused in time; repeat a slow one.
+        """Check that a request is refused in time; repeat it if it was slow.
 
         A busy machine is slow at times, a slow server every time.
         """
@@ -246,7 +246,7 @@ class Requester:
         assert min(took) <= LIMIT_S, took
 
     async def _refused(self, bad: Bad) -> float:
-        """Check the refusal's format; return its CPU seconds."""
+        """Check the format of the refusal; return its CPU seconds."""
         content: Any = pieces(bad.body or b"") if bad.is_chunked else bad.body
         is_long = len(bad.body or b"") > LONG
         clock = self._server if is_long else time.CLOCK_PROCESS_CPUTIME_ID
@@ -309,7 +309,7 @@ def test_refuses_bad_requests_quickly_without_disturbing_streams():
         site.delay_s = 0.005
         asked = asyncio.run(ask(site))
     assert not faults, "\n".join(faults)
-    # Most of them also by wall time, however busy the machine is.
+    # Most refusals are also fast by wall time, however busy the machine is.
     assert statistics.median(asked.waited_s) <= 5 * LIMIT_S
     for name, times in (("clock", asked.waited_s), ("work", asked.worked_s)):
         median, most = 1e3 * statistics.median(times), 1e3 * max(times)

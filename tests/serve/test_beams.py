@@ -1,7 +1,7 @@
 """Beam search by the server, on a fake device with equally likely tokens.
 
-tests/test_beam_search.py tests the search itself; these tests are of the server's
-requests for one, and of the fields that can be combined with it.
+tests/test_beam_search.py tests the search itself. These tests cover requests for it,
+and the fields that they can contain.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ EACH = float(np.float32(-np.log(VOCAB)))
 
 
 def next_output(tokens: list[int], count: int) -> RequestOutput:
-    """Return the device's output after some tokens: its own token, then the others."""
+    """Return the device's output after some tokens: its token first, then others."""
     position = {TEXT[len(tokens) % len(TEXT)]: Logprob(EACH, 1)}
     for rank, token in enumerate(range(count), 1):
         position.setdefault(token, Logprob(EACH, rank))
@@ -44,7 +44,7 @@ def next_output(tokens: list[int], count: int) -> RequestOutput:
 
 
 def expected(width: int, max_tokens: int, **given: Any) -> list[list[int]]:
-    """Return the tokens of the texts that a direct search finds."""
+    """Return the tokens of the texts that a direct search returns."""
     params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given)
     count = step_params(params, vocab_size=VOCAB, max_logprobs=20).logprobs
     assert count is not None
@@ -81,7 +81,7 @@ def test_beam_search_returns_best_texts(is_stream: bool, penalty: float):
             events = answer if is_stream else [answer]
             choices = [choice for event in events for choice in event["choices"]]
             ended = [one for one in choices if one["finish_reason"] is not None]
-            # Searches of several prompts end in any order.
+            # The searches of several prompts may end in any order.
             ended.sort(key=lambda one: one["index"])
             assert [one["index"] for one in ended] == list(range(len(ended)))
             wanted = texts * 2 if path == COMPLETIONS else texts
@@ -122,7 +122,7 @@ def test_fields_that_combine_with_beam_search():
         assert [choice["text"] for choice in one["choices"]] == [
             shown(tokens) for tokens in expected(1, 3)
         ]
-        # To the end of the context.
+        # The text goes on to the end of the context.
         chat = {"messages": MESSAGES, "use_beam_search": True, "ignore_eos": True}
         answer = await post(http, CHAT, **chat)
         assert answer["usage"]["completion_tokens"] == 93
@@ -176,7 +176,7 @@ def test_refuses_too_large_beam_width():
 
 
 def test_slow_search_times_out():
-    """`serve_http` checks that no request is left."""
+    """`serve_http` checks at its end that no request is left."""
 
     async def ask(http: httpx.AsyncClient) -> None:
         body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}

@@ -32,8 +32,8 @@ VLLM = os.environ.get("JAXSPEC_VLLM_PYTHON")
 ENGINE = {"max_num_seqs": 64, "num_pages": 64 * 24, "max_num_batched_tokens": 512}
 KEYS = ("secret",)
 NUM_STREAMS = 64
-# `vllm bench serve`; the command itself needs a package named vllm, and the one for
-# CPUs has another name.
+# `vllm bench serve` runs from a module, because the command needs a package named vllm,
+# and the package for CPUs has another name.
 VLLM_BENCH_SERVE = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -59,7 +59,7 @@ def client_of(site: Site, **options: Any) -> openai.OpenAI:
 
 
 def run(words: list[Any], environment: dict[str, str], limit_s: float = 120) -> str:
-    """Run a program, which must succeed; return its output."""
+    """Run a program that must succeed; return its output."""
     done = subprocess.run(
         [str(word) for word in words],
         env=os.environ | environment,
@@ -122,7 +122,7 @@ def test_openai_errors(
         create: Any = client.completions.create
         with pytest.raises(error) as refused:
             create(**({"model": "model", "prompt": PROMPT} | changes))
-        # Without a valid key vLLM returns only {"error": "Unauthorized"}.
+        # Without a valid key, vLLM returns only {"error": "Unauthorized"}.
         is_stranger = error is openai.AuthenticationError
         found: Any = refused.value.body
         assert found == "Unauthorized" if is_stranger else found["message"]
@@ -143,7 +143,7 @@ def test_client_timeout_aborts_request(site: Site):
 
 @needs_clients
 def test_litellm(site: Site):
-    # litellm would fetch a price list from the network.
+    # Otherwise litellm would fetch a price list from the network.
     environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     words = [CLIENTS / "python", HERE / "litellm_calls.py", site.url[:-1], "model"]
     found = json.loads(run(words, environment).splitlines()[-1])
@@ -175,7 +175,7 @@ def test_locust_streams():
     words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "12s"]
     words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
     with site_of(ENGINE) as site:
-        # Slow enough that the device, not this machine, is the bottleneck.
+        # The device is so slow that it is the bottleneck, not this machine.
         site.delay_s = 0.15
         environment = {"JAXSPEC_MODEL": "model"}
         (found,) = json.loads(run([*words, "-H", site.url[:-1]], environment))
@@ -197,7 +197,7 @@ def num_ended(site: Site) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(VLLM is None, reason="JAXSPEC_VLLM_PYTHON is not set")
 def test_vllm_bench_serve(tmp_path: Path):
-    """Its section on speculative decoding is computed from our metrics."""
+    """Its section on speculative decoding shows values computed from our metrics."""
     tiny = Path(__file__).parents[2] / "checkpoints" / "jaxspec_checkpoints" / "tiny"
     words: list[Any] = [VLLM, "-c", VLLM_BENCH_SERVE]
     prompts = tmp_path / "prompts.jsonl"

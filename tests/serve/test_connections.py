@@ -1,4 +1,4 @@
-"""Limits on connections, tested with clients of a real server process."""
+"""Limits on connections, with clients of a server in its own process."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, events_of
 
 ROOT = Path(__file__).parents[2]
 HEADERS_S, BODY_S, KEEP_ALIVE_S = 1.0, 1.5, 0.7
-# Additional time on a busy machine.
+# Seconds allowed in addition, because the machine may be busy.
 GRACE_S = 8.0
 MAX_CONNECTIONS = 12
 FLAGS = f"--timeout-read-headers {HEADERS_S} --timeout-read-body {BODY_S}".split()
@@ -52,7 +52,7 @@ class Server:
         return socket.create_connection(("127.0.0.1", self.port), 20)
 
     def get(self, path: str) -> httpx.Response:
-        # Not a keep-alive connection, which would count against the limit.
+        # An idle keep-alive connection would count against the limit.
         return httpx.get(f"{self.url}{path}", headers=KEY, timeout=60)
 
     def count(self, name: str, **labels: str) -> float:
@@ -105,7 +105,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def read_all(client: socket.socket) -> tuple[bytes, float]:
-    """Read until the server closes; return the data and the seconds."""
+    """Read until the server closes the connection; return the data and the seconds."""
     start, parts = time.monotonic(), []
     with contextlib.suppress(ConnectionResetError):
         while part := client.recv(2**16):
@@ -132,7 +132,7 @@ def test_half_sent_headers_are_408(server: Server, half: bytes):
 
 
 def trickle(client: socket.socket, pieces: bytes) -> float:
-    """Send a byte every 0.1 s until the server has closed the connection."""
+    """Send a byte every 0.1 s until the server closes; return the seconds."""
     start = time.monotonic()
     client.settimeout(0.1)
     for at in range(len(pieces)):
@@ -192,14 +192,16 @@ def test_closes_idle_connection_after_response(server: Server):
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         answer, seconds = read_all(client)
     assert answer.startswith(b"HTTP/1.1 200 ")
-    # Below uvicorn's default of 5 s, which would apply if the flag were ignored.
+    # The flag's value is below uvicorn's default of 5 s, which would show if the flag
+    # were ignored.
     assert KEEP_ALIVE_S * 0.8 < seconds < 4.5
 
 
 def test_connection_may_outlive_all_limits(server: Server):
     end = time.monotonic() + 2 * max(HEADERS_S, BODY_S)
     with server.connect() as client:
-        # Each half arrives in time, and so does the next request.
+        # Each half of the request arrives within the limit, and so does the next
+        # request.
         while time.monotonic() < end:
             client.sendall(b"GET /health HTTP/1.1\r\n")
             time.sleep(HEADERS_S / 4)
@@ -231,7 +233,8 @@ def test_slow_responses_and_readers_are_not_cut_off(tmp_path: Path):
         for client in clients:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             client.sendall(stream_bytes())
-        # The batch size is two; clients read nothing until all limits have passed.
+        # The batch size is two. The clients read nothing until all time limits have
+        # passed.
         time.sleep(2 * longest_s)
         texts = [text_of(read_all(client)[0]) for client in clients]
         assert time.monotonic() - start > 4 * longest_s
@@ -243,7 +246,7 @@ def test_slow_responses_and_readers_are_not_cut_off(tmp_path: Path):
 def test_paused_reader_gets_whole_response(
     server: Server,
 ):
-    # Logprobs make the response larger than the socket buffers of a small window.
+    # With logprobs, the response is larger than the socket buffers of a small window.
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         client.connect(("127.0.0.1", server.port))
@@ -313,7 +316,7 @@ def test_openai_client_reads_refusal_of_100_mb(patient_server: Server):
 def test_closing_clients_read_every_refusal(
     patient_server: Server, path: str, status: int
 ):
-    # urllib sends "Connection: close", and writes everything before it reads.
+    # urllib sends "Connection: close", and writes the whole request before it reads.
     data = HUGE[:4_000_000]
     url = f"{patient_server.url}{path}"
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -329,18 +332,18 @@ def test_requests_over_connection_limit_are_503(tmp_path: Path):
         idle = [server.connect() for _ in range(MAX_CONNECTIONS)]
         wait_until(lambda: server.get("/v1/models").status_code == 503, server.process)
         for path in (COMPLETIONS, CHAT):
-            # Ordinary clients, also with a body that is refused.
+            # Ordinary clients get the refusal, also if they sent a body.
             response = httpx.post(
                 f"{server.url}{path}", content=HUGE[: 2**24], headers=KEY, timeout=60
             )
             error = error_of(response, 503, "ServiceUnavailableError")
             assert "--limit-concurrency" in error["message"]
             assert int(response.headers["retry-after"]) > 0
-        # Otherwise monitoring would restart the server.
+        # /health is always served: otherwise monitoring would restart the server.
         assert server.get("/health").status_code == 200
         name, reason = "jaxspec:admission_rejections_total", "connections"
         assert server.count(name, reason=reason) >= 3
-        # Connections far over the limit are closed.
+        # Connections far over the limit are closed without a response.
         more = [server.connect() for _ in range(200)]
         num_closed = 0
         for client in more:
@@ -413,7 +416,7 @@ def test_invented_methods_do_not_grow_metrics(server: Server):
         return [line for line in text.splitlines() if not line.startswith("#")]
 
     ask(["INVENTED"])
-    lines()  # the scrape itself is counted
+    lines()  # the request for the metrics is counted too
     before = lines()
     workers = [
         threading.Thread(target=ask, args=([f"M{at}-{n}" for n in range(750)],))
@@ -430,7 +433,7 @@ def test_invented_methods_do_not_grow_metrics(server: Server):
         worker.join()
     after = lines()
     assert len(after) == len(before)
-    # The counts have more digits now.
+    # The later response is longer, because the counts have more digits.
     assert sum(map(len, after)) < sum(map(len, before)) * 1.1
     name = "http_requests_total"
     assert server.count(name, method="other", status="4xx") == 3105

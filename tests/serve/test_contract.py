@@ -1,7 +1,7 @@
-"""The contract with clients of vLLM, as a table of requests and conditions.
+"""The contract with clients of vLLM, as a table of requests and expected responses.
 
-Follows vLLM's own tests of its OpenAI server, without those that need a large model or
-are covered by other tests here. All requests go to one server.
+The table follows vLLM's own tests of its OpenAI server, except those that need a large
+model or that other tests here cover. All requests go to one server.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def logprobs_of(answer: Any) -> Any:
 
 
 def top(answer: Any) -> list[int]:
-    """Return the number of top logprobs of each token of a chat."""
+    """Return the number of top logprobs that each token of a chat response has."""
     return [len(entry["top_logprobs"]) for entry in logprobs_of(answer)["content"]]
 
 
@@ -84,7 +84,7 @@ HUGE = 2**63
 CHOSEN = [13, 2, 15]
 
 CASES = [
-    # Logprobs of completions: none, the token's own, some, too many.
+    # Logprobs of completions: none, only the token's own, several, too many.
     Case(COMPLETIONS, text(), lambda a: logprobs_of(a) is None),
     Case(
         COMPLETIONS,
@@ -118,9 +118,9 @@ CASES = [
     Case(COMPLETIONS, text(logprob_token_ids=CHOSEN), param="logprob_token_ids"),
     Case(COMPLETIONS, text(logprobs=21), param="logprobs"),
     Case(COMPLETIONS, text(logprobs=21, stream=True), param="logprobs"),
-    # The server continues after a refusal.
+    # After a refusal, the server still generates.
     Case(COMPLETIONS, text(), lambda a: only(a)["text"] == SAID),
-    # Of prompts: the first token has none; -1 returns the whole vocabulary.
+    # Logprobs of prompts: the first token has none; -1 returns the whole vocabulary.
     *(
         Case(
             path,
@@ -278,12 +278,12 @@ CASES = [
             *(("n", 128, True), ("n", 0, False)),
         )
     ),
-    # Unknown and missing fields are allowed.
+    # Unknown fields are allowed, and fields may be missing.
     Case(CHAT, chat(extra_field="x"), lambda a: length(a) == 5),
     Case(CHAT, chat(model=None), lambda a: a["model"] == "model"),
     Case(CHAT, chat(user="me", metadata={"a": "b"}), lambda a: length(a) == 5),
     Case(CHAT, chat(temperature=None, stop=None), lambda a: length(a) == 5),
-    # The prompt.
+    # Texts and ids of the prompt in the response.
     Case(
         COMPLETIONS,
         text(return_token_ids=True),
@@ -295,7 +295,7 @@ CASES = [
         CHAT,
         chat(return_token_ids=True, return_prompt_text=True, stream=True),
         lambda e: (
-            # The prompt's ids and text are sent once, in the first event, outside of
+            # The prompt's ids and text are sent once, in the first event, outside
             # `choices`.
             [one.get("prompt_token_ids") for one in e]
             == [[2, 3, 4], *[None] * len(e[1:])]

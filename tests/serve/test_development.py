@@ -1,4 +1,4 @@
-"""Development endpoints: off by default, and their effects."""
+"""Development endpoints are off by default, and have the documented effects."""
 
 import asyncio
 import re

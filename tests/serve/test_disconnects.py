@@ -1,4 +1,4 @@
-"""Clients that disconnect at any time: nothing of their requests remains."""
+"""Clients disconnect at any time, and nothing remains of their requests."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tests.support.serving import (
     site_of,
 )
 
-# Too little for all requests: some wait, some are preempted.
+# There are too few rows and pages for all requests: some wait, some are preempted.
 ENGINE = {"max_num_seqs": 6, "num_pages": 60, "max_num_batched_tokens": 64}
 AT_ONCE = 24
 LIMIT_S = 1.0
@@ -29,7 +29,7 @@ RESET = struct.pack("ii", 1, 0)
 
 
 def make_request(choose: random.Random) -> bytes:
-    """Make one of several kinds of requests, each longer than its client stays."""
+    """Make a request of a random kind; all take longer than their client stays."""
     path = choose.choice((COMPLETIONS, CHAT, "/v1/responses"))
     body: dict[str, Any] = {"stream": choose.random() < 0.7, "ignore_eos": True}
     if path == COMPLETIONS:
@@ -49,7 +49,7 @@ def to_bytes(path: str, body: dict[str, Any]) -> bytes:
 
 
 async def disconnect_early(site: Site, choose: random.Random) -> None:
-    """Send a request, or a part of one; read for a while, and disconnect."""
+    """Send all or part of a request, read for a while, and disconnect."""
     reader, writer = await asyncio.open_connection(*site.address)
     request = make_request(choose)
     is_whole = choose.random() < 0.9
@@ -60,7 +60,7 @@ async def disconnect_early(site: Site, choose: random.Random) -> None:
             await reader.read()
     except TimeoutError:
         pass
-    if choose.random() < 0.5:  # reset instead of an orderly close
+    if choose.random() < 0.5:  # resets the connection instead of closing it
         bound = writer.get_extra_info("socket")
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         writer.transport.abort()
@@ -68,7 +68,7 @@ async def disconnect_early(site: Site, choose: random.Random) -> None:
 
 
 async def read_stream(site: Site) -> None:
-    """Request a stream concurrently, and read all of it."""
+    """Request a stream while others disconnect, and read all of it."""
     reader, writer = await asyncio.open_connection(*site.address)
     body = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True, "stream": True}
     request = to_bytes(COMPLETIONS, body)
@@ -102,7 +102,7 @@ async def disconnect(site: Site, count: int) -> None:
     ):
         await asyncio.sleep(0.01)
         took_s = time.monotonic() - start
-        # On a busy machine a second of wall time may have no CPU time.
+        # The wait is in CPU time: on a busy machine, a second may have none.
         is_busy = time.process_time() - worked < LIMIT_S and took_s < 30 * LIMIT_S
         assert took_s < LIMIT_S or is_busy, "requests are left"
     print(f"\nidle {time.monotonic() - start:.3f} s after {count} disconnects")

@@ -1,4 +1,4 @@
-"""Error responses: vLLM's JSON for every failure."""
+"""Every failure returns an error response in vLLM's JSON format."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The command line and the flag file, parsed to options."""
+"""The command line and the flag file are parsed to options."""
 
 import dataclasses
 import shlex

@@ -1,4 +1,4 @@
-"""The generating endpoints: whole responses, streams, failures, disconnections."""
+"""The endpoints that generate: whole responses, streams, failures, disconnects."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def test_completion():
         counts = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
         assert answer["usage"] == counts
         assert "metrics" not in answer
-        # OpenAI's default, not the engine's.
+        # The default is OpenAI's, not the engine's.
         answer = await post(client, COMPLETIONS, prompt=PROMPT)
         assert answer["usage"]["completion_tokens"] == 16
 
@@ -114,7 +114,7 @@ def test_continuous_usage_stats(path: str):
         assert counts == sorted(counts)
         assert (counts[0] < 20, counts[-2:]) == (True, [20, 20])
         assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
-        # The role comes before the first text.
+        # The role is sent before the first text.
         assert (path == CHAT) == (counts[0] == 0)
         assert counts[1] > 0
 
@@ -166,7 +166,7 @@ def test_client_request_ids():
         both = await asyncio.gather(
             *(client.post(COMPLETIONS, json=body, headers=headers) for _ in range(2))
         )
-        # Two concurrent requests may have the same id.
+        # Two concurrent requests may use the same id.
         assert [one.json()["id"] for one in both] == ["cmpl-mine"] * 2
         answer = await post(client, COMPLETIONS, **body, request_id="own")
         assert answer["id"] == "cmpl-own"
@@ -348,7 +348,7 @@ def test_disconnection_aborts_request(path: str, is_stream: bool):
 def test_token_origins(path: str, is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:
         given = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
-        # Chunks of a slow reader are merged, and the stop string is held back.
+        # A slow reader gets merged chunks, and a possible stop string is held back.
         asked: dict[str, Any] = {
             "max_tokens": 30,
             "n": 2,
@@ -406,7 +406,7 @@ PANICS = {
 def failing_after(
     monkeypatch: pytest.MonkeyPatch, count: int, reason: str = "too many items"
 ) -> None:
-    """Make the grammar of every text fail after some tokens."""
+    """Make the grammar of every text fail after `count` tokens."""
 
     def failure_in(_: GrammarState, text: list[int]) -> Failure | None:
         is_there = len(text) > count
@@ -430,7 +430,7 @@ def test_immediate_grammar_failure_is_error(path, monkeypatch):
         metrics = (await client.get("/metrics")).text
         assert re.search(r'grammar_failures_total\{.*kind="limit".*\} 2', metrics)
         assert re.search(r'finished_reason="error".*\} 2', metrics)
-        # Other requests continue.
+        # Requests without the failed grammar continue.
         assert (await client.post(path, json=PANICS[path])).status_code == 200
 
     serve_http(ask)
@@ -453,7 +453,7 @@ def test_later_grammar_failure_ends_stream_with_error(path, monkeypatch):
         assert last["error"]["code"] == 500
         assert "too many items" in last["error"]["message"]
 
-    # Slow enough that no two outputs are merged.
+    # The device is so slow that no two outputs are merged.
     serve_http(ask, delay_s=0.02)
 
 
@@ -526,7 +526,7 @@ def test_background_response_stores_its_error(fault, stream, monkeypatch):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/responses"])
 def test_failed_request_cannot_forge_log_lines(path, caplog, monkeypatch):
-    """Error, request id and the grammar library's reason may contain client text."""
+    """Error, request id and the grammar's reason may contain the client's text."""
     forged = "x\nINFO forged"
     failing_after(monkeypatch, 3, forged)
     caplog.set_level("INFO")
@@ -554,12 +554,12 @@ def test_refuses_too_large_responses(is_stream: bool, monkeypatch):
     async def ask(client: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "n": 20}
         body |= {"stream": is_stream, "max_tokens": 4}
-        # 3 tokens of the prompt and 4 generated ones, with 3 entries each.
+        # The 3 prompt tokens and 4 generated tokens have 3 entries each.
         response = await client.post(COMPLETIONS, json=body)
         if is_stream:
             assert (
                 response.status_code == 200
-            )  # 20 * 3 * 3: generated tokens are sent one by one
+            )  # 20 * 3 * 3 entries, because generated tokens are sent one by one
             body |= {"n": 50}
             response = await client.post(COMPLETIONS, json=body)
         error = error_of(response, 400, "BadRequestError")
@@ -568,7 +568,7 @@ def test_refuses_too_large_responses(is_stream: bool, monkeypatch):
         assert "at most 400" in error["message"].lower()
         body |= {"n": 19 if not is_stream else 44}
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
-        # Without logprobs there are no entries.
+        # Without logprobs, no entries are made.
         body |= {"n": 100, "logprobs": None}
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
 

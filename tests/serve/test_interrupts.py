@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM, sent to real servers and commands at every stage of startup.
+"""Ctrl-C and SIGTERM end servers and commands fast, at every stage of their start.
 
-Exit must be fast, without a crash or traceback, even while XLA compiles. Programs are
-compiled with users' settings, slowly enough that the signal arrives during a compile.
+No process may crash or print a traceback, even while XLA compiles. Programs are
+compiled with users' settings, so slowly that the signal arrives during a compile.
 """
 
 import os
@@ -21,12 +21,12 @@ from jaxspec.exit import INTERRUPTED
 from tests.support.programs import users_flags
 
 ROOT = Path(__file__).parents[2]
-# Generous, as other processes may use the cores too.
+# The limit is generous, because other processes may use the cores too.
 END_S = 30.0
 SERVER = ("jaxspec.serve", "--port", "0", "--max-num-seqs", "1")
 LISTENS, READY = "Application startup complete", "Requests are served"
 GENERATE = ("jaxspec", "generate", "Once upon a time", "--max-tokens", "4")
-# Restores SIGINT in a child, in case the parent process ignores it.
+# Restores SIGINT in the child process, as the parent process may ignore it.
 RUN = (
     "import runpy, signal, sys;"
     "signal.signal(signal.SIGINT, signal.default_int_handler);"
@@ -36,12 +36,12 @@ RUN = (
 
 
 class Program:
-    """A running command and its output."""
+    """A running command, and the output that it has written."""
 
     def __init__(self, arguments: tuple[str, ...], folder: Path):
         self._log, self._cache = folder / "log", folder / "cache"
         cached = ("--compilation-cache-dir", str(self._cache))
-        # With the tests' cache nothing would be compiled.
+        # With the tests' program cache, nothing would be compiled.
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -62,7 +62,7 @@ class Program:
         return self._log.read_text()
 
     def says(self, text: str, after_s: float = 0.0) -> None:
-        """Wait until the output has a text, and then some seconds more."""
+        """Wait until the output contains a text, and then `after_s` seconds more."""
         self.wait(lambda: text in self.said)
         time.sleep(after_s)
 
@@ -78,19 +78,19 @@ class Program:
             time.sleep(0.05)
 
     def end(self, number: int) -> int:
-        """Send a signal; check for a fast, clean exit; return the status."""
+        """Send a signal; check for a fast and clean exit; return the status."""
         self.process.send_signal(number)
         status = self.process.wait(END_S)
         assert "Traceback" not in self.said, self.said
         assert "Exception ignored" not in self.said, self.said
-        # Files being written have a temporary name until they are complete.
+        # Files that are being written have a temporary name until they are complete.
         for path in self.programs:
             assert path.stat().st_size > 10_000
         return status
 
     @property
     def programs(self) -> list[Path]:
-        """Return the cached programs."""
+        """Return the files of the programs in the cache."""
         return list(self._cache.glob("*.program"))
 
 
@@ -112,7 +112,7 @@ needs_maps = pytest.mark.skipif(
 @needs_maps
 @pytest.mark.parametrize("arguments", [SERVER, GENERATE], ids=["serve", "generate"])
 def test_interrupt_during_import_of_jax(arguments: tuple[str, ...], tmp_path: Path):
-    # Earlier, the interpreter is still importing jaxspec, for 0.3 s.
+    # A signal before that would arrive while the interpreter imports jaxspec (0.3 s).
     with started(arguments, tmp_path) as program:
         program.has_loaded("jaxlib")
         assert program.end(signal.SIGINT) == INTERRUPTED
@@ -171,7 +171,7 @@ def test_interrupt_of_compiling_command(after_s: float, tmp_path: Path):
 
 @pytest.mark.slow
 def test_killed_server_restarts_with_the_programs_it_compiled(tmp_path: Path):
-    """SIGKILL during a stream, then a restart with the same program cache."""
+    """SIGKILL ends it during a stream; the restarted server has the same cache."""
     few = ("--num-speculative-tokens", "1", "--max-num-batched-tokens", "32")
     body = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
     texts, ready_s = [], []

@@ -1,4 +1,4 @@
-"""Life cycle of a server: listening, background compiles, shutdown."""
+"""The life of a server: it listens, compiles in the background and shuts down."""
 
 import gc
 import logging
@@ -72,7 +72,7 @@ def served(
                 ask(one)
         except BaseException as failure:  # noqa: BLE001 - re-raised in the test
             failures.append(failure)
-            if not has_ended.is_set():  # otherwise the signal would end the tests
+            if not has_ended.is_set():  # otherwise, the signal would end the tests
                 os.kill(os.getpid(), signal.SIGTERM)
 
     asking = threading.Thread(target=client)
@@ -196,7 +196,7 @@ def test_address_in_use_is_reported_before_loading():
     ("host", "port", "name"),
     [
         ("no-such-host.invalid", "0", "host"),
-        ("192.0.2.1", "0", "host"),  # reserved for documentation
+        ("192.0.2.1", "0", "host"),  # an address reserved for documentation
         ("a" * 80, "0", "host"),
         ("::ffff:1:2:3:4:5:6:7", "0", "host"),
         ("127.0.0.1", "70000", "port"),
@@ -211,7 +211,7 @@ def test_rejects_unusable_address(host: str, port: str, name: str):
 
 
 def ask_and_end(client: httpx.Client, path: str = COMPLETIONS) -> None:
-    """Request a text, whole and as a stream; then stop the server."""
+    """Request a text, whole and as a stream; then stop the server by a signal."""
     body = {"prompt": PROMPT, "max_tokens": 20}
     whole = client.post(path, json=body).raise_for_status().json()
     stream = client.post(path, json=body | {"stream": True}).raise_for_status()
@@ -222,7 +222,7 @@ def ask_and_end(client: httpx.Client, path: str = COMPLETIONS) -> None:
 
 def test_unix_socket(tmp_path: Path):
     path = tmp_path / "socket"
-    for _ in range(2):  # the first server removes its socket file
+    for _ in range(2):  # the first server has removed its socket file
         assert served(ask_and_end, flags=["--uds", str(path)], uds=str(path)) == 0
         assert not path.exists()
 
@@ -237,7 +237,7 @@ def test_existing_file_at_unix_socket(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Make files: a CA, and the server's certificate and key, in one file and two."""
+    """Make files: a CA, and the server's certificate and key, joint and apart."""
     folder = tmp_path_factory.mktemp("tls")
     signer = trustme.CA()
     issued = signer.issue_cert("127.0.0.1", "localhost")
@@ -337,7 +337,7 @@ def test_root_path_removed_by_proxy_or_not(root_path: str):
 
 
 def test_freeze_heap():
-    # Objects that the tests have frozen remain frozen: see `pytest_collection_finish`.
+    # Objects that `pytest_collection_finish` has frozen remain frozen.
     before, here = gc.get_freeze_count(), [[] for _ in range(50_000)]
     assert served(ended_by_signal) == 0
     assert gc.get_freeze_count() > before + len(here) // 2
@@ -359,7 +359,7 @@ def test_warm_up_extents(monkeypatch: pytest.MonkeyPatch):
     assert any(params.logprobs is not None for params in everything)
     assert any(params.structured_outputs for params in everything)
     assert any(params.presence_penalty for params in everything)
-    # Does not compile for requests that the engine would refuse.
+    # Requests that the engine would refuse are left out of the warm-up.
     engine.tokenizer = NoTokenizer("it was left out")
     launcher.warm_up([engine], "all")
     assert asked[-2]
@@ -399,7 +399,7 @@ def test_logs_end_of_first_compile_and_of_warm_up(
     finally:
         gate.open()
         serving.shutdown(5)
-    # Without a warm-up nothing is logged.
+    # Without a warm-up, nothing is logged about it.
     launcher.Warming(serving).update()
     assert len(caplog.messages) == 2
 
@@ -412,7 +412,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_openai_client_with_bundled_pair(tmp_path: Path):
-    # The same sizes, and therefore programs, as `python -m jaxspec generate`.
+    # The sizes, and therefore the programs, are those of `python -m jaxspec generate`.
     flags = "--port 0 --max-num-seqs 1 --num-speculative-tokens 1 --warm-up none"
     flags += " --served-model-name pair --api-key secret"
     log = tmp_path / "log"
@@ -436,7 +436,7 @@ def test_openai_client_with_bundled_pair(tmp_path: Path):
 
 
 def _wait_for_url(server: subprocess.Popen, log: Path) -> str:
-    """Wait until the server listens and serves; return its address."""
+    """Wait until the server listens and answers; return its address."""
     deadline = time.monotonic() + 600
     while "startup complete" not in log.read_text():
         assert server.poll() is None, log.read_text()

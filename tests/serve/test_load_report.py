@@ -1,4 +1,4 @@
-"""The header that reports the engine's load to a proxy."""
+"""A response header reports the engine's load to a proxy."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The program: startup, and errors of the command line."""
+"""The server program: its start, and errors of its command line."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The contents of /metrics, parsed like Prometheus does."""
+"""The contents of /metrics, parsed in the way Prometheus does."""
 
 import asyncio
 import logging
@@ -78,15 +78,15 @@ def test_metric_values():
     serve_http(ask)
 
 
-# By reader: metric names, and whether each must have exactly one series, because the
-# reader compares servers.
+# For each reader of metrics: the names that it reads, and whether it needs exactly one
+# series per name, because it compares servers.
 _GATEWAYS: dict[str, tuple[str, set[str]]] = {
-    # Used by the Inference Extension's endpoint picker and by llm-d to choose a server.
+    # The Inference Extension's endpoint picker and llm-d choose a server by these.
     "vllm:num_requests_waiting": ("gauge", set()),
     "vllm:num_requests_running": ("gauge", set()),
     "vllm:kv_cache_usage_perc": ("gauge", set()),
     "vllm:cache_config_info": ("gauge", {"block_size", "num_gpu_blocks"}),
-    # KEDA and dashboards of vLLM's production stack.
+    # KEDA and dashboards of vLLM's production stack read these.
     "vllm:time_to_first_token_seconds": ("histogram", set()),
     "vllm:inter_token_latency_seconds": ("histogram", set()),
     "vllm:e2e_request_latency_seconds": ("histogram", set()),
@@ -123,7 +123,7 @@ def test_metrics_used_by_gateways():
                 for one in family.samples
                 if not {"le", *labels} & one.labels.keys()
             ]
-            # Counters and histograms also have a series "_created".
+            # Counters and histograms also have a series whose name ends in "_created".
             assert set(names) == (set() if labels else {plain}), name
             for one in family.samples:
                 assert labels <= one.labels.keys(), name
@@ -198,7 +198,7 @@ def test_logs_statistics_until_idle(
         for line in drafts:
             rates = re.findall(r"Per-position acceptance rate: ([\d., ]+),", line)
             assert len(rates[0].split(", ")) == 3
-        # No round is left out, also after the last logged line.
+        # Every round is counted, also those after the last log line.
         counts = re.findall(r"Accepted: (\d+) tokens", caplog.text)
         assert sum(map(int, counts)) == (await read(client))[name] > 0
         await asyncio.sleep(0.2)

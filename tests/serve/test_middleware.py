@@ -1,4 +1,4 @@
-"""Checks that every request passes before it reaches an endpoint."""
+"""Checks that every request must pass before it reaches an endpoint."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -57,7 +57,7 @@ def test_body_length_limit():
         for body in (short.ljust(64), pieces(short.ljust(64))):
             response = await client.post(COMPLETIONS, content=body, headers=headers)
             assert response.status_code == 200
-        # With and without Content-Length.
+        # The body is sent with and without a Content-Length.
         for body in (short.ljust(65), pieces(short.ljust(65))):
             response = await client.post(COMPLETIONS, content=body, headers=headers)
             error = error_of(response, 413, HTTPStatus(413).phrase)
@@ -67,7 +67,8 @@ def test_body_length_limit():
 
 
 def test_body_value_limit():
-    # Also counts separators inside strings, as the body is not parsed yet.
+    # The limit also counts separators inside strings, because the body is not parsed
+    # yet.
     longest = b'{"prompt":"' + b"," * (MAX_MARKS - 2)
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -87,7 +88,7 @@ def test_client_reads_refusal_of_long_body(has_length: bool):
     )
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode()
     with site_of() as site, socket.create_connection(site.address, 10) as client:
-        # Writes everything before it reads, as many clients do.
+        # The client writes everything before it reads, as many clients do.
         client.sendall(head)
         if has_length:
             client.sendall(long)
@@ -99,7 +100,8 @@ def test_client_reads_refusal_of_long_body(has_length: bool):
 
 
 def test_body_time_limit_with_any_protocol():
-    # As under Ray Serve, whose proxy handles the connections.
+    # The limit also holds if another program handles the connections, like the proxy of
+    # Ray Serve.
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{"
     with (
         site_of(timeout_read_body=0.3) as site,
@@ -130,7 +132,7 @@ def test_cors():
         response = await client.options(COMPLETIONS, headers=preflight)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == "http://page"
-        # Error responses can be read too.
+        # Error responses must have the header too, or browsers cannot read them.
         response = await client.post(
             COMPLETIONS, json=BODY, headers={"Origin": "http://page"}
         )

@@ -21,13 +21,13 @@ PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="promtool is not installed (Debian package prometheus)"
 )
-# The linter's complaints about vLLM's names.
+# promtool complains about these names of metrics, which are vLLM's.
 COMPLAINTS = (
     r"(vllm|jaxspec):\w+ metric names should not contain ':'",
     r'(vllm|jaxspec):iteration_tokens_total non-counter .* "_total" suffix',
 )
 SCRAPE_S = 15
-FOREVER = 80  # scrapes: twenty minutes
+FOREVER = 80  # number of scrapes: twenty minutes
 
 
 def promtool(*arguments: str, stdin: str | None = None) -> tuple[int, str]:
@@ -41,7 +41,7 @@ def promtool(*arguments: str, stdin: str | None = None) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def scrape() -> str:
-    """Return a scrape of a server after some requests, one of them invalid."""
+    """Return the metrics of a server after some requests, one of them invalid."""
     texts: list[str] = []
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -99,7 +99,7 @@ def check_rules(folder: Path, series: dict[str, str], **checks: Any) -> None:
 
 
 def series_of(scrape: str) -> dict[str, str]:
-    """Make series that grow equally between any two scrapes."""
+    """Make series that grow by the same amount between any two scrapes."""
     found: dict[str, str] = {}
     for sample in samples_of(scrape):
         labels = {"job": "jaxspec", "instance": "here"} | sample.labels
@@ -126,7 +126,7 @@ def test_prometheus_accepts_scrape(scrape: str):
 
 @needs_promtool
 def test_every_expression_yields_numbers(scrape: str, tmp_path: Path):
-    # Empty if a name is wrong or labels do not match; NaN is not >= 0.
+    # A result is empty if a name is wrong or labels do not match, and NaN is not >= 0.
     checks = [
         {
             "expr": f"count(({expression}) >= 0) > bool 0",
@@ -242,7 +242,8 @@ def test_expressions_use_existing_metrics(scrape: str):
     names = set(re.findall(r"\b(?:\w+:[\w:]+|http_\w+)", " ".join(asked)))
     assert names - found - recorded == set()
     own = {name for name in names if name.startswith("jaxspec:")}
-    # Metrics that vLLM has too are queried by its names: the dashboard works for vLLM.
+    # If vLLM has a metric too, it is queried by vLLM's name, so the dashboard works for
+    # vLLM as well.
     assert not {name.replace("jaxspec:", "vllm:") for name in own} & found
 
 

@@ -17,7 +17,7 @@ from jaxspec_checkpoints import bundled_target
 from tests.support.loops import MODEL
 from tests.support.serving import CHAT, COMPLETIONS, site_of
 
-# Deterministic: the same requests in every run.
+# Deterministic: every run generates the same requests.
 GIVEN: dict[str, Any] = dict(
     derandomize=True,
     database=None,
@@ -25,7 +25,8 @@ GIVEN: dict[str, Any] = dict(
     suppress_health_check=list[Any](HealthCheck),
 )
 RIGHT, WRONG = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
-# A generated body usually has some field out of range: also send each field alone.
+# A generated body usually has some field out of range, so each field is also sent
+# alone.
 ALONE: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Once"},
     CHAT: {"messages": [{"role": "user", "content": "Once"}]},
@@ -34,10 +35,10 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 class Requester:
-    """Sends generated requests, and counts statuses.
+    """Sends generated requests, and counts the statuses of their responses.
 
     Attributes:
-        statuses: By endpoint.
+        statuses: Counts of statuses by endpoint.
         faults: Requests that were answered with a 5xx status.
     """
 
@@ -68,7 +69,7 @@ class Requester:
     "ignore:Do not use the `random` module inside strategies"
     ":hypothesis.errors.HypothesisDeprecationWarning"
 )
-# Number of requests per endpoint and mode.
+# Number of generated requests per endpoint and mode.
 @pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_no_request_gets_5xx(count: int):
     tokenizer = Tokenizer.from_folder(bundled_target())

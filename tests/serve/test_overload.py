@@ -1,4 +1,4 @@
-"""Overload: admitted requests are answered correctly, others are refused."""
+"""Under overload, admitted requests get correct answers and others are refused."""
 
 import asyncio
 import random
@@ -17,11 +17,11 @@ ENGINE = {"max_num_seqs": PLACES, "num_pages": 96}
 QUEUE_LENGTH = 6
 PROMPTS = (PROMPT, PROMPT * 2, PROMPT * 5)
 NUM_TOKENS = 12
-# Request rate as a multiple of the server's capacity.
+# Requests are sent at this multiple of the server's capacity.
 FACTOR = 5.0
 PROBES = 10
 GOAL_RECOVERY_S = 10.0
-# Recovery: a request takes at most this multiple of the usual time.
+# The server has recovered once a request takes at most this multiple of the usual time.
 NORMAL = 2.0
 
 
@@ -30,8 +30,8 @@ class Outcomes:
     """Outcomes of requests: seconds by outcome, and the peak number of requests.
 
     Attributes:
-        others: Count of every other outcome, by its name.
-        max_inside: Maximum number of running and waiting requests.
+        others: Counts of all other outcomes, by name.
+        max_inside: Maximum number of running and waiting requests at one time.
     """
 
     took_s: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Load:
         return await self._client.post("/v1/completions", json=body)
 
     async def learn(self) -> float:
-        """Request each text alone; return the median seconds of a request."""
+        """Send requests one by one and store the texts; return the median seconds."""
         took_s = []
         for number in range(PROBES):
             prompt = PROMPTS[number % len(PROMPTS)]
@@ -66,7 +66,7 @@ class Load:
         return statistics.median(took_s)
 
     async def record(self, outcomes: Outcomes) -> None:
-        """Send one request and record its outcome."""
+        """Send one request, and record its outcome and time."""
         prompt = self._random.choice(PROMPTS)
         start = time.monotonic()
         try:
@@ -86,7 +86,7 @@ class Load:
             outcomes.others[str(response.status_code)] += 1
 
     async def capacity(self, seconds: float) -> float:
-        """Return requests per second of clients that each wait for their answer."""
+        """Return requests per second of clients that each wait for their answers."""
         outcomes, end = Outcomes(), time.monotonic() + seconds
 
         async def keep_asking() -> None:
@@ -99,7 +99,7 @@ class Load:
         return len(outcomes.took_s) / (time.monotonic() - start)
 
     async def flood(self, rate: float, seconds: float) -> Outcomes:
-        """Send requests at a rate, with Poisson gaps, without waiting for outcomes."""
+        """Send requests at a rate, with Poisson gaps, without waiting for responses."""
         outcomes, start, due = Outcomes(), time.monotonic(), 0.0
         watching = asyncio.create_task(self._watch(outcomes))
         async with asyncio.TaskGroup() as group:

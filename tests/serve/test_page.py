@@ -1,4 +1,4 @@
-"""The page in a browser, with a server on a fake device.
+"""The web page of the server in a browser; the server has a fake device.
 
 The tests do not install a browser, `.ci/run` does; without one they are skipped.
 """
@@ -32,7 +32,7 @@ def site() -> Iterator[Site]:
 def browser() -> Iterator[Browser]:
     expect.set_options(timeout=30_000)
     with sync_playwright() as playwright:
-        # Chromium's own sandbox does not work for root.
+        # Chromium's own sandbox does not work for the root user.
         launched = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox"]
         )
@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Watched:
-    """An open page, with its requests and console messages."""
+    """An open page, with the requests and console messages that it has made."""
 
     def __init__(self, browser: Browser, site: Site, **context: Any):
         self.site = site
@@ -66,7 +66,7 @@ class Watched:
         expect(self.page.locator("#send")).to_be_visible()
 
     def tokens(self, lane: int = 0) -> list[list[str]]:
-        """Return origin and text of every token in a column."""
+        """Return the origin and text of every token in a column of the page."""
         shown = self.page.locator(".lane").nth(lane).locator(".token")
         read = "all => all.map(one => [one.dataset.origin, one.textContent])"
         return shown.evaluate_all(read)
@@ -141,7 +141,7 @@ def test_race_has_two_columns(watched: Watched):
     watched.site.delay_s = 0.01
     page.check("#race")
     speeds = ["ask again"]
-    # After a pause of the machine the page shows "ask again" in place of a ratio.
+    # After a pause of the machine, the page shows "ask again" instead of a ratio.
     while "ask again" in speeds[0] and len(watched.requests) < 20:
         page.click("#clear")
         watched.ask()
@@ -256,7 +256,7 @@ def test_shows_k_and_reason_after_first_request(watched: Watched):
         (2, -0.03, True, "K now 2: −3 %"),
         (0, 0.41, True, "K now 0: plain decoding is faster"),
         (0, 0.41, False, "K now 0: drafts are switched off"),
-        (0, 0.0, None, ""),  # a model without drafts
+        (0, 0.0, None, ""),  # the model has no drafts
     ]
     for k, gain, may_draft, expected in cases:
         answer = found | {"num_drafts": k, "gain": gain, "may_draft": bool(may_draft)}
@@ -279,14 +279,14 @@ def test_shows_k_and_reason_after_first_request(watched: Watched):
 def test_shows_memory_plan(watched: Watched):
     page, engine = watched.page, watched.site.engine.engine
     memory = page.locator("#memory")
-    expect(memory).to_be_hidden()  # the fake device has no memory plan
+    expect(memory).to_be_hidden()  # the fake device has no plan of its memory
     engine.memory = make_plan(dict(max_num_seqs=64, max_num_batched_tokens=2048))
     try:
         page.reload()
         expect(memory.locator("summary")).to_have_text("Memory: 12.8 × 8,192 tokens")
         memory.locator("summary").click()
         expect(memory.locator("div").first).to_contain_text("17.21 GiB")
-        # The same lines as in the log at startup.
+        # The page shows the same lines as the log at startup.
         pages, *others = memory.locator("p").all_inner_texts()
         assert "450,560 bytes per token (draft 106,496), 7,208,960 per page" in pages
         assert others == engine.memory.table().splitlines()[-2:]
@@ -316,7 +316,7 @@ def test_new_conversation_clears_history(watched: Watched):
 
 def test_shows_refusal_and_continues(watched: Watched):
     page = watched.page
-    # The context has 96 tokens, and the prompt three.
+    # The context has 96 tokens, of which the prompt takes three.
     page.fill("#max-tokens", "95")
     watched.ask()
     expect(page.get_by_role("alert")).to_contain_text("96 tokens")
@@ -362,7 +362,7 @@ def test_leaves_have_no_position(watched: Watched):
     watched.wait()
     assert watched.tokens() == [list(one) for one in tokens]
     expect(page.locator("[data-count=leaf]")).to_have_text("1")
-    # Both rounds accepted a first draft, one a second, and none a third.
+    # Both rounds accepted the first draft, one of them the second, and none the third.
     expect(page.locator("#length")).to_have_text("2.50")
     bars = page.locator("#positions li b").all_text_contents()
     assert bars == ["100 %", "50 %", "0 %"]
@@ -381,7 +381,7 @@ def test_positions_without_drafts_have_no_share(watched: Watched):
     watched.wait()
     bars = page.locator("#positions li b").all_text_contents()
     assert bars == ["50 %", "0 %", "–"]
-    # K of this answer, which differs from the requested one.
+    # K of this answer differs from the requested one.
     expect(page.locator(".head span")).to_have_text("At most 3 drafts · K = 1.5")
     answer_with_tokens(page, [("target", "a")], metrics={"speculative_decoding": None})
     watched.ask()
@@ -429,7 +429,7 @@ def stream_of(*deltas: dict[str, Any], said: str) -> str:
 
 
 def is_bounded(schema: dict[str, Any]) -> bool:
-    """Return whether the texts that match a schema have bounded length."""
+    """Return whether every text that matches a schema has bounded length."""
     if schema["type"] != "object":
         return {"string": "maxLength", "integer": "maximum"}[schema["type"]] in schema
     is_closed = schema["additionalProperties"] is False
@@ -448,7 +448,8 @@ def test_shows_calls_and_json(browser: Browser, site: Site, width: int):
         {"tool_calls": [{"index": 0, "function": {"arguments": text[:9]}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": text[9:]}}]},
     ]
-    # By keyboard: past the settings, to the button with an example of a tool.
+    # The keyboard moves the focus past the settings, to the button with an example of a
+    # tool.
     page.locator("#race").focus()
     keys = page.keyboard
     for key in ("Tab", "Enter", "Tab", "Tab", "Tab", "Enter"):
@@ -468,13 +469,14 @@ def test_shows_calls_and_json(browser: Browser, site: Site, width: int):
     expect(page.locator("#spoken")).to_contain_text("Calls weather with")
     assert "".join(one for _, one in watched.tokens()) == text
     assert fits(page)
-    # The page scrolls to the end of the answer, which the open tools do not cover.
+    # The page scrolls to the end of the answer, and the open tools do not cover it.
     ends = "one => one.getBoundingClientRect()"
     foot, composer = (
         page.locator(one).evaluate(ends) for one in (".foot", "#composer")
     )
     assert 0 < foot["top"] < foot["bottom"] <= composer["top"]
-    # A schema, whose answer is JSON; the next request contains the call.
+    # With a schema, the answer is JSON. The request contains the call in the earlier
+    # answer.
     page.click("#example-schema")
     schema = json.loads(page.locator("#schema").input_value())
     assert is_bounded(schema)
@@ -489,7 +491,7 @@ def test_shows_calls_and_json(browser: Browser, site: Site, width: int):
     assert before["function"] == {"name": "weather", "arguments": text}
     expect(shown.nth(1)).to_contain_text('"days": [')
     assert fits(page)
-    # Cut-off JSON and plain text are not reformatted.
+    # Cut-off JSON and plain text are shown unchanged.
     page.fill("#schema", "")
     for words in (text[:-1], "[sic] words"):
         answer_with(page, stream_of({"content": words}, said=words))

@@ -1,4 +1,4 @@
-"""From texts and messages to token ids, with the bundled tokenizer."""
+"""Texts and messages become token ids, with the bundled tokenizer."""
 
 from typing import Any
 
@@ -112,9 +112,9 @@ def test_system_message_is_merged_unless_strict():
 
 def test_certainly_too_long_text_is_not_encoded(monkeypatch: pytest.MonkeyPatch):
     long = {"role": "user", "content": "a" * 10**5}
-    template = "{{ 'short' }}"  # a template may leave out long messages
+    template = "{{ 'short' }}"  # a chat template may leave out long messages
     assert chat([long], chat_template=template)["prompt"] == "short"
-    # Templates strip messages.
+    # Chat templates strip messages.
     assert chat([{"role": "user", "content": " " * 10**5 + "Hello"}])
     monkeypatch.setattr(Tokenizer, "encode", None)
     monkeypatch.setattr(Tokenizer, "write_chat", None)

@@ -67,7 +67,7 @@ def test_command_line_equals_file():
     assert options.engine.speculative_config == {"method": "ngram"}
     assert placement.autoscaling_config == scaling
     assert placement.session_affinity
-    # max_num_seqs if it is given.
+    # By default it is max_num_seqs, if that is given.
     assert (placement.max_ongoing_requests, placement.metrics_port) == (12, 8001)
     named["max_ongoing_requests"] = 40
     assert read_arguments(named)[1].max_ongoing_requests == 40
@@ -137,11 +137,11 @@ def test_rejects_invalid_arguments(given: dict[str, Any], message: str):
 
 def test_missing_ray_error_names_extra(monkeypatch: pytest.MonkeyPatch):
     for name in ("ray", "ray.serve"):
-        monkeypatch.setitem(sys.modules, name, None)  # makes the import fail
+        monkeypatch.setitem(sys.modules, name, None)  # makes `import ray` fail
     with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'") as caught:
         build({"model": "m"})
     assert "\n" not in str(caught.value)
-    # Invalid arguments are reported first.
+    # Invalid arguments are reported before a missing Ray.
     with pytest.raises(ConfigError, match="modle"):
         build({"modle": "m"})
 
@@ -150,7 +150,7 @@ def test_missing_ray_error_names_extra(monkeypatch: pytest.MonkeyPatch):
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
     """Make a replica as Ray does, on a fake device.
 
-    The first port for its metrics is in use, as by another replica of the machine.
+    The first port for its metrics is in use, as if by another replica on the machine.
     """
     engine, _ = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
@@ -181,10 +181,10 @@ def test_replica_serves_requests_and_metrics(replica: Any):
                 scrape = (await scraper.get("/metrics")).text
                 assert 'vllm:request_success_total{engine="0"' in scrape
                 assert (await scraper.get("/health")).status_code == 200
-                # That address serves no requests.
+                # The address for metrics serves no requests.
                 body = {"model": "g", "prompt": "a"}
                 assert (await scraper.post(COMPLETIONS, json=body)).status_code == 404
-        # After Ray has stopped it, the engine has ended and the port is free.
+        # Once Ray has stopped the replica, its engine has ended and the port is free.
         assert not replica.engine.is_running
         socket.create_server(("127.0.0.1", port + 1)).close()
 
@@ -234,7 +234,7 @@ def test_unhealthy_after_engine_death(replica: Replica):
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
-    """Replace Ray's modules; a test sets the errors of other hosts, by rank."""
+    """Replace Ray's modules; return other hosts' errors by rank, for tests to set."""
     failures: dict[str, Exception] = {}
 
     class HostActor:
@@ -294,10 +294,10 @@ def test_error_has_reason_of_failed_follower(
     assert isinstance(caught.value.__cause__, ConfigError)
 
 
-# Ray's own environment, or this one.
+# Ray runs in its own environment if there is one, else in this one.
 RAYS = Path(sys.prefix) / "ray" / "bin" / "python"
 LIMIT_S = 900
-# A network namespace with only loopback; its processes end with the first one.
+# A network namespace with only loopback. When its first process ends, all end.
 _ALONE = "unshare --net --pid --fork --kill-child --mount-proc sh -c".split()
 _UP = 'ip link set lo up && exec "$@"'
 
@@ -320,16 +320,16 @@ def hosts_results() -> dict[str, Any]:
 
 
 def run_under_ray(what: str) -> dict[str, Any]:
-    """Run a part of ray_calls.py; return its results."""
+    """Run a part of ray_calls.py under Ray; return its results."""
     here = importlib.util.find_spec("ray")
     python = sys.executable if here else RAYS
     if not here and not RAYS.exists():
         pytest.skip("Ray is not installed: `make test-all` installs it into .venv/ray")
-    # Ray listens on all interfaces.
+    # Ray listens on all interfaces, so it runs in a network namespace.
     allowed = subprocess.run(isolated(["true"]), capture_output=True, text=True)
     if allowed.returncode:
         pytest.skip(f"no network namespace for Ray: {allowed.stderr.strip()}")
-    # The paths of Ray's sockets must be short.
+    # Ray's socket files need short paths.
     folder = tempfile.mkdtemp(prefix="ray")
     try:
         done = subprocess.run(
@@ -337,7 +337,7 @@ def run_under_ray(what: str) -> dict[str, Any]:
             cwd=ROOT,
             env=environment(num_devices=1)
             | {
-                # Ray writes a key here.
+                # Ray writes a key into this folder.
                 "HOME": folder,
                 "JAXSPEC_TEST_DELAY": f"{folder}/delay",
                 "RAY_USAGE_STATS_ENABLED": "0",
@@ -360,7 +360,7 @@ def test_replicas_have_texts_of_one_process(results: dict[str, Any]):
         assert results[name] == results["texts"], name
     assert results["masked_from_replicas"] == results["masked_texts"]
     assert all("hats and" in one for one in results["masked_texts"])
-    # Both replicas served some.
+    # Both replicas have served some requests.
     assert len(results["answered"]) == 2
     assert min(results["answered"].values()) > 0
     assert sum(results["answered"].values()) == len(results["texts"])
@@ -391,7 +391,7 @@ def test_killed_replica_loses_only_its_own_requests(results: dict[str, Any]):
 def test_scale_down_finishes_requests(results: dict[str, Any]):
     assert sum(results["running_before_scaling"].values()) == 4
     assert results["states_while_draining"] == {"RUNNING": 1, "STOPPING": 1}
-    # Both still had running requests.
+    # Both replicas still had running requests.
     assert min(results["running_while_draining"].values()) > 0
     assert results["unfinished_while_draining"] == 4
     assert results["after_scaling"] == {"same": 4}
@@ -405,7 +405,7 @@ def test_replica_of_two_processes_has_texts_of_one(hosts_results: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["HostProcess", "ServeReplica"])
 def test_replica_of_two_processes_restarts(hosts_results: dict[str, Any], who: str):
-    # Both running requests break off: neither process continues without the other.
+    # Both running requests break off, because no process continues without the other.
     assert hosts_results[f"{who} cut"] == 2
     assert hosts_results[f"after {who}"] == hosts_results["texts"]
     assert hosts_results[f"{who} back_s"] < LIMIT_S / 4

@@ -1,4 +1,4 @@
-"""The store of responses: limits, persistence, sharing."""
+"""The store of responses: its limits, persistence, and use by several servers."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ def test_add_get_update_delete(response_id):
         store.get(response_id)
     with pytest.raises(ResponseNotFoundError):
         store.delete(response_id)
-    store.update(second)  # it was deleted
+    store.update(second)  # the response was deleted
     assert not store.has(response_id)
 
 
@@ -91,7 +91,7 @@ def test_evicts_oldest():
     store.add(stored("resp_a", "x" * 100))
     assert is_there(store, "resp_6")
     assert not is_there(store, "resp_7")
-    # Deleting frees space.
+    # Deleting a response frees space.
     store.delete("resp_8")
     store.add(stored("resp_b", "x" * 100))
     assert all(is_there(store, one) for one in ("resp_6", "resp_9", "resp_a", "resp_b"))
@@ -116,7 +116,7 @@ def test_file_survives_restart(tmp_path, monkeypatch):
         response = later.get(response_id).response
         assert response["status"] == "failed"
         assert response["error"]["message"].startswith("The server ended")
-    # Existing responses count; finished ones are evicted first.
+    # Responses from before the restart count; finished ones are evicted first.
     smaller = ResponseStore(path, 2 * size_of(stored("resp_0", "\u00e9" * 50)) + 400)
     smaller.add(stored("resp_5"))
     assert not is_there(smaller, "resp_0")
@@ -130,7 +130,7 @@ def test_file_is_private(tmp_path):
     store.add(stored("resp_1"))
     modes = {one.name: one.stat().st_mode & 0o777 for one in tmp_path.iterdir()}
     assert set(modes.values()) == {0o600}, modes
-    assert len(modes) > 1  # the WAL files too
+    assert len(modes) > 1  # the WAL files are private too
 
 
 OTHER_SERVER = """
@@ -167,10 +167,11 @@ def test_two_servers_share_a_file(tmp_path, monkeypatch):
         try:
             assert other.stdout.readline() == "ready\n"
             store = ResponseStore(path, most)
-            # Its unfinished response has not failed because another server has started.
+            # An unfinished response of one server does not fail because another server
+            # starts.
             made = ("", "resp_made")
             assert store.get("resp_made").response["status"] == "in_progress"
-            # Other servers cannot replace it, but they can cancel it.
+            # Other servers cannot replace the response, but they can cancel it.
             assert not store.add(stored("resp_made"))
             store.update(stored("resp_made"))
             assert store.get("resp_made").response["status"] == "in_progress"
@@ -199,7 +200,7 @@ def test_two_servers_share_a_file(tmp_path, monkeypatch):
 def test_stores_events_with_response(tmp_path):
     path, events = str(tmp_path / "responses.db"), [{"type": "a", "text": "\u00e9"}, {}]
     store, one = ResponseStore(path, MB), stored("resp_1")
-    store.put_events("resp_1", events)  # of a response that is not stored
+    store.put_events("resp_1", events)  # the response is not stored yet
     with pytest.raises(ResponseNotFoundError):
         store.events("resp_1")
     store.add(one)
@@ -212,7 +213,7 @@ def test_stores_events_with_response(tmp_path):
     assert not is_there(store, "resp_1")
     store.put_events("resp_2", ["x" * size])
     assert not is_there(store, "resp_2")
-    # Updating a response deletes its events.
+    # Updating a response deletes its stored events.
     store.add(one)
     store.put_events("resp_1", events)
     store.update(one)

@@ -1,4 +1,4 @@
-"""The endpoints of health, version, load, models and the tokenizer."""
+"""The endpoints for health, version, load, models and the tokenizer."""
 
 import asyncio
 import json

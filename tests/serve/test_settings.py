@@ -1,4 +1,4 @@
-"""Invalid settings of the server."""
+"""Invalid settings of the server are rejected."""
 
 from typing import Any
 

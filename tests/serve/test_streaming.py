@@ -1,4 +1,4 @@
-"""Cancellation on disconnection, serialized events, merged streams."""
+"""Requests are cancelled on disconnect, events serialized, slow streams merged."""
 
 import asyncio
 import json

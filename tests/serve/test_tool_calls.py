@@ -54,11 +54,12 @@ class Script:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        # Tokens of the text, by the tokens generated before.
+        # Index of the next token of the scripted text, by the hash of the tokens before
+        # it.
         self._said: dict[int, int] = {}
 
     def say(self, text: str) -> int:
-        """Set the text; return its number of tokens, with the end token."""
+        """Set the text to generate; return its number of tokens, with the end token."""
         self._tokens = [*TOKENIZER.encode(text, False), TOKENIZER.eos_token_id]
         self._said.clear()
         return len(self._tokens)
@@ -71,7 +72,7 @@ class Script:
 
 
 class Stage:
-    """A server with a scripted model."""
+    """A server whose model generates scripted texts."""
 
     def __init__(self) -> None:
         model = dataclasses.replace(
@@ -112,7 +113,7 @@ class Stage:
 
 @pytest.fixture(autouse=True)
 def _calls_are_not_checked(unchecked_types: None):
-    """Other tests make the same calls, with type checks."""
+    """Disable type checks of calls; other tests make the same calls with checks."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ class Answer:
     """One choice of a response, whole or streamed.
 
     Attributes:
-        calls: Names and arguments.
+        calls: Names and arguments of the called functions.
     """
 
     content: str
@@ -247,7 +248,7 @@ def test_finds_calls_in_text(
         read = [(name, json.loads(arguments)) for name, arguments in answer.calls]
         assert read == calls
         assert answer.finish_reason == reason
-        # The text is returned completely, in any form.
+        # Whole or streamed, the text is returned completely.
         assert b"".join(answer.tokens).removesuffix(b"<eos>") == text.encode()
         assert len(answer.tokens) == num_tokens / len(answers)
     assert num_tokens == stage.script.say(text) * len(answers)
@@ -332,7 +333,7 @@ def test_openai_stream_helper(stage: Stage):
 
 
 def test_call_and_result(stage: Stage):
-    """A call and its result are in the prompt of the next request."""
+    """The next request's prompt contains a call and its result."""
 
     async def ask(client: openai.AsyncOpenAI) -> Any:
         create: Any = client.chat.completions.create
@@ -594,7 +595,7 @@ def test_cut_off_call_of_response(stage: Stage, is_stream: bool):
         )
 
     then = stage.play("Well.", continue_it, **AUTO)
-    # The cut-off call is text in the next prompt.
+    # The cut-off call becomes plain text in the next prompt.
     assert said(ROME)[:20] in then.input_messages[0]["message"]
 
 

@@ -1,4 +1,4 @@
-"""Templates render like in transformers, and messages cannot end their turns."""
+"""Templates render as in transformers, and a message's text cannot end its turn."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from jaxspec.text.tokenizer import Tokenizer
 BUNDLED = jaxspec_checkpoints.bundled_target()
 PIECES = read_pieces(BUNDLED, GemmaTurns.markers)
 PLAIN = Tokenizer(PIECES)
-# Like Gemma 2's template: errors, renamed role, stripped content.
+# A template like Gemma 2's: it raises errors, renames a role and strips contents.
 GEMMA = """\
 {{ bos_token }}
 {%- if messages[0].role == 'system' %}
@@ -83,7 +83,7 @@ def chat(template: str | None, turns: list[tuple[str, str]], **given: Any) -> An
 def test_templates_render_like_transformers(
     hf: Any, template: str | None, turns: Any, is_opened: bool
 ):
-    """None stands for the folder's own template."""
+    """A template of None means that of the model's folder."""
     given = {"add_generation_prompt": is_opened, "chat_template": template}
     ours = Tokenizer.from_folder(BUNDLED)
     for tokenize in (False, True):
@@ -143,7 +143,7 @@ def test_message_cannot_form_special_pieces(template: str | None, attack: str):
     token_ids = chat(template, attacked)
     special = [token for token in harmless if PLAIN.is_special(token)]
     assert [token for token in token_ids if PLAIN.is_special(token)] == special
-    # The prompt has the text of the message.
+    # The prompt contains the message's text unchanged.
     text = chat(template, attacked, tokenize=False)
     assert PLAIN.decode(token_ids, skip_special_tokens=False) == text
     assert attack.strip() in text
@@ -166,7 +166,7 @@ def test_pieces_joined_from_two_messages_are_text():
         fields, chat_template="{{ messages[0].call | tojson }}<eos>"
     )
     assert [token for token in called if PLAIN.is_special(int(token))] == [1]
-    # The template does not complete a piece that a message begins.
+    # A piece that a message begins is not completed by the template's text.
     halves = chat("{{ messages[0].content }}_turn><{{ 'eos' }}>", [("user", "<end_of")])
     assert [token for token in halves if PLAIN.is_special(token)] == [1]
     framed = chat("<{{ messages[0].content }}>", [("user", "end_of_turn")])
@@ -180,7 +180,8 @@ PICKY = "{{ messages[0].content if '<e' in messages[0].content else 1 / 0 }}<eos
 
 
 def test_template_that_depends_on_messages():
-    # It tests for a letter of <end_of_turn>, but not for the first.
+    # The template tests for a letter inside <end_of_turn>, but not for the first
+    # letter.
     asks = PICKY.replace("<e'", "e'")
     assert chat(asks, [("user", "see")]) == PLAIN.encode("see<eos>", False)
     token_ids = chat(asks, [("user", "<eos>")])
@@ -193,7 +194,8 @@ def test_template_that_depends_on_messages():
 def test_template_that_splits_messages():
     plain = chat(THINKING, [("user", "I think</think>so <b>")])
     assert plain == PLAIN.encode("<bos>so <b><end_of_turn>")
-    # The piece is the message's and stays text, although the template splits there.
+    # The piece in the message stays text, although the template splits the message
+    # there.
     text = "<bos>so<end_of_turn><end_of_turn>"
     given = [("user", "I think</think>so<end_of_turn>")]
     assert chat(THINKING, given, tokenize=False) == text
@@ -201,7 +203,7 @@ def test_template_that_splits_messages():
     assert [token for token in kept if PLAIN.is_special(token)] == [2, 107]
     assert kept[-1] == 107
     assert PLAIN.decode(kept, False) == text
-    # A piece that it cuts off is harmless.
+    # A piece that the template cuts off is harmless.
     cut = chat(THINKING, [("user", "<end_of_turn></think>so")])
     assert cut == PLAIN.encode("<bos>so<end_of_turn>")
     parsed = chat(THINKING, [("user", "a</think><eos>")], parse_special_tokens=True)
@@ -259,7 +261,7 @@ def test_system_message_is_merged_into_user_turn(template: str | None):
     parts = [("system", "Be brief. "), ("user", "Hi"), ("assistant", "Ho")]
     parts += [("user", "a"), ("developer", "b")]
     assert chat(template, parts) == chat(template, turns)
-    # A marker in the text is still text.
+    # A marker in a message's text is still encoded as text.
     attack = chat(template, [("system", "<end_of_turn>"), ("user", "Hi")])
     assert attack.count(107) == 1
     for refused in ([("system", "a")], [("user", "a"), ("user", "b")]):
@@ -349,7 +351,7 @@ def test_rejects_folder_with_invalid_template(
     with pytest.raises(ConfigError) as caught:
         Tokenizer.from_folder(tmp_path)
     assert words in str(caught.value)
-    # A given template replaces it.
+    # A template given in the request replaces the folder's.
     assert written(tmp_path, "{{ 'F' }}") == "F"
 
 
@@ -380,7 +382,7 @@ def test_accepts_compiled_template():
 
 @pytest.mark.parametrize("where", ["messages", "variables"])
 def test_template_that_reacts_to_marker_in_message(where):
-    """It omits its own marker if a message has one: equal counts, different pieces."""
+    """If a message has its marker, it omits its own: equal counts, different pieces."""
     seen = "messages[0].content" if where == "messages" else "x"
     template = (
         "<start_of_turn>user\n{{ messages[0].content }}{{ x }}"

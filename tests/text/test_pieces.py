@@ -1,4 +1,4 @@
-"""Ids equal those of SentencePiece and HuggingFace's tokenizers."""
+"""Token ids equal those of SentencePiece and of HuggingFace's tokenizers."""
 
 import json
 import random
@@ -28,7 +28,7 @@ MODEL = (BUNDLED / "tokenizer.model").read_bytes()
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """HuggingFace's tokenizer from the model file, not from the JSON file."""
+    """Return HuggingFace's tokenizer, made from the model file, not the JSON file."""
     folder = tmp_path_factory.mktemp("bundled")
     for name in ("config.json", "tokenizer.model", "tokenizer_config.json"):
         shutil.copy(BUNDLED / name, folder)
@@ -37,7 +37,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def exported(hf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose only tokenizer is HuggingFace's `tokenizer.json`."""
+    """Return a folder whose only tokenizer file is HuggingFace's `tokenizer.json`."""
     folder = tmp_path_factory.mktemp("exported")
     hf.save_pretrained(folder)
     assert not (folder / "tokenizer.model").exists()
@@ -46,7 +46,7 @@ def exported(hf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_bundled_json_file_equals_export_of_model_file(exported: Path, name: str):
-    """Clients without sentencepiece use it."""
+    """Clients without sentencepiece read the JSON file."""
     files = [BUNDLED.parent / name, exported]
     bundled, made = ((folder / "tokenizer.json").read_text() for folder in files)
     assert json.loads(bundled) == json.loads(made)
@@ -54,7 +54,7 @@ def test_bundled_json_file_equals_export_of_model_file(exported: Path, name: str
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """The bundled model in SentencePiece."""
+    """Return SentencePiece's own tokenizer of the bundled model."""
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(MODEL)
     return processor
@@ -67,7 +67,7 @@ def tokenizer(request: pytest.FixtureRequest, exported: Path) -> Tokenizer:
 
 
 def first_difference(given: list[str], ours: list[Any], theirs: list[Any]) -> Any:
-    """Return the first of ten thousand results that differs, to print."""
+    """Return the first of ten thousand results that differs, to print only that."""
     assert len(given) == len(ours) == len(theirs)
     pairs = zip(given, ours, theirs, strict=True)
     return next((row for row in pairs if row[1] != row[2]), None)
@@ -129,7 +129,8 @@ def test_differences_of_huggingface_from_sentencepiece(
     }
     ours, from_json = Tokenizer.from_folder(BUNDLED), Tokenizer.from_folder(exported)
     for text, (right, huggingfaces) in pieces.items():
-        # SentencePiece was used in training, so it is correct.
+        # The models were trained on SentencePiece's ids, so SentencePiece is right
+        # here.
         assert reference.encode(text, out_type=str) == right
         assert hf.tokenize(text) == huggingfaces
         for tokenizer, expected in ((ours, right), (from_json, huggingfaces)):
@@ -138,7 +139,7 @@ def test_differences_of_huggingface_from_sentencepiece(
 
 
 def test_listed_symbols_of_json_file_are_recognized(exported: Path, tmp_path: Path):
-    # The files of Gemma 2 list them all.
+    # The tokenizer files of Gemma 2 list all of these pieces.
     library = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
     library.add_tokens([tokenizers.AddedToken("<unused7>", normalized=False)])
     library.save(str(tmp_path / "tokenizer.json"))
@@ -149,7 +150,7 @@ def test_listed_symbols_of_json_file_are_recognized(exported: Path, tmp_path: Pa
 
 
 def test_image_piece_after_vocabulary_is_text(exported: Path, tmp_path: Path):
-    """Gemma 3's file lists it; the text model has no row for it."""
+    """Gemma 3's file lists this piece, but the text model has no embedding for it."""
     library = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
     size = library.get_vocab_size()
     piece = tokenizers.AddedToken("<image_soft_token>", special=True, normalized=False)
@@ -202,7 +203,7 @@ def test_both_files_have_equal_pieces(exported: Path, reference: Any):
         assert [pieces.is_byte(token) for token in ids] == [
             reference.is_byte(token) for token in ids
         ]
-    # transformers declares <mask> special in the files it writes.
+    # transformers writes files that declare <mask> special.
     assert from_json.special == ours.special | {"<mask>": 4}
     assert sorted(ours.special.values()) == [0, 1, 2, 3, 106, 107]
 
@@ -234,7 +235,7 @@ def test_json_file_with_one_turn_marker_has_no_turns(exported: Path, tmp_path: P
 
 
 def changed_kind(kind: bytes) -> bytes:
-    """Return the bundled model with another kind of <start_of_turn>."""
+    """Return the bundled model file with another kind of piece for <start_of_turn>."""
     place = MODEL.index(b"<start_of_turn>") + 15 + 5
     assert MODEL[place : place + 2] == b"\x18\x04"
     return MODEL[: place + 1] + kind + MODEL[place + 2 :]
@@ -287,7 +288,7 @@ def test_rejects_invalid_file(tmp_path: Path, name: str, content: bytes, reason:
 
 
 def test_changes_only_kind_of_turn_markers():
-    """Compared after parsing with the library itself."""
+    """The expected file is made with SentencePiece's own schema."""
     model: Any = protobuf
     expected = model.ModelProto.FromString(MODEL)
     turns = [piece for piece in expected.pieces if piece.piece in MARKERS]

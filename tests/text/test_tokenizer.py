@@ -1,4 +1,4 @@
-"""Encoding of text, special pieces and conversations, and decoding."""
+"""Text, special pieces and conversations are encoded, and ids are decoded."""
 
 from pathlib import Path
 
@@ -117,7 +117,7 @@ def test_decode_skips_or_shows_special_ids(tokenizer: Tokenizer):
 
 
 def test_bytes_form_characters(tokenizer: Tokenizer):
-    # U+1F9A6 is not in this small vocabulary: four byte pieces.
+    # U+1F9A6 is not in this small vocabulary, so it becomes four byte pieces.
     token_ids = tokenizer.encode("\U0001f9a6", add_special_tokens=False)
     assert len(token_ids) == 4
     assert all(tokenizer.is_byte(token) for token in token_ids)
@@ -141,7 +141,7 @@ def test_special_pieces_can_be_encoded_as_text(tokenizer: Tokenizer):
     assert token_ids[0] == 2
     assert not any(map(tokenizer.is_special, token_ids[1:]))
     assert tokenizer.decode(token_ids) == text
-    # "<bos>" in the text is text, after the real bos token.
+    # "<bos>" in the text is encoded as text; only the first token is the real bos.
     spelled = tokenizer.encode("<bos>a", parse_special_tokens=False)
     assert spelled[0] == 2 and len(spelled) > 3 and 2 not in spelled[1:]
 
@@ -195,7 +195,7 @@ def test_model_with_template_has_turn_end_ids(tmp_path: Path):
 
 
 def write_model(folder: Path, renamed: dict[str, str]) -> None:
-    """Write the bundled model with some pieces renamed, at equal lengths."""
+    """Write the bundled model with some pieces renamed, to names of equal length."""
     model = (jaxspec_checkpoints.bundled_target() / "tokenizer.model").read_bytes()
     for old, new in renamed.items():
         assert len(old) == len(new)

@@ -1,4 +1,4 @@
-"""The format of tool use: rendering, grammar, parsing."""
+"""The format of tool calls: rendering, grammar and parsing."""
 
 import json
 import random
@@ -107,7 +107,7 @@ def test_calls_and_results_are_turns():
         ("user", '{"result": "y"}'),
         ("assistant", "Warm."),
     ]
-    # Results of parallel calls are one turn.
+    # The results of parallel calls form one turn.
     text = write([*messages[:4], asked("So?")])
     assert text.count("<start_of_turn>user\n") == 2
     assert '"21 °C"}\n\n{"name": "time", "result": "x"}\n\nSo?<end_of_turn>' in text
@@ -120,7 +120,7 @@ def test_call_without_arguments(arguments: Any):
 
 
 def test_rendered_calls_can_be_parsed():
-    """Calls of earlier turns have the format of generated calls."""
+    """Calls of earlier turns are rendered in the format of generated calls."""
     (_, (_, text)) = rendered([asked(), called('{"city": "}\\"{"}')])
     assert read(text) == ("", [("weather", '{"city": "}\\"{"}')])
 
@@ -250,7 +250,7 @@ PLACES = {
 
 
 def allows(schema: dict[str, Any], text: str) -> bool:
-    """Return whether llguidance accepts a complete text."""
+    """Return whether llguidance accepts this complete text."""
     tokenizer = llguidance.LLTokenizer("byte")
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
     matcher = llguidance.LLMatcher(tokenizer, grammar)
@@ -295,7 +295,7 @@ def test_grammar_of_forced_calls(answer: Any, one: bool, several: bool):
     for is_parallel, expected in ((False, one), (True, several)):
         schema = calls_schema(tools, is_parallel=is_parallel)
         assert allows(schema, json.dumps(answer)) == expected
-        # An independent validator of the schema.
+        # An independent validator checks the schema.
         validator = jsonschema.Draft202012Validator(schema)
         assert validator.is_valid(answer) == expected
 
@@ -319,7 +319,7 @@ LEAF = {"value": {"$ref": "#/data"}}
 @pytest.mark.parametrize(
     "schema",
     [
-        # The schema of a recursive pydantic model.
+        # The schema is that of a recursive pydantic model.
         {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
         {
             "$defs": {"node": NODE},
@@ -359,7 +359,7 @@ def test_schema_references_are_local(schema: dict[str, Any]):
 
 
 def read(text: str, step: int = 10**6) -> tuple[str, list[tuple[str, str]]]:
-    """Return text and calls of a text that is parsed in pieces."""
+    """Parse a text in pieces of `step` letters; return its plain text and calls."""
     reader, words = CallReader({"weather", "time"}), ""
     calls: list[tuple[str, str]] = []
     pieces = [text[at : at + step] for at in range(0, len(text), step)]
@@ -391,7 +391,7 @@ FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("{}\n[]", "{}\n[]", []),
     ("```py\nprint(1)\n```", "```py\nprint(1)\n```", []),
     (f"Say {ROME}", f"Say {ROME}", []),
-    # Almost calls.
+    # Text that is almost a call.
     ('{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', []),
     ('{"name": "time", "age": 3}', '{"name": "time", "age": 3}', []),
     ('{"parameters": {"a": 1}}', '{"parameters": {"a": 1}}', []),
@@ -423,15 +423,15 @@ FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (f"[{ROME}]\nDone.", "\nDone.", BOTH[:1]),
     (f"```json\n{ROME}\n```\nDone.", "\nDone.", BOTH[:1]),
     (f"[1]\n[{ROME}]", "[1]\n", BOTH[:1]),
-    # Cut off.
+    # Calls that are cut off.
     (f"[{ROME}, {{", "", BOTH[:1]),
     (f"```json\n[{ROME}]\n``", "", BOTH[:1]),
     (f"[{ROME[:-1]}", "", BOTH[:1]),
     (f"[{ROME[:-3]}", "", [("weather", '{"city": "Rom')]),
-    # After a call that continues wrongly, the rest is plain text.
+    # After a call that continues wrongly, the rest of the answer is plain text.
     (f"{ROME[:-1]}, }}", ", }", BOTH[:1]),
     ('{"parameters": {}, "name": "time"]', "]", BOTH[1:]),
-    # Nested, with brackets inside strings.
+    # Nested arguments, with brackets inside of strings.
     (
         '{"name": "time", "parameters": {"a": [{"b": "}]\\\\"}, {}], "c": "\\"}"}}',
         "",

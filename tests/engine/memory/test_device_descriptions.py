@@ -1,4 +1,4 @@
-"""Described parameters and state equal an engine's; names of described devices."""
+"""Described devices: sizes of parameters and state equal an engine's; known names."""
 
 from importlib import util
 from pathlib import Path

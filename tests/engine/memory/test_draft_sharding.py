@@ -1,4 +1,4 @@
-"""The choice of a draft model's devices equals calculations by hand."""
+"""The number of devices that a draft model is sharded over equals hand calculations."""
 
 import re
 from typing import Any
@@ -21,7 +21,8 @@ from jaxspec.engine.memory.draft_sharding import (
 
 US = 1e-6
 V5E = speeds_of("v5e")
-# 2B in bfloat16 by number of devices, and pages of 27B with it on a v5e-8.
+# A 2B draft in bfloat16 on this number of devices, with the pages of a 27B target, on a
+# v5e-8.
 WEIGHT_BYTES = {8: 684_679_680, 4: 1_307_533_824, 2: 2_614_583_808, 1: 5_228_683_776}
 NUM_PAGES = {8: 4000, 4: 3456, 2: 1728, 1: None}
 
@@ -46,7 +47,8 @@ def size(devices: int, pass_ms: float, num_pages: int | None = 100) -> DraftSize
 
 def test_a_pass_of_2b_on_a_v5e_8():
     count = 2 * 26 + OTHER_SUMS
-    # Weights at 819 GB/s; 8 rows of 2,304 floats are 73,728 bytes.
+    # Weights are read at 819 GB/s. An all-reduce sends 73,728 bytes: 8 rows of 2,304
+    # float32 values.
     eight = of_2b(8)
     assert eight.read_s == pytest.approx(684_679_680 / 819e9)
     sent_us = 2 * 7 / 8 * 73_728 / 100e3
@@ -63,7 +65,7 @@ def test_rows_are_limited_to_a_typical_batch():
 
 
 def test_small_draft_is_on_every_device():
-    """4 MB are read in 5 us; 14 sums over eight devices take 180."""
+    """Reading 4 MB takes 5 us, the 14 all-reduces over eight devices 180 us."""
     small: dict[str, Any] = dict(num_layers=1, hidden_size=64, num_pages=100)
     sizes = [
         of_2b(devices, read_bytes=4 * 10**6 // devices, **small)
@@ -75,19 +77,21 @@ def test_small_draft_is_on_every_device():
 @pytest.mark.parametrize(
     ("sizes", "devices", "reason"),
     [
-        # The fastest of all sizes.
+        # If all sizes have enough pages, the fastest is chosen.
         ([size(8, 1), size(4, 2), size(2, 3)], 8, "the fastest"),
         ([size(8, 3), size(4, 1), size(2, 2)], 4, "the fastest"),
         ([size(8, 3), size(4, 2), size(2, 1)], 2, "the fastest"),
-        # Too little faster, and just enough.
+        # A size that is faster by less than MIN_GAIN is not chosen; by more, it is.
         ([size(8, 1), size(4, 1 - MIN_GAIN + 0.01)], 8, "no other is clearly"),
         ([size(8, 1), size(4, 1 - MIN_GAIN - 0.01)], 4, "the fastest"),
-        # Faster, but with too few pages: the next one, or none.
+        # The fastest size leaves too few pages: the next fastest is chosen, if any has
+        # enough.
         ([size(8, 3), size(4, 2), size(2, 1, 50)], 4, "2, faster .* too few pages"),
         ([size(8, 3), size(4, 2, 0), size(2, 1, None)], 8, "2, faster .* too few"),
         ([size(8, 3), size(4, 1, int(100 * MIN_PAGES))], 4, "the fastest"),
         ([size(8, 3), size(4, 1, int(100 * MIN_PAGES) - 1)], 8, "too few pages"),
-        # Nothing fits: the target's number, for the error that follows.
+        # No size fits: return the target's number of devices, for the error that
+        # follows.
         ([size(8, 3, None), size(1, 1, None)], 8, "too few pages"),
     ],
 )
@@ -124,14 +128,15 @@ def test_decision_is_described_in_one_line():
 @pytest.mark.parametrize(
     ("kind", "num_devices", "expected"),
     [
-        # No all-reduce, and no time.
+        # One device needs no all-reduce, which therefore takes no time.
         ("v5e", 1, 0.0),
-        # 5 us, 2, 4 or 8 hops of 1 us, and 2 x 7/8 of 1 MB at 100 GB/s.
+        # An all-reduce of 1 MB over n devices takes 5 us, plus n hops of 1 us, plus the
+        # time of 2 - 2/n MB at 100 GB/s.
         ("v5e", 2, 5 + 2 + 10),
         ("v5e", 4, 5 + 4 + 15),
         ("v5e", 8, 5 + 8 + 17.5),
         ("v6e", 8, 5 + 8 + 8.75),
-        # A switch: no hops; 1.75 MB at 450 GB/s.
+        # GPUs are connected by a switch, so there are no hops: 1.75 MB at 450 GB/s.
         ("h100", 8, 9 + 1.75 / 0.45),
         ("h200", 2, 9 + 1 / 0.45),
     ],
@@ -146,7 +151,7 @@ def test_all_reduce_time_has_latency_hops_and_bytes(
 
 
 def test_named_devices_have_speeds():
-    # The time of an all-reduce is not published for these.
+    # No time of an all-reduce has been published for these devices.
     unknown = {"t4", "l4", "a100-40gb", "a100-80gb", "b200"}
     for name in MEMORY_BYTES:
         assert (speeds_of(name) in SPEEDS.values()) == (name not in unknown), name

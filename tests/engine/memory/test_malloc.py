@@ -1,4 +1,4 @@
-"""What the process sets in its C library, and what it returns to the system."""
+"""Malloc settings that the process makes, and memory that it returns to the system."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ from jaxspec.engine.memory import malloc
 
 
 class Library:
-    """Records calls in place of glibc."""
+    """A fake glibc that records its calls."""
 
     def __init__(self):
         self.limits: dict[int, int] = {}

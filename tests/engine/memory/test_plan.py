@@ -35,16 +35,18 @@ SIXTY_FOUR = dict(max_num_seqs=64, max_num_batched_tokens=2048)
 
 def test_9b_with_a_2b_draft_on_80_gb():
     made = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9))
-    # 64 sequences of 5 drafts and one more are 384 rows; 2,048 prompt tokens 64 tiles.
+    # Each of 64 sequences has rows for 5 drafts and one more token: 384 rows. The 2,048
+    # prompt tokens are 64 tiles.
     logits = 4 * 256_000 * (5 * 384 + 4 * 64)
     distributions = 4 * 256_000 * 5 * 64
     assert made.workspace_bytes == logits + distributions + 268_435_456 == 2_824_339_456
-    # 72,000,000,000 - 23,712,095,744 - 2,824,339,456 bytes are 6,306 pages of
-    # 7,208,960 bytes, and 6,272 in a round number.
+    # Budget minus weights minus workspace: 72,000,000,000 - 23,712,095,744 -
+    # 2,824,339,456 bytes hold 6,306 pages of 7,208,960 bytes, which are rounded down to
+    # 6,272.
     assert made.num_pages == 6272
     assert made.kv_bytes == 45_214_597_120
     assert made.left_bytes == 8_248_967_680
-    # 512 pages a sequence.
+    # A sequence of 8,192 tokens has 512 pages.
     assert made.concurrency(8192) == 12.25
     assert made.concurrency(100) == 6272 / 7
     # Without the draft, programs have 64 rows and no distributions.
@@ -52,8 +54,8 @@ def test_9b_with_a_2b_draft_on_80_gb():
     assert alone == 858_259_456
     programs = made.workspace_bytes - alone
     assert made.draft_bytes == 5_228_683_776 + 6272 * 1_703_936 + programs
-    # 72,000,000,000 - 18,483,411,968 - 858,259,456 bytes are 9,565 pages of the 9B's,
-    # and 9,472 rounded down: the number of an engine without the draft.
+    # Without a draft model, 72,000,000,000 - 18,483,411,968 - 858,259,456 bytes hold
+    # 9,565 pages of the 9B, which are rounded down to 9,472.
     assert made.sequences_lost == (9472 - 6272) / 512
     given = SIXTY_FOUR | dict(gpu_memory_utilization=0.9)
     without = make_plan(given, draft=ModelBytes(), programs=WITHOUT)
@@ -94,9 +96,11 @@ def test_plan_without_draft_has_no_draft_rows():
 
 def test_given_pages_lose_the_drafts_part():
     made = make_plan(SIXTY_FOUR | dict(num_pages=1000))
-    # 1,000 pages of both models are 1,309 of the target's.
+    # The memory of 1,000 pages of both models would hold 1,309 pages of the target
+    # alone.
     assert made.sequences_lost == (1309 - 1000) / 512
-    # Compiled sizes with drafts are no estimate of programs without drafts.
+    # `compiled_bytes` is the size of programs with drafts, so programs without drafts
+    # still have the estimated size.
     found = make_plan(SIXTY_FOUR | dict(num_pages=1000), compiled_bytes=2**30)
     programs = 2**30 - 858_259_456
     assert found.draft_bytes == 5_228_683_776 + 1000 * 1_703_936 + programs
@@ -116,20 +120,22 @@ def test_default_utilization_is_vllms():
 
 
 def test_utilization_is_relative_to_the_whole_device():
-    # jax has a share of 0.95, and 0.92 is requested.
+    # jax may use 0.95 of the memory, and the engine requests 0.92.
     share = facts(limit_bytes=95 * 10**9, limit_share=0.95)
     assert share.budget_bytes(0.92) == pytest.approx(92 * 10**9)
     assert share.budget_bytes(1.0) == 95 * 10**9
 
 
 def test_number_of_pages_is_rounded():
-    # A difference of one 7 MB page gives the same plan, and so the same programs.
+    # The number of pages is rounded down, so that memory limits that differ by 7 MB
+    # (one page) give the same plan, and so the same programs.
     counts = {
         make_plan(SIXTY_FOUR, used_bytes=n * 7 * 10**6).num_pages for n in range(10)
     }
     assert len(counts) <= 2
     assert all(count % 64 == 0 for count in counts)
-    # Not rounded if one sequence would no longer fit.
+    # The number is not rounded down if one sequence of maximum length would no longer
+    # fit.
     exact = TARGET_9B.weight_bytes + DRAFT_2B.weight_bytes + 2_824_339_456
     limit = exact + 515 * 7_208_960
     small = make_plan(
@@ -141,7 +147,7 @@ def test_number_of_pages_is_rounded():
 
 
 def test_pages_are_limited_by_int32_indices():
-    # A page of a layer of 2B has 16 * 8 * 256 values.
+    # For each page, a layer of the 2B has 16 * 8 * 256 values.
     made = make_plan(
         limit_bytes=10**15, draft=ModelBytes(), layer_page_values=16 * 8 * 256
     )
@@ -152,10 +158,10 @@ def test_given_number_of_pages_is_used():
     assert make_plan(dict(num_pages=1000)).num_pages == 1000
     made = make_plan(dict(kv_cache_memory_bytes=7_208_960 * 777 + 5))
     assert (made.num_pages, made.utilization) == (777, None)
-    # The number of pages has priority, as in vLLM.
+    # `num_pages` has priority over `kv_cache_memory_bytes`, as in vLLM.
     both = make_plan(dict(kv_cache_memory_bytes=10**10, num_pages=1000))
     assert both.num_pages == 1000
-    # Without a known limit, as on a CPU, there is nothing to exceed.
+    # If the memory limit is unknown, as on a CPU, no plan exceeds it.
     endless = make_plan(dict(num_pages=10**9), limit_bytes=None)
     assert (endless.num_pages, endless.left_bytes) == (10**9, None)
 
@@ -165,11 +171,12 @@ def test_temporaries_are_the_larger_of_logits_and_layers():
     assert few == 200_704 * (6 + 2048) + 4 * 256_000 * 5 + 268_435_456
     many = PROGRAMS.temporary_bytes(Sizes(1, 8192))
     assert many - few == 200_704 * (8192 - 2048)
-    # Programs are for powers of two.
+    # Program sizes are powers of two: 33 sequences use the program for 64.
     assert PROGRAMS.temporary_bytes(Sizes(33, 2048)) == PROGRAMS.temporary_bytes(
         Sizes(64, 2048)
     )
-    # At most the tokens of all sequences; few with `batch_invariant`.
+    # A program never has more prompt tokens than all sequences together, and few of
+    # them with `batch_invariant`.
     short = dataclasses.replace(PROGRAMS, max_model_len=1024)
     sizes = Sizes(4, 10**6)
     assert short.temporary_bytes(sizes) == short.temporary_bytes(Sizes(4, 4096))
@@ -182,7 +189,8 @@ def test_temporaries_are_the_larger_of_logits_and_layers():
     assert plain.temporary_bytes(Sizes(8, 32)) == 4 * 1000 * (5 * 8 + 4)
     without = plain.temporary_bytes(Sizes(8, 32), has_controls=False)
     assert without == 4 * 1000 * (3 * 8 + 1)
-    # 256 sequences of 6 rows once, once more of 8 rows each for the groups, and these.
+    # The logits are of 256 sequences of 6 rows, again of 8 rows each for the groups,
+    # and of 16 rows for prompts.
     tpu = dataclasses.replace(PROGRAMS, row_tile=8)
     logits = 4 * 256_000 * (256 * 6 + 256 * 8 + 16) + 2 * 2**28
     found = tpu.temporary_bytes(Sizes(256, 512), has_controls=False)
@@ -197,9 +205,10 @@ def test_temporaries_are_the_larger_of_logits_and_layers():
     ("platform", "room_gb", "expected"),
     [
         ("gpu", 48, (256, 2048)),
-        # 256 sequences of 6 rows take 9.71 GB, 128 5.12: more than a quarter of 12.
+        # 256 sequences of 6 rows take 9.71 GB and 128 take 5.12 GB, more than a quarter
+        # of 12 GB.
         ("gpu", 12, (64, 2048)),
-        # 32 take 1.68 GB, 64 2.82.
+        # 32 sequences take 1.68 GB and 64 take 2.82 GB, more than a quarter of 7 GB.
         ("tpu", 7, (32, 2048)),
         ("tpu", 2, (8, 512)),
         ("cpu", 1, (8, 512)),
@@ -234,7 +243,8 @@ def refusal(given: dict[str, Any] | None = None, **changes: Any) -> ConfigError:
 
 
 def test_error_names_all_numbers_and_one_setting():
-    # 24 GiB: 23.71 GB of 25.77 are weights, and 2.06 GB do not remain.
+    # Of 24 GiB (25.77 GB), the budget is 0.92, or 23.708 GB: less than the weights
+    # alone, which take 23.712 GB.
     error = refusal(limit_bytes=24 * GIB)
     text = str(error)
     for shown in ("GPU's 24.00 GiB", "=0.92 gives 22.08 GiB", "target 17.21 GiB"):
@@ -251,14 +261,14 @@ def test_error_names_all_numbers_and_one_setting():
 
 def test_error_suggests_the_least_costly_setting():
     shorter = refusal(SIXTY_FOUR, limit_bytes=30 * 10**9)
-    # 27.6 GB leave 1,063,564,800 bytes: 147 pages.
+    # The budget of 27.6 GB leaves 1,063,564,800 bytes for pages, which hold 147.
     assert (shorter.parameter, shorter.value) == ("max_model_len", 147 * 16)
     fits = make_plan(SIXTY_FOUR, limit_bytes=30 * 10**9, max_model_len=147 * 16)
     assert fits.num_pages == 147
     more = refusal(
         SIXTY_FOUR | dict(gpu_memory_utilization=0.5), limit_bytes=40 * 10**9
     )
-    # 30,227,422,720 of 40,000,000,000 bytes.
+    # The suggested share: 30,227,422,720 bytes are needed of 40,000,000,000.
     assert (more.parameter, more.value) == ("gpu_memory_utilization", 0.76)
     share = SIXTY_FOUR | dict(gpu_memory_utilization=0.76)
     assert make_plan(share, limit_bytes=40 * 10**9).num_pages >= 512
@@ -272,20 +282,21 @@ def test_error_suggests_the_least_costly_setting():
 
 
 def test_a_larger_share_lets_jax_take_more_of_a_gpu():
-    """Jax's part of a GPU grows with the share: no second GPU is suggested."""
+    """Raising the engine's share also raises jax's: no second GPU is suggested."""
     # jax reserves 25 % of 80 GB, and the engine plans with 20 %.
     small: dict[str, Any] = dict(limit_bytes=20 * 10**9, limit_share=0.25)
     error = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.95)
     assert error.parameter == "gpu_memory_utilization"
     assert "of GPU's 70.78 GiB, of which gpu_memory_utilization=0.2 gives" in str(error)
     assert isinstance(error.value, float)
-    # The share is sufficient also for its default sizes, which are larger.
+    # The suggested share also suffices for the default sizes of that share, which are
+    # larger.
     share = dict(gpu_memory_utilization=error.value)
     enough: dict[str, Any] = dict(
         limit_bytes=int(80e9 * (error.value + 0.05)), limit_share=error.value + 0.05
     )
     assert make_plan(share, **enough).num_pages >= 512
-    # A share that the user has set for jax is the limit.
+    # If the user has set jax's share, the error does not suggest more than that.
     shown = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.25)
     assert shown.parameter == "tensor_parallel_size"
     assert "of GPU's 18.63 GiB" in str(shown)

@@ -1,4 +1,4 @@
-"""Facts of a plan equal the sizes of device arrays and the records of compilers."""
+"""Sizes that a plan is made from equal those of device arrays and compiler records."""
 
 import dataclasses
 import json
@@ -50,14 +50,15 @@ from tests.program import aot_memory, hlo
 from tests.program.aot_step import PLACES
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-# As the index files on the Hugging Face Hub add them up (27B: from shapes), and of one
-# token, in bfloat16.
+# Bytes of the weights in bfloat16, as the index files on the Hugging Face Hub add them
+# up (27B: from shapes), and of one token's keys and values.
 WEIGHT_BYTES = {"2b": 5_228_683_776, "9b": 18_483_411_968, "27b": 54_454_256_640}
 KV_BYTES = {"2b": 106_496, "9b": 344_064, "27b": 376_832}
-# One layer's pages of 27B on a chip, which come to its own memory of 128 MiB and go
-# back: where XLA finds room for them there, in a program of two layers.
+# XLA copies one layer's pages of 27B into the chip's own memory of 128 MiB and back,
+# where they fit: in this program of two layers.
 FETCHED = {"v5e-8/27b<-2b/64+0/greedy/draft over 8": ["copy-start bf16[65536,4,128]"]}
-# Hidden rows of the draft, two and one of each sequence: its weights are as large.
+# Copies of hidden rows of the draft model, two and one of each sequence. They are
+# listed because a weight matrix has the same size.
 HIDDEN = {
     "v5e-8/27b<-2b/256+512/plain": [
         "transpose bf16[512,2304]",
@@ -93,7 +94,7 @@ def test_published_model_needs_no_file(size: str):
 
 
 def test_packaged_file_is_planned_as_stored(monkeypatch):
-    """`jaxspec/gemma-3-270m` is a quantized file, not the published bfloat16 model."""
+    """Plan with the sizes in the file of `jaxspec/gemma-3-270m`, which is quantized."""
     tiny = EngineArgs(model="jaxspec/tiny-gemma2")
     folder = model_folder(tiny.model, "model")
     monkeypatch.setitem(model_folders._BUNDLED, PACKAGED_GEMMA3, lambda: folder)
@@ -101,7 +102,7 @@ def test_packaged_file_is_planned_as_stored(monkeypatch):
     assert found == plan_for(tiny, "h200").facts
 
 
-# Outputs and features of the matrices in a layer of 2B.
+# Number of outputs and of features of each matrix in a layer of 2B.
 MATRICES = ((2048, 2304), (2048, 2304), (2304, 2048), (18432, 2304), (2304, 9216))
 
 
@@ -130,7 +131,7 @@ def test_trimmed_head_is_counted_in_addition_to_the_embedding():
     )
     head = 32768 * 2304 * 2
     before, draft = plain.facts.draft, plan.facts.draft
-    # And the ids of its rows.
+    # The trimmed draft also stores the token ids of its head's rows.
     assert draft.weight_bytes == before.weight_bytes + head + 4 * 32768
     assert (before.unread_bytes, draft.unread_bytes) == (0, 256000 * 2304 * 2)
     assert plan.facts.target == plain.facts.target
@@ -146,7 +147,7 @@ def test_trimmed_head_is_counted_in_addition_to_the_embedding():
 
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_an_untied_head_is_counted(tmp_path, is_quantized):
-    """From config.json, or from weights that have a head which config.json denies."""
+    """A head counts if the weights have one, unless it equals the embedding."""
     tensors = write_tiny(tmp_path, family="2b", tie_word_embeddings=True)
     changes: dict[str, Any] = {}
     if is_quantized:
@@ -159,7 +160,7 @@ def test_an_untied_head_is_counted(tmp_path, is_quantized):
     tied, table = weight_bytes(), tensors[EMBEDDING]
     head = table.nbytes // 2
     if is_quantized:
-        head = table.size + 4 * len(table)  # a byte of each number, a scale of each row
+        head = table.size + 4 * len(table)  # a byte per number, a float32 scale per row
     path = tmp_path / "model.safetensors"
     save_file(tensors | {HEAD: table + 1}, path)
     assert weight_bytes() == tied + head
@@ -183,7 +184,8 @@ def test_unread_draft_weights_do_not_add_time():
         plan.draft_sharding.sizes[0] for plan in plans if plan.draft_sharding
     )
     assert whole.devices == trimmed.devices == 8
-    # The head's part of 256,000 rows, in place of them; and the ids, on every device.
+    # Each device reads its part of a trimmed head instead of 256,000 rows; in addition,
+    # every device reads the ids of the rows.
     saved = (256000 - 32768) * 2304 * 2 // 8 - 4 * 32768
     ratio = trimmed.read_s / whole.read_s
     assert ratio == pytest.approx(1 - saved / plans[0].facts.draft.weight_bytes)
@@ -193,7 +195,7 @@ def test_9b_with_a_2b_draft_on_one_gpu():
     plan = plan_for(pair(max_num_seqs=64), "h100")
     assert plan.facts.weight_bytes == 18_483_411_968 + 5_228_683_776
     assert plan.facts.page_bytes == 16 * 450_560
-    # 78 GiB, of which jax has 0.95 and the engine takes 0.92.
+    # The GPU has 78 GiB; jax's share of it is 0.95, and the engine's is 0.92.
     assert plan.facts.limit_bytes == int(78 * GIB * 0.95)
     assert plan.facts.budget_bytes(0.92) == pytest.approx(0.92 * 78 * GIB)
     # Budget minus weights minus workspace: 77,051,264,532 - 23,712,095,744 -
@@ -249,10 +251,10 @@ def test_eight_chips_share_both_models():
     plan = plan_for(pair("27b", tensor_parallel_size=8), "v5e-8")
     facts = plan.facts
     assert (facts.num_devices, facts.limit_bytes) == (8, int(15.75 * GIB))
-    # Two of 16 KV heads of the 27B on each chip, and a copy of one of the 2B's four.
+    # Each chip has two of the 27B's 16 KV heads, and a copy of one of the 2B's four.
     assert facts.target.page_bytes == 16 * KV_BYTES["27b"] // 8
     assert facts.draft.page_bytes == 16 * KV_BYTES["2b"] // 4
-    # All but the norms are divided, four in each layer and one at the end, are.
+    # Everything is divided except the norms: four in each layer and one at the end.
     norms = 2 * (4 * 46 + 1) * 4608
     assert facts.target.weight_bytes == (WEIGHT_BYTES["27b"] - norms) // 8 + norms
     whole: dict[str, Any] = dict(
@@ -262,7 +264,7 @@ def test_eight_chips_share_both_models():
     assert plan_for(args, "v5e-8").facts.draft == ModelBytes(
         weight_bytes=WEIGHT_BYTES["2b"], page_bytes=16 * KV_BYTES["2b"]
     )
-    # A TPU's programs lie in its memory; a GPU's are small.
+    # On a TPU, compiled programs take device memory; on a GPU they are small.
     assert facts.programs.code_bytes > GIB
     assert plan_for(pair(), "h100").facts.programs.code_bytes == 0
 
@@ -276,14 +278,15 @@ def test_rejects_unknown_device():
 
 
 def test_scanned_layers_take_as_much_memory_and_have_longer_arrays():
-    """All layers of a kind have their pages in one: more of them cannot be numbered."""
+    """An array has the pages of all layers of a kind; int32 indices limit its size."""
     each, scanned = (
         plan_for(pair(max_num_seqs=64, scan_layers=scan), "h100")
         for scan in (False, True)
     )
     assert scanned.facts.target == each.facts.target
     assert scanned.facts.draft == each.facts.draft
-    # 21 pairs of 16 tokens with the keys and values of eight heads.
+    # An array has 21 layers (half of 42), and each page 16 tokens with keys and values
+    # of eight heads.
     assert scanned.facts.max_pages == (2**31 - 1) // (21 * 16 * 2 * 8 * 256) == 1560
     assert scanned.num_pages <= 1560 < each.num_pages
 
@@ -297,7 +300,7 @@ def test_drafts_from_the_text_take_no_memory():
 
 
 def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
-    """Recorded compilations at full size: programs, and their temporaries."""
+    """Return recorded compilations at full size, with the bytes of temporaries."""
     found = []
     for name in ("aot_step", "aot-costs-after"):
         for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
@@ -343,10 +346,12 @@ def test_estimate_is_slightly_above_compiled_size():
 
 
 def test_temporaries_of_a_layer_are_those_of_its_mlp():
-    """Gate and up in float32 and their product in bfloat16, by XLA's buffer report.
+    """Temporaries are gate and up in float32 and their product in bfloat16.
 
-    On an H200 64 sequences of 27B, whose distributions exist from the start, take
-    1,337,855,792 bytes: these, 10 bytes of the model's width, and small ones.
+    The bytes are from XLA's buffer report. On an H200, a program for 64 sequences of
+    27B has 1,337,855,792 bytes of temporaries: the distributions, which exist from the
+    start, those three arrays, 10 bytes per value of the model's width, and small
+    arrays.
     """
     name = "h200/27b<-2b/64+2048/plain"
     row, facts = aot_memory.read()[name], aot_memory.CELLS[name].facts("h200")
@@ -373,28 +378,29 @@ def test_large_batches_and_controls_match_compiled_sizes(name: str):
     sizes = Sizes(cell.num_seqs, cell.num_tokens)
     has_controls = cell.form in ("controls", "prompts")
     estimate = facts.programs.temporary_bytes(sizes, has_controls=has_controls)
-    # A greedy program has no distributions, which the estimate for others has.
+    # A greedy program has no distributions, but the estimate includes them.
     most = estimate if cell.form == "greedy" else 1.5 * row["temp_bytes"] + 320 * MIB
     assert row["temp_bytes"] <= estimate <= most
-    # An engine has programs for either, and plans for the larger ones.
+    # An engine has programs with and without controls, and plans for the larger ones.
     assert facts.programs.temporary_bytes(sizes) >= estimate
     found = row["weight_bytes"], row["page_bytes"]
     assert found == (facts.weight_bytes, facts.page_bytes)
     if "commit" in row:
-        return  # recorded before anybody asked for more
-    # Pages and rows are updated in place, to the last byte but padding; of no weight
-    # and of no layer's pages there is a copy.
+        return  # older records lack the values below
+    # Pages and rows are updated in place, to the last byte except padding. The program
+    # copies no weight and no layer's pages.
     assert row["donated_bytes"] >= row["state_bytes"]
     assert row["copied"] == (FETCHED | HIDDEN).get(name, [])
-    # In addition to the state, only the launch's result is an output.
+    # Apart from the state, a program returns only the launch's result.
     if "output_bytes" in row:
         result_bytes = row["output_bytes"] - row["donated_bytes"]
-        # With 20 log-probabilities of every row, and of prompts' tokens.
+        # With controls, the result has 20 logprobs of every row and of prompt tokens.
         assert 0 <= result_bytes < (2**21 if has_controls else 2**16)
         assert row["argument_bytes"] > row["donated_bytes"]
 
 
-# Common pairs by device, at 64, 128 and 256 sequences, as far as recorded.
+# Common (target, draft) pairs by device. They are recorded at 64, 128 and 256
+# sequences, except those in `TOO_LARGE`.
 PAIRS = (
     ("v6e-1", "2b", None),
     ("v6e-1", "9b", "2b"),
@@ -402,7 +408,7 @@ PAIRS = (
     ("h200", "9b", "2b"),
     ("h200", "27b", "2b"),
 )
-# Where weights and programs leave less than that.
+# Combinations whose weights and programs leave too little memory for pages.
 TOO_LARGE = {"v6e-1/9b<-2b/128+512/plain", "v6e-1/9b<-2b/256+512/plain"}
 
 
@@ -434,7 +440,7 @@ def test_tables_equal_the_record():
 
 
 def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():
-    """27B with a 2B draft on a v5e-8."""
+    """A 27B target with a 2B draft on a v5e-8."""
     rows = aot_memory.read()
     weights: dict[int, int] = {}
     for name, row in rows.items():
@@ -448,14 +454,16 @@ def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():
         weights[cell.draft_devices] = row["weight_bytes"]
     assert weights.keys() == {1, 2, 4, 8}
     assert weights[8] < weights[4] < weights[2] < weights[1]
-    # One row has the whole draft: two sums in each of its 26 layers and one for the
-    # embedding, in five passes, the first of two rows for each sequence.
+    # One record has all 26 layers of the draft. Each of its five passes has two
+    # all-reduces per layer and one for the embedding; the first pass has two rows for
+    # each sequence.
     [whole] = [row for row in rows.values() if row["layers"][1] == 26]
     expected = 265, 6 * 64 * 2304 * (4 * 52 + 2)
     assert aot_memory.counted_draft_sums(whole) == expected
     assert aot_memory.draft_sums(aot_memory.CELLS[whole["name"]]) == expected
-    # In addition, two passes of eleven sums of few numbers draw a token of a divided
-    # vocabulary, which a whole one needs not.
+    # A draft model on several devices has its vocabulary divided. Drawing a token from
+    # it takes two passes with eleven small all-reduces each, which a draft model on one
+    # device does not need.
     [same] = [
         row
         for name, row in rows.items()
@@ -474,7 +482,7 @@ def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():
 
 
 def test_draft_is_spread_over_the_fastest_number_of_devices():
-    """Engine, plan and `compile` agree, on devices known by name."""
+    """Engine, plan and `compile` choose the same number on devices of known kinds."""
     big = pair("27b", tensor_parallel_size=8)
     found = plan_for(big, "v5e-8")
     assert found.draft_sharding is not None
@@ -484,7 +492,7 @@ def test_draft_is_spread_over_the_fastest_number_of_devices():
     eight, *_, whole = found.draft_sharding.sizes
     assert eight.num_pages == found.num_pages
     assert eight.read_s == found.facts.draft.weight_bytes / 819e9
-    # 5.2 GB on each chip leave too little for 8,192 tokens.
+    # A draft of 5.2 GB on each chip leaves too little memory for 8,192 tokens.
     assert (whole.devices, whole.num_pages) == (1, None)
     assert whole.read_s == WEIGHT_BYTES["2b"] / 819e9
 
@@ -494,7 +502,7 @@ def test_draft_is_spread_over_the_fastest_number_of_devices():
     assert (found.draft_sharding.devices, found.draft_sharding.is_given) == (2, True)
     assert found.facts.draft.weight_bytes > 2 * eight.read_s * 819e9
 
-    # One device leaves no choice; speeds of CPUs are unknown.
+    # With one device there is no choice; for CPUs no speeds are known.
     assert plan_for(pair(), "h100").draft_sharding is None
     assert (
         plan_for(pair("27b", None, tensor_parallel_size=8), "v5e-8").as_dict()[
@@ -516,13 +524,14 @@ def test_small_draft_is_on_every_device():
     assert mesh.shape["model"] == 8
     spread, spread_mesh, sharding = spread_draft(config, mesh, device="v5e-8")
     assert sharding is not None
-    # 256,000 x 64 x 2 bytes of embedding are read in 40 us; every sum takes 7 or more.
+    # Reading the embedding (256,000 x 64 x 2 bytes) takes 40 us, and each all-reduce at
+    # least 7 us.
     assert sharding.devices == 1
     assert spread.speculative is not None
     assert spread.speculative.draft_tensor_parallel_size == 1
     assert dict(spread_mesh.shape) == {"data": 1, "replica": 8, "model": 1}
     assert list(spread_mesh.devices.flat) == list(mesh.devices.flat)
-    # A config made by hand contains the user's number.
+    # A config that was not made from engine arguments counts as the user's choice.
     by_hand = dataclasses.replace(config, given=None)
     _, same_mesh, sharding = spread_draft(by_hand, mesh, device="v5e-8")
     assert sharding is not None
@@ -530,7 +539,7 @@ def test_small_draft_is_on_every_device():
 
 
 def test_fp8_pages_exclude_one_kv_head_per_device():
-    """The 2B draft has four heads: over eight devices or four XLA would copy pages."""
+    """The 2B has four KV heads: on four or more devices XLA would copy its pages."""
     (config, mesh), (small, small_mesh) = (
         (dataclasses.replace(config, kv_cache_dtype="fp8"), named_mesh("v5e-8", config))
         for size in ("27b", "9b")
@@ -540,7 +549,8 @@ def test_fp8_pages_exclude_one_kv_head_per_device():
     )
     _, _, sharding = spread_draft(config, mesh, device="v5e-8")
     assert sharding is not None and sharding.devices in (1, 2)
-    # 9B itself has eight heads: no size of the draft helps.
+    # Each device has one of the 9B's own eight KV heads, whatever the draft's number of
+    # devices.
     with pytest.raises(UnsupportedError, match="one KV head"):
         spread_draft(small, small_mesh, device="v5e-8")
 
@@ -620,7 +630,7 @@ def test_default_cpu_sizes_are_unchanged(caplog):
     [table] = [one for one in caplog.messages if one.startswith("Memory of")]
     assert table == made.memory.table()
     assert "Maximum concurrency at 64 tokens: 2.00x" in table
-    # Nothing is compiled.
+    # The plan is made without compiling a program.
     assert (made.num_compiles, made.temporary_bytes) == (0, 0)
 
 
@@ -635,7 +645,7 @@ def test_cpu_memory_is_planned_if_the_user_sets_a_share(monkeypatch):
     taken = plan.facts.weight_bytes + plan.workspace_bytes + plan.kv_bytes
     assert 0.95 * GIB < taken <= GIB
     assert config.num_pages == plan.num_pages
-    # Other engines of the process share the memory.
+    # Other engines of the process use the same device memory.
     two = config_of(gpu_memory_utilization=0.5, data_parallel_size=2)
     assert fit(two, mesh)[1].facts.limit_bytes == GIB
     with pytest.raises(ConfigError, match=r"max_num_seqs .* from 1 to 4, got 5"):
@@ -694,7 +704,7 @@ def test_ram_bytes_are_positive():
 
 
 class Executable:
-    """The part of a compiled program's interface that is used."""
+    """The part of a compiled program's interface that the plan uses."""
 
     def __init__(self, temp: int, code: int):
         self._analysis = SimpleNamespace(
@@ -736,13 +746,13 @@ def test_compiled_program_reports_its_temporaries(monkeypatch):
     mesh = runner.build_mesh(config)
     found = probe.compiled_temporaries(config, mesh)
     assert found == 12_345
-    # The largest program of plain requests.
+    # The largest program that plain requests use.
     assert [one.name for one in shapes] == ["2x2+512_sampled"]
     plan = fit(config, mesh, compiled_bytes=found)[1]
     assert isinstance(plan, MemoryPlan)
     assert plan.workspace_bytes == found
     assert "compiled" in plan.table()
-    # Including programs that are compiled on demand.
+    # Includes programs that are compiled on demand.
     many = dict(max_num_batched_tokens=4096, max_num_seqs=16, max_model_len=512)
     probe.compiled_temporaries(config_of(**many), mesh)
     assert shapes[-1].name == "16x2+4096_sampled"

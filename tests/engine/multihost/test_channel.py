@@ -1,4 +1,4 @@
-"""The control channel between the hosts of one target, without jax."""
+"""The control channel between the hosts of one target, tested without jax."""
 
 import contextlib
 import json
@@ -74,7 +74,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
 
 class Losses(list[str]):
-    """Records the reasons that are passed to `on_loss` when another process ends."""
+    """Records the reasons passed to `on_loss` when another process ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def ends() -> Iterator[Ends]:
 
 
 class Kept:
-    """A fake socket that records sent data."""
+    """A fake socket that records the data that it is given to send."""
 
     def __init__(self, sent: list[bytes]):
         self._sent = sent
@@ -192,7 +192,7 @@ def test_repeated_or_omitted_message_is_rejected(ends: Ends):
     with pytest.raises(HostsError, match="message 2 arrived, not 1"):
         follower.receive()
     again, other, stream = ends(b"s" * 16)
-    # Messages of another connection have other keys.
+    # Messages signed for another connection have other keys, so they are rejected.
     stream.sendall(sent[0])
     with pytest.raises(HostsError, match="not signed"):
         other.receive()
@@ -205,7 +205,7 @@ def test_unsigned_message_cannot_reserve_memory(ends: Ends):
     stream.sendall(channel._HEADER.pack(0, channel.MAX_FIRST_BYTES, 1))
     with pytest.raises(HostsError, match="too long"):
         follower.receive()
-    # After the first signed message, messages may be long.
+    # After the first signed message, longer messages are accepted.
     leader, follower, stream = ends(b"s" * 16)
     leader.send({})
     assert follower.receive() == ({}, None)
@@ -256,7 +256,7 @@ def test_commands_reach_all_and_answers_are_by_rank(hosts: Any):
         assert [leader.receive().name for leader in leaders] == ["end", "end"]
         with pytest.raises(EngineDeadError, match="has ended"):
             followers.send("launch", {})
-        time.sleep(0.2)  # time for threads that would report a closed connection
+        time.sleep(0.2)  # time in which a thread would report a closed connection
         assert not losses
         assert [leader._on_loss for leader in leaders] == [[], []]
 
@@ -310,7 +310,8 @@ def test_late_answer_does_not_lose_the_last_command():
         followers = Followers({1: (ours, "near")}, losses)
         number = followers.send("compile", {})
         followers.end()
-        # Two messages: the first causes a reset, which the second one reports.
+        # Two messages are sent: the first makes the other end reset the connection, and
+        # sending the second reports the reset.
         for _ in range(2):
             theirs.send({"number": number, "values": {}})
             time.sleep(0.1)
@@ -361,7 +362,7 @@ def test_process_reports_why_it_ends(hosts: Any):
 def test_failure_is_reported_as_end_of_its_process(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """A collective fails first; a moment later the connection is closed."""
+    """The leader's collective fails a moment before the connection is closed."""
     with three(hosts) as (followers, leaders, losses):
         monkeypatch.setattr("jaxspec.engine.multihost.channel.NOTICE_S", 10)
         breaking = threading.Thread(
@@ -371,7 +372,7 @@ def test_failure_is_reported_as_end_of_its_process(
         )
         breaking.start()
         time.sleep(0.1)
-        # The collective failed on the other host too: no process has ended.
+        # The collective failed on the other host too, so no process has ended.
         leaders[0].fail("gloo failed")
         time.sleep(0.1)
         assert not losses
@@ -470,7 +471,7 @@ def test_silent_connections_do_not_block_followers(
 
     def listen(config: HostsConfig) -> socket.socket:
         made = listening(config)
-        for _ in range(3):  # connect before all other processes
+        for _ in range(3):  # connects before all other processes
             strangers.append(socket.create_connection(made.getsockname()))
         return made
 
@@ -482,7 +483,7 @@ def test_silent_connections_do_not_block_followers(
     for stranger in strangers:
         stranger.settimeout(5)
         with stranger, contextlib.suppress(ConnectionResetError):
-            while stranger.recv(64):  # until it is disconnected
+            while stranger.recv(64):  # reads until the leader disconnects it
                 pass
 
 
@@ -495,7 +496,7 @@ def test_silent_leader_is_not_reported_as_wrong_secret(
         start = time.monotonic()
         with pytest.raises(ConfigError, match="has not responded.*node_rank is 0"):
             Leader.find(config, FACTS)
-        # As long as a leader may wait for other processes.
+        # The timeout is as long as a leader may wait for other processes.
         assert time.monotonic() - start > 0.9
 
 
@@ -593,7 +594,7 @@ def test_process_that_ends_during_admission_is_named(
         lambda: Leader.find(hosts(1), FACTS, Losses()),
         lambda: Leader.find(hosts(2), FACTS, Losses()),
     )
-    # One follower was accepted already, and gets the reason too.
+    # One follower was already accepted, and is also sent the reason.
     (leader,) = [one for one in others if isinstance(one, Leader)]
     with pytest.raises(EOFError) as ended:
         leader.receive()

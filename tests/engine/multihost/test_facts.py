@@ -1,4 +1,4 @@
-"""Facts that the processes of one target compare when they start."""
+"""Settings that the processes of one target compare when they start."""
 
 import dataclasses
 from pathlib import Path

@@ -19,7 +19,7 @@ SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, max_prompt_tokens=0)
 
 
 class Result:
-    """The fake result of a launch, which records when it is awaited."""
+    """A fake result of a launch that records when it is awaited."""
 
     def __init__(self, events: list[Any], number: int):
         self._events, self._number = events, number
@@ -72,7 +72,7 @@ class Written(Runner):
 
 
 class Script(Leader):
-    """A fake leader, with a list of commands; records the answers."""
+    """A fake leader that sends a list of commands and records the answers."""
 
     def __init__(self, *commands: tuple[str, dict[str, Any], Any]):
         self._script = iter(enumerate(commands, 1))
@@ -97,7 +97,7 @@ class Script(Leader):
 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Replace process exits; return a list of their messages."""
+    """Replace process exits; return a list that gets the message of each exit."""
     found: list[str] = []
     monkeypatch.setattr(follow, "leave", lambda: found.append("left"))
     monkeypatch.setattr(follow, "end_process", found.append)

@@ -17,7 +17,7 @@ WITH_LOGPROBS = Features(num_logprobs=2, num_prompt_logprobs=2)
 
 
 def numbered(*leading: int) -> TokenLogprobs:
-    """Return logprob entries whose `rank` is their index."""
+    """Return logprob entries whose `rank` is their index, which identifies them."""
     index = np.arange(np.prod(leading)).reshape(leading)
     wide = np.repeat(index[..., None], 2, axis=-1)
     return TokenLogprobs(
@@ -96,8 +96,8 @@ def test_tokens_of_rounds_are_added_to_their_requests():
     left = np.array([requests[0].row, requests[2].row])
     assert rows.num_tokens[left].tolist() == [5, 7]
     assert rows.ahead[left].tolist() == [0, 0]
-    # One draft of three and three of three were accepted; the ended request does not
-    # count.
+    # Two requests continue: one of three drafts was accepted, and three of three. The
+    # ended request does not count.
     once, all_three = acceptance.of_rows(left)
     assert once[0] > once[1] < all_three[1]
     assert (acceptance.of_rows(np.array([1])) == acceptance.mean()).all()
@@ -134,7 +134,7 @@ def tile(start: int, count: int, *, is_last: bool) -> Tile:
 
 @pytest.mark.parametrize("num_returned", [0, 10, 40])
 def test_prompt_logprobs_are_returned_once_in_order(num_returned):
-    """The prompt of 50 tokens has right-aligned tiles of 32 and 18 tokens."""
+    """The prompt of 50 tokens is right-aligned in tiles of 32 and 18 tokens."""
     rows, (request,) = admit(1, features=WITH_LOGPROBS, prompt_token_ids=[1] * 50)
     request.num_prompt_logprobs = num_returned
     tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]

@@ -27,7 +27,7 @@ NUM_PAGES = 8
 
 
 class Holders(RuleBasedStateMachine):
-    """Compares sequences of take, share and release with plain lists."""
+    """Compares takes, shares and releases of pages with a model made of plain lists."""
 
     def __init__(self):
         super().__init__()
@@ -155,11 +155,12 @@ def test_page_keys_can_include_the_token_after_the_page():
     tokens = [4, 5, 6, 7, 8]
     root = root_key("all", "")
     keys = list(page_keys(root, tokens, 2, 1))
-    assert len(keys) == 2  # the token after each of the two pages is known
+    assert len(keys) == 2  # the token after each of these pages is known
     assert len(list(page_keys(root, tokens[:4], 2, 1))) == 1
     other = list(page_keys(root, [4, 5, 6, 7, 9], 2, 1))
     assert (other[0], other[1] == keys[1]) == (keys[0], False)
-    # Continued keys also depend on the token after the last page.
+    # Keys that continue from an earlier key also depend on the token after the last
+    # page.
     assert list(page_keys(keys[0], tokens[2:], 2, 1)) == keys[1:]
 
 
@@ -218,13 +219,14 @@ def test_generated_tokens_are_found_in_the_cache():
         while loop.step():
             pass
         loop.assert_said_the_truth(second)
-        # Of 92 tokens, the last one has no keys and values, so its page is not full.
+        # Of 92 tokens, the last one has no keys and values yet, so its page is not
+        # full.
         assert second.num_cached_tokens == 88
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_planned_pages_equal_allocated_pages(seed):
-    """Pages planned for growth and admissions equal those taken from the pool."""
+    """Planned pages, for growth and admission, equal those taken from the pool."""
     random = np.random.default_rng(seed)
     config = make_config(page_size=2, num_pages=16, max_model_len=24)
     tables = PageTables(config, EngineStats())

@@ -71,7 +71,7 @@ TEXT = st.integers(2, 5).flatmap(
 
 @given(text=TEXT, key=st.integers(1, 4), more=st.integers(0, 3), cut=st.integers(0, 32))
 def test_longest_matches_equal_brute_force(text, key, more, cut):
-    index = TextIndex(key, 8)  # so few buckets that different tokens share some
+    index = TextIndex(key, 8)  # few buckets: different tokens share some
     index.extend(text[:cut])
     for token in text[cut:]:
         index.append(token)
@@ -111,7 +111,7 @@ def test_only_the_latest_positions_are_compared():
 
 
 def make_request(prompt: list[int], **changes: Any) -> Request:
-    """Return a request in row 0, with only its prompt."""
+    """Return a request in row 0 that has only its prompt."""
     (request,) = make_requests(
         make_config(),
         1,
@@ -125,7 +125,7 @@ def make_request(prompt: list[int], **changes: Any) -> Request:
 
 
 def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
-    """Decode tokens without drafts; return the last match run."""
+    """Record tokens decoded without drafts; return the length of the last match."""
     run = 0
     for token in tokens:
         request.output_token_ids.append(token)
@@ -136,7 +136,7 @@ def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
 def replay(propose, text: list[int], start: int) -> tuple[Any, ...]:
     """Return `PredictedRounds` of a text, counted with brute-force proposals.
 
-    Counts only known tokens: the last round may be unfinished.
+    Only known tokens count: the last round may be unfinished.
     """
     reached, accepted = np.zeros((2, MOST))
     rounds = compared = 0
@@ -180,7 +180,7 @@ def test_counts_equal_simulated_rounds(method, prompt, answer):
         def propose(tokens: list[int]) -> list[int]:
             return search_ngram(tokens, NGram(3, 2), MOST)
 
-    # So short that the estimator compares all positions.
+    # The text is so short that the estimator compares all positions.
     prompt, answer = prompt[: MAX_COMPARED // 2], answer[: MAX_COMPARED // 2]
     watching, request = LookupEstimator(rule, 1, MOST), make_request(prompt)
     say(watching, request, answer)
@@ -200,7 +200,7 @@ def test_rounds_with_drafts_are_not_counted_twice():
     first = watching.take()
     assert first is not None
     assert first.accepted[0].tolist() == [1, 1, 1, 0, 0, 0]
-    assert first.num_rounds[0] == 0  # the round has not ended
+    assert first.num_rounds[0] == 0  # the round has not ended yet
     request.output_token_ids += [4, 1, 2, 3]
     assert say(watching, request, [4]) == 1
     second = watching.take()
@@ -256,7 +256,10 @@ def test_past_answers_take_bounded_memory(monkeypatch):
 
 
 def test_many_salts_of_short_answers_take_bounded_memory():
-    """Salts may take more memory than their tokens: the oldest salts are evicted."""
+    """The indices of many salts take bounded memory: the oldest salts are evicted.
+
+    With short answers, the indices of all salts would take more memory than the tokens.
+    """
     answers, answer = Answers(num_requests=4096), list(range(20, 28))
     for number in range(3 * MAX_SALTS):
         request = make_request([7], cache_salt=str(number))
@@ -270,7 +273,7 @@ def test_many_salts_of_short_answers_take_bounded_memory():
 
 
 class LookupDevice(FakeDevice):
-    """A fake device that looks up drafts in the text, as the program does."""
+    """A fake device that looks up drafts in the text, as the compiled program does."""
 
     def _search(self, row: Row) -> list[int]:
         return search_suffix(
@@ -298,7 +301,7 @@ class CostlyDrafts(Loop):
 
 
 def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
-    """Decode requests in a loop that knows the times of rounds; return the loop."""
+    """Return a loop that knows the times of rounds, after it has decoded requests."""
     keys: dict[str, Any] = {"method": "suffix", **SUFFIX_DEFAULTS}
     speculative = SpeculativeConfig(
         num_speculative_tokens=MOST, controller=ADAPTIVE, **keys
@@ -347,13 +350,13 @@ def test_no_drafts_without_repetition(num_seqs):
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
-    """All requests copy their prompt, from its 20th token on."""
+    """All requests copy their prompt, beginning at its 20th token."""
     prompt = [int(one) for one in np.random.default_rng(0).permutation(60)]
     loop = watched(repeat_truth(prompt), 200, max_num_seqs=num_seqs)
     decoding = [launch for launch in loop.launches if len(launch.rows)]
     first = next(i for i, one in enumerate(decoding) if one.drafts.any())
-    # Two tokens make a match, some more show that it continues, and one launch is in
-    # flight.
+    # A match takes two tokens, several more show that it continues, and one launch is
+    # already in flight.
     assert first <= 2 + 5 + 1
     drafted = [bool(one.drafts.any()) for one in decoding[first:]]
     assert np.mean(drafted) > 0.9

@@ -1,6 +1,6 @@
 """If there are too few pages, requests get them in order of rank.
 
-A plan counts pages, but does not allocate them.
+A plan only counts pages: it does not allocate them.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ SIZE = 4
 
 
 def make_running(*num_pages: int, free: int) -> tuple[PageTables, list[Request]]:
-    """Return requests in order of rank, each with its own pages."""
+    """Return running requests in order of rank, each with its own pages."""
     config = make_config(page_size=SIZE)
     tables = PageTables(config, EngineStats())
     tables.pool.take(config.num_pages - sum(num_pages) - free)
@@ -36,7 +36,7 @@ def divide(tables: PageTables, running: list[Request], **wanted: int) -> list[An
     claims = [Grant(running[int(row[1:])], n * SIZE) for row, n in wanted.items()]
     before = tables.pool.num_free, [list(one.pages) for one in running]
     assert not has_pages(tables, claims)
-    # Rows are in any order, because preempted requests were admitted again.
+    # Running requests may be in any order, because preempted ones were admitted again.
     grants = grant_by_rank(tables, claims, running[::-1], lambda one: (0, one.arrival))
     assert before == (tables.pool.num_free, [list(one.pages) for one in running])
     return [

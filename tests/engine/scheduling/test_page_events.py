@@ -17,7 +17,7 @@ from tests.support.loops import Loop, make_config, make_requests
 
 
 class Subscriber:
-    """Tracks cached pages by the received events, as a gateway does."""
+    """Tracks cached pages from the events alone, as a gateway does."""
 
     def __init__(self, page_size: int):
         self._page_size = page_size
@@ -40,7 +40,7 @@ class Subscriber:
 
 
 def run(loop: Loop, events: PageEvents, subscriber: Subscriber, requests: Any) -> int:
-    """Run requests one by one; return the number of removed pages."""
+    """Run requests one by one; return how many pages were removed from the cache."""
     gone = 0
     pool = loop.scheduler.pool
     for request in requests:
@@ -57,7 +57,7 @@ def run(loop: Loop, events: PageEvents, subscriber: Subscriber, requests: Any) -
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
 def test_subscriber_knows_all_findable_pages(num_draft_tokens: int):
-    # There are fewer pages than the texts need, so that some are reused.
+    # The texts need more pages than there are, so that some pages are reused.
     config = make_config(
         num_draft_tokens=num_draft_tokens, num_pages=32, max_num_seqs=1
     )
@@ -88,7 +88,7 @@ def test_private_pages_have_no_events():
         pass
     assert loop.scheduler.pool._page_of
     assert events.take() == [PagesCleared()]
-    # The removal of private pages causes no events either.
+    # Private pages cause no events when they are removed, either.
     loop.scheduler.pool.forget(range(config.num_pages))
     assert not events.take()
 

@@ -1,4 +1,4 @@
-"""Prefill makes the rounds of streams at most 50 % longer on average."""
+"""Prefill makes the rounds of running streams at most 50 % longer on average."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def begin_chunk(pacer: Pacer, mixed: list[RoundKind]) -> tuple[int, float | None
 
 
 def run(costs: dict[int, float], rounds: int) -> list[int]:
-    """Run rounds, each timed before the next is planned; return their chunks."""
+    """Run rounds, each timed before the next is planned; return their chunk sizes."""
     pacer, chosen = make_pacer(), []
     for _ in range(rounds):
         chunk, charged = begin_chunk(pacer, ROUNDS)
@@ -60,13 +60,13 @@ def run(costs: dict[int, float], rounds: int) -> list[int]:
     extra=st.lists(st.floats(0.0, 20.0), min_size=4, max_size=4),
 )
 def test_mean_round_time_is_within_the_allowance(base, extra):
-    """This holds for any times of chunks, once each chunk has been tried."""
+    """The bound holds for any times of chunks, once each chunk has been tried."""
     costs, total = {0: base}, 0.0
     for chunk, more in zip(CHUNKS, extra, strict=True):
         total += more
         costs[chunk] = base * (1 + total)
     chosen = run(costs, 600)
-    # A chunk may be tried twice; plain rounds then make up for its time.
+    # In addition to the allowed time, each chunk may be tried twice.
     spent = sum(costs[chunk] for chunk in chosen)
     tried = sum(2 * costs[chunk] for chunk in CHUNKS)
     assert spent <= MAX_SLOWDOWN * base * len(chosen) + tried
@@ -78,8 +78,8 @@ def test_cheap_chunks_grow_and_expensive_chunks_alternate():
     assert cheap[-20:] == [2048] * 20
     assert [chunk for chunk in cheap if chunk][0] == 32
     dear = run({0: 1.0, 32: 2.0, 128: 5.0, 512: 20.0, 2048: 80.0}, 60)
-    # Rounds may take 0.5 longer on average, so every second round has a chunk, which
-    # takes 1.0 longer.
+    # Rounds may take 0.5 longer on average. A chunk takes 1.0 longer, so every second
+    # round has one.
     assert sorted(dear[-20:]) == [0] * 10 + [32] * 10
 
 
@@ -93,7 +93,7 @@ def test_saved_time_is_dropped_when_prefill_ends():
 
 @pytest.mark.parametrize("stalled", [0, 32])
 def test_one_stall_of_the_machine_does_not_block_prompts(stalled):
-    """One round takes the time of a thousand, as if the machine was suspended."""
+    """One round takes as long as a thousand, as if the machine had been suspended."""
     costs = {0: 0.010, 32: 0.012}
     pacer, chosen = make_pacer(), []
     for number in range(200):
@@ -109,7 +109,7 @@ def test_one_stall_of_the_machine_does_not_block_prompts(stalled):
 
 
 def test_prompt_wait_is_bounded_after_a_stall_at_the_start():
-    """If the first measured time is a stall, only more prompts can correct it."""
+    """If a chunk's first measured time is a stall, only more chunks can correct it."""
     pacer, chosen = make_pacer(), []
     costs = {0: 0.010, 32: 0.012}
     for _ in range(3):
@@ -127,7 +127,7 @@ def test_prompt_wait_is_bounded_after_a_stall_at_the_start():
 
 
 def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
-    """Return the seconds of each round of a stream during a long prefill."""
+    """Return the seconds of each round of a stream while a long prompt is prefilled."""
     config = loop.config
     first, second = make_requests(config, 2, stop_ids=())
     for request in (first, second):
@@ -169,13 +169,14 @@ def test_long_prompt_does_not_delay_streams(prompt_token_s):
     rounds = streaming_rounds(loop, 4000)
     mean = sum(rounds) / len(rounds)
     assert mean <= 1.5 * loop.fastest_s * 1.02
-    # The allowed time is used: otherwise the prompt would wait needlessly.
+    # Nearly all of the allowed time is used: otherwise the prompt would wait
+    # needlessly.
     if prompt_token_s >= 1 / 512:
         assert mean >= 1.2 * loop.fastest_s
 
 
 def test_deferred_prompt_continues_when_no_stream_gets_pages():
-    """The stream needs the pages of a prompt with a higher rank."""
+    """The stream needs pages that a prompt with a higher rank holds."""
     config = make_config(
         model_config=dataclasses.replace(MODEL, max_position_embeddings=704),
         max_model_len=704,
@@ -221,11 +222,11 @@ def test_prompts_prefill_at_full_speed_without_streams():
 
 
 def test_prompts_use_the_launches_with_the_least_total_time():
-    """A launch computes the full size of its program."""
+    """A launch computes the full size of its program, even if it has fewer tokens."""
     pacer = make_pacer()
     pacer.step_times.seconds = dict(zip(ROUNDS, (0.02, 0.05, 0.16, 0.7), strict=True))
     reads = {1: 32, 32: 32, 64: 32, 65: 128, 128: 128, 384: 128, 416: 512, 512: 512}
-    # One launch has 512 tokens, and smaller ones the rest.
+    # One launch has 512 tokens, and smaller launches have the rest.
     reads |= {544: 512, 1024: 512, 1600: 512, 9999: 512}
     for num_tokens, chunk in reads.items():
         assert CHUNKS[pacer.fastest(num_tokens, ROUNDS)] == chunk, num_tokens
@@ -235,11 +236,11 @@ def test_prompts_use_the_launches_with_the_least_total_time():
     ("known", "chunk"),
     [
         ({}, 2048),
-        # A smaller program may take proportionally less time, so it is tried.
+        # The smaller program may take proportionally less time, so it is tried too.
         ({512: 0.16}, 32),
         ({512: 0.16, 32: 0.02}, 128),
         ({512: 0.16, 128: 0.05, 32: 0.1}, 128),
-        # A larger program may take no longer, so it is tried as well.
+        # The larger program may take no longer, so it is tried as well.
         ({32: 0.02}, 128),
         ({32: 0.02, 2048: 0.64}, 128),
         ({32: 0.02, 512: 0.16, 2048: 0.64}, 128),
@@ -258,7 +259,7 @@ def test_last_tokens_of_prompts_use_a_small_program():
     loop.prompt_token_s, first = 1 / 32, 0
     for _ in range(4):
         first = len(loop.launches)
-        # Seven prompts of three tiles each: 672 tokens.
+        # Seven prompts of three tiles each, 672 tokens in all.
         for request in make_requests(config, 7, can_read_prefix_cache=False):
             loop.scheduler.add(request)
         while loop.step():
@@ -269,13 +270,13 @@ def test_last_tokens_of_prompts_use_a_small_program():
         for one in shapes
         if one.max_prompt_tokens and not one.is_draft_prefill
     ]
-    # The program for 128 tokens has one decoding row, which is enough: no request
+    # The program for 128 tokens has one decoding row, which suffices: no request
     # decodes yet.
     assert chunks == [512, 128, 64]
 
 
 def test_single_sequence_program_is_not_used_if_more_requests_wait():
-    """After its first launch, several requests decode: it has one row for them."""
+    """After its first launch several requests decode, but it has one decoding row."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop, first = Loop(config, seed=0), 0
     costs = {64: 1.0, 128: 1.2, 512: 4.0}

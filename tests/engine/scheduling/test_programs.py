@@ -1,4 +1,4 @@
-"""There are few programs, and for every launch one of them fits."""
+"""A few compiled programs suffice: one of them fits every launch."""
 
 import dataclasses
 import itertools
@@ -130,7 +130,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
             (0, 32, 64, 128, 160, 512),
         ):
             if need is PROMPTS and not tokens:
-                continue  # decoding launches have no prompt logprobs
+                continue  # launches without prompts have no prompt logprobs
             found = shapes.find(seqs, drafts, tokens, need)
             assert found is not None
             assert found in listed
@@ -142,7 +142,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
 
 
 def test_plain_decoding_uses_plain_programs():
-    """The plain program is requested when drafts do not pay, and used once compiled."""
+    """The plain program is requested when K becomes 0, and used once it is compiled."""
     shapes, plain = make_shapes(**DEFAULT), make_shapes(**PLAIN)
     for num_seqs, form in itertools.product(range(1, 9), (GREEDY, SAMPLED)):
         found = shapes.find(num_seqs, 0, 0, form)
@@ -158,7 +158,7 @@ def test_plain_decoding_uses_plain_programs():
         "8x0_sampled",
         "8x0+64_sampled",
     }
-    # A prompt with sequences that do not draft uses no program with draft rows.
+    # A prompt beside sequences without drafts uses no program with draft rows.
     found = shapes.find(8, 0, 64)
     assert found is not None
     assert found.name == "8x0+64_sampled"
@@ -246,7 +246,8 @@ def test_missing_program_is_requested_and_a_larger_one_serves():
     assert find(shapes, 1, 5, 0, LOGPROBS) is None
 
 
-# With more prompt tokens than the first programs of an engine.
+# These launches have more prompt tokens than the programs that an engine compiles
+# first.
 LARGE: dict[str, Any] = DEFAULT | dict(
     max_num_seqs=16, max_num_batched_tokens=8192, max_model_len=512, num_pages=2048
 )
@@ -269,7 +270,7 @@ def test_larger_chunk_is_compiled_once_that_many_tokens_wait():
     }
     late = {shape.max_prompt_tokens: shapes.is_on_demand(shape) for shape in listed}
     assert late[8192] and not late[FIRST_CHUNK]
-    # Prompts of greedy requests are prefilled in programs for sampling.
+    # Prompts of greedy requests are prefilled in programs that can sample.
     assert {shape.max_prompt_tokens for shape in shapes.all(features=[GREEDY])} == {
         0,
         256,
@@ -290,7 +291,7 @@ def test_large_chunk_is_requested_by_waiting_tokens():
                 dataclasses.replace(shapes.all()[0], max_prompt_tokens=8192)
             ]
             programs.asked.clear()
-            programs.version += 1  # otherwise it is requested once
+            programs.version += 1  # otherwise, the missing program is requested once
 
 
 def test_largest_chunk_is_limited_by_all_sequences():
@@ -330,7 +331,7 @@ def test_programs_with_features_serve_requests_with_fewer():
 
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED])
 def test_batch_invariant_launches_use_one_program(features):
-    """The matrix products of all launches have the same sizes."""
+    """One program for all launches keeps the sizes of matrix products equal."""
     shapes = make_shapes(batch_invariant=True, **DEFAULT)
     only, draft_prefill = shapes.all(features=[features, SAMPLED])
     assert [draft_prefill] == shapes.draft_prefills
@@ -338,7 +339,7 @@ def test_batch_invariant_launches_use_one_program(features):
     for seqs, drafts, tiles in itertools.product(range(1, 9), range(6), range(4)):
         assert shapes.find(seqs, drafts, tiles * TILE, features) == only
         assert shapes.with_prompts(seqs, drafts, features) == [only]
-    # A more general program is a different program.
+    # A more general program may round differently, so it is not used in its place.
     general = make_shapes(**DEFAULT).find(1, 5, 0, LOGPROBS)
     assert general is not None and general.features.covers(features)
     waiting = make_shapes(SomePrograms(general), batch_invariant=True, **DEFAULT)
@@ -349,7 +350,7 @@ def test_batch_invariant_launches_use_one_program(features):
 def test_only_plain_requests_without_prompts_run_several_rounds_per_launch(
     is_invariant,
 ):
-    """The programs are the same, because the number of rounds is data."""
+    """The number of rounds is data, so single rounds use the same programs."""
     options = DEFAULT | dict(batch_invariant=is_invariant)
     single = make_shapes(**options).all(features=SOME, with_on_demand=True)
     several = make_shapes(num_scheduler_steps=4, **options)
@@ -366,7 +367,7 @@ def test_only_plain_requests_without_prompts_run_several_rounds_per_launch(
 
 
 def test_programs_with_drafts_verify_the_configured_tree():
-    """Other programs have a chain of as many levels, and as many slots."""
+    """Programs without drafts, or for one path, verify a chain of equal size."""
     chain = make_shapes(**DEFAULT).all(features=SOME, with_on_demand=True)
     leaves = make_shapes(**DEFAULT, speculative_keys={"num_side_leaves": 1})
     listed = leaves.all(features=SOME, with_on_demand=True)
@@ -411,7 +412,7 @@ def test_rounds_can_run_without_side_branches(keys, has_chains):
     if not has_chains:
         assert not chains or chains == drafting
         return
-    # One program of every size is compiled on demand.
+    # For every program with a tree, one with a chain is compiled on demand.
     whole = [one for one in drafting if one not in chains]
     assert {dataclasses.replace(one, template=None) for one in whole} == set(chains)
     assert len(whole) == len(chains) and not set(chains) & set(soon)

@@ -17,7 +17,7 @@ def one_row(request: Request) -> tuple[RowTable, np.ndarray]:
     return table, np.array([request.row])
 
 
-# A round: (drafts of the request, K of the launch, emitted tokens).
+# One round: (drafts of the request, K of the launch, emitted tokens).
 ROUNDS = st.lists(
     st.integers(0, 3).flatmap(
         lambda drafts: st.tuples(
@@ -33,20 +33,20 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
     """The bounds hold if all rounds but the last `unread` are read."""
     request = make_request(max_total=100)
     table, row = one_row(request)
-    known, lag = 3, 1  # tokens, and those without draft keys
+    known, lag = 3, 1  # number of tokens, and of those without draft keys
     played = []
     for drafts, width, emitted in rounds:
         if (
             table.num_draft_uncached[row][0] > 2
-        ):  # it needs a draft prefill before it gets drafts
+        ):  # the request needs a draft prefill before it gets drafts
             drafts, emitted = 0, 1
         played.append((drafts, emitted))
         table.count_launched(row, np.array([drafts]))
         table.update_draft_lag(row, np.full(1, width), width)
         known += emitted
         # A round with drafts writes draft keys of the two newest tokens and of all
-        # drafts but the last: of the emitted tokens, the target's token and the last
-        # draft have none.
+        # drafts but the last. Of the emitted tokens, these have no draft keys: the
+        # target's token and the last draft.
         if width and lag <= 2:
             lag = 2 if emitted == width + 1 else 1
         else:
@@ -57,7 +57,7 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
 
 
-# A launch: (drafts of the request, allowed rounds, rounds that run, tokens of each
+# One launch: (drafts of the request, allowed rounds, rounds that run, tokens of each
 # round).
 LAUNCHES = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 4)).flatmap(
@@ -73,7 +73,10 @@ LAUNCHES = st.lists(
 
 @given(LAUNCHES, st.integers(0, 2))
 def test_bounds_hold_if_not_all_rounds_run(launches, unread):
-    """Rounds that did not run, because another sequence ended, are subtracted again."""
+    """Rounds of a launch that did not run are subtracted again.
+
+    A launch ends early when one of its sequences ends.
+    """
     request = make_request(max_total=200)
     table, row = one_row(request)
     known = lag = 3
@@ -108,7 +111,7 @@ def test_bounds_hold_if_not_all_rounds_run(launches, unread):
         (24, 100, 3, 6),
         (4, 100, 3, 1),
         (3, 100, 3, 1),
-        (50, 20, 3, 4),  # the fifth round could draft tokens 20 and 21
+        (50, 20, 3, 4),  # the fifth round might draft tokens 20 and 21
         (50, 19, 3, 4),
         (50, 18, 3, 4),
         (50, 17, 3, 3),
@@ -117,7 +120,7 @@ def test_bounds_hold_if_not_all_rounds_run(launches, unread):
             2,
             0,
             47,
-        ),  # no limit for drafts without drafts
+        ),  # the length limit for drafts does not matter without drafts
     ],
 )
 def test_rounds_left_ends_with_the_first_possible_end(total, longest, drafts, rounds):
@@ -153,7 +156,8 @@ def test_bounds_count_unread_launches():
         ([0, 0], 3),
         ([3, 3, 3], 2),
         ([3, 0, 0], 4),
-        # Tokens that the draft model did not read remain uncached after later rounds.
+        # Tokens that the draft model has not read remain without draft keys after later
+        # rounds.
         ([0, 0, 3, 3], 5),
     ],
 )
@@ -168,7 +172,7 @@ def test_parallel_draft_model_reads_all_tokens_of_a_round():
     table, rows = RowTable(4, num_parallel=3), np.arange(4)
     table.num_draft_uncached[:] = [1, 4, 5, 4]
     assert table.lags(rows).tolist() == [False, False, True, False]
-    # The draft model does not read rows without drafts.
+    # The draft model does not run for rows without drafts.
     table.update_draft_lag(rows, np.array([3, 1, 0, 0]), 3)
     assert table.num_draft_uncached.tolist() == [4, 4, 6, 5]
     table.update_draft_lag(rows, np.zeros(4), 0)
@@ -181,7 +185,7 @@ def test_rows_in_prefill_or_possibly_ended_do_not_decode():
     for request in requests:
         table.admit(request, longest=25)
     rows = np.array([request.row for request in requests])
-    table.is_decoding[rows[:3]] = True  # the last row is still prefilled
+    table.is_decoding[rows[:3]] = True  # the last row is still being prefilled
     table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # this row may have ended
     table.num_draft_uncached[rows[1]] = 3  # needs a draft prefill
     found, wanted = table.decodable(max_draft_tokens=2)
@@ -192,7 +196,7 @@ def test_rows_in_prefill_or_possibly_ended_do_not_decode():
     assert table.lagging().tolist() == [rows[1]]
     table.count_launched(rows[1:2], np.array([0]))
     assert table.lagging().tolist() == [rows[1]]
-    # The number of tokens of a round with drafts is unknown before it is read.
+    # Until its result is read, the number of tokens of a round with drafts is unknown.
     table.count_launched(rows[1:2], np.array([2]))
     assert table.lagging().tolist() == []
 

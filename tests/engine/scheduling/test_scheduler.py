@@ -61,7 +61,7 @@ CONFIGS = {
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
-        # Depth 1 is what engines use: one launch runs ahead of what they have read.
+        # Engines use depth 1: one launch runs ahead of the results that they have read.
         pytest.param(*one, marks=() if one[1] or one[0] == "base" else pytest.mark.slow)
         for one in itertools.product(CONFIGS, (0, 1))
     ],
@@ -112,7 +112,7 @@ def test_requests_can_be_dropped_at_any_time(name):
 
 
 def freeze(value: Any) -> Any:
-    """Return a copy that compares by value; requests compare by id."""
+    """Return a copy that compares by value; requests themselves compare by id."""
     match value:
         case np.ndarray():
             return value.tolist()
@@ -128,7 +128,7 @@ def freeze(value: Any) -> Any:
 
 
 def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
-    """Return all scheduler state that a plan depends on, except page keys."""
+    """Return all scheduler state that a plan depends on, except the keys of pages."""
     scheduler = loop.scheduler
     requests = [*scheduler.running, *scheduler.waiting]
     known = [vars(one) | {"page_keys": None} for one in requests]
@@ -231,7 +231,7 @@ def test_requests_are_admitted_first_come_first_served():
 
 
 def test_decoding_does_not_wait_for_prompts():
-    """A long prompt is prefilled in the launches in which running requests decode."""
+    """Running requests decode in the launches that prefill a long prompt."""
     loop = Loop(make_config(num_draft_tokens=0, max_num_batched_tokens=32), seed=0)
     random = np.random.default_rng(0)
     first = make_request(0, random, loop.config)
@@ -242,7 +242,7 @@ def test_decoding_does_not_wait_for_prompts():
     second = make_request(1, random, loop.config)
     second.prompt_token_ids, second.max_total = [1] * 90, 95
     loop.scheduler.add(second)
-    # First a round without prompts is timed.
+    # First, a round without prompts must be timed.
     for _ in range(4):
         loop.step()
     assert second.status is Status.PREFILL
@@ -273,7 +273,7 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
         programs.add(shape)
     requests = make_requests(config, 8)
     for number, request in enumerate(requests):
-        # Each prompt has one tile, and no tokens with prefix hits.
+        # Each prompt has one tile, without prefix hits.
         request.prompt_token_ids = [number] * 20
         request.max_total = 40
     for request in requests[:2]:
@@ -309,7 +309,7 @@ def test_drafting_stops_above_batch_size_and_resumes():
     while loop.step():
         pass
     drafts = [int(launch.drafts.max()) for launch in loop.launches if launch.decoding]
-    assert 3 in drafts[-4:]  # the last rounds of texts have no room for drafts
+    assert 3 in drafts[-4:]  # the last rounds of texts have no room for K drafts
     crowded = [
         int(launch.drafts.max()) for launch in loop.launches if len(launch.decoding) > 2
     ]
@@ -320,7 +320,7 @@ def test_drafting_stops_above_batch_size_and_resumes():
 
 
 def test_sequences_decode_during_draft_prefill():
-    """After some consecutive launches, rows that still lag decode without drafts."""
+    """If draft prefill takes several launches, rows that lack it decode plainly."""
     config = make_config(
         max_num_seqs=4,
         num_pages=400,
@@ -342,7 +342,7 @@ def test_sequences_decode_during_draft_prefill():
         pass
     launches = loop.launches[begun:]
     turns = [launch.shape.is_draft_prefill for launch in launches]
-    # Two rows lag by 400 tokens, and a launch reads up to 64.
+    # Two rows lack the draft keys of 400 tokens each, and a launch prefills up to 64.
     assert 6 <= sum(turns) <= 9
     runs = [len([*run]) for is_turn, run in itertools.groupby(turns) if is_turn]
     assert max(runs) == MAX_IN_A_ROW
@@ -355,7 +355,7 @@ def test_sequences_decode_during_draft_prefill():
 
 
 def test_first_token_does_not_wait_for_the_draft_prefill():
-    """The draft model reads a prompt in the next launch; then all rows draft."""
+    """The draft model prefills a prompt one launch later; then all rows get drafts."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
     loop = Loop(config, seed=0)
     first, second = make_requests(config, 2, num_draft_tokens=3)
@@ -366,7 +366,7 @@ def test_first_token_does_not_wait_for_the_draft_prefill():
         pass
     prompts = [one.num_prefilled for one in loop.launches[:4]]
     is_draft_prefill = [one.shape.is_draft_prefill for one in loop.launches[:4]]
-    # The second prompt is prefilled once, before the rest of the first one.
+    # The second prompt is prefilled in one launch, before the rest of the first one.
     assert prompts[:2] == [60, 60]
     assert is_draft_prefill == [False, False, True, True]
     drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
@@ -424,7 +424,7 @@ def test_draft_prefill_follows_admission_order():
     "kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
 )
 def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
-    """Otherwise the first rows would lag again before the last are prefilled."""
+    """Else the first rows would need draft prefill again before the last have it."""
     config = make_config(
         max_num_seqs=16,
         num_pages=1000,
@@ -447,10 +447,10 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
         loop.step()
     launches = loop.launches[begun:]
     rounds = [one for one in launches if not one.shape.is_draft_prefill]
-    # 15 rows lag by four tiles each, and a launch has room for 16 tiles.
+    # 15 rows lack four tiles of draft prefill each, and a launch has room for 16 tiles.
     assert len(launches) - len(rounds) <= 6
     assert all((one.drafts == 3).all() for one in rounds[4:])
-    # Until then, launches use no programs with room for drafts.
+    # Until all rows have it, launches use no programs with room for drafts.
     idle = [one for one in rounds if not one.drafts.any()]
     assert not any(one.shape.num_draft_tokens for one in idle)
 
@@ -518,7 +518,7 @@ def time_plain_rounds(policy: SpeculationPolicy) -> None:
 
 
 def test_plain_rounds_are_timed_in_consecutive_launches():
-    """No draft prefill runs between them, and the first one is not recorded."""
+    """No draft prefill runs between timed rounds, and the first is not recorded."""
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
     [request] = make_requests(config, 1)
@@ -540,7 +540,11 @@ def test_plain_rounds_are_timed_in_consecutive_launches():
 
 
 def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
-    """It is also evaluated at once after a probe of the draft model or an admission."""
+    """While K is 0, the policy chooses K anew only in one of several rounds.
+
+    It also does so at once after a probe of the draft model, or when a request is
+    admitted.
+    """
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
     [request] = make_requests(config, 1, num_draft_tokens=3, max_total=390)
@@ -573,7 +577,8 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     assert probed_at[0] <= 201 + CONSTANTS.idle_look_rounds
     while len(loop.launches) < probed_at[0] + 5:
         loop.step()
-    # Before the result of the probe is read, and as soon as it is.
+    # K is chosen before the result of the probe is read, and again as soon as it is
+    # read.
     assert sum(probed_at[0] <= at for at in chosen_at) == 2
     assert policy.is_idle
     [other] = make_requests(config, 1, num_draft_tokens=3, max_total=300)
@@ -583,7 +588,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
 
 
 def test_prompts_end_the_timing_of_plain_rounds():
-    """Otherwise, with constant arrivals, timing would never end."""
+    """With constant arrivals, waiting for a gap would prolong the timing forever."""
     config = make_config(
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
@@ -610,7 +615,7 @@ def test_prompts_end_the_timing_of_plain_rounds():
 
 
 def test_plain_rounds_between_other_launches_are_not_measured():
-    """For example, they run between the launches of a long draft prefill."""
+    """Single plain rounds, as between launches of draft prefill, are not measured."""
     config = make_config(
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
@@ -639,17 +644,18 @@ def test_k_is_at_most_the_largest_requested():
 
 
 def test_no_drafts_are_planned_past_the_end_of_a_text():
-    """The last token of a text needs no draft, because the target samples it."""
+    """The last token of a text needs no draft: the target samples it."""
     loop = run_together(make_config(num_draft_tokens=8), 1)
     entries = [entry for launch in loop.launches for entry in launch.plan.decode]
-    # Four prompt tokens and the first generated one; then each round adds at least one.
+    # At first, there are four prompt tokens and one generated token; then each round
+    # adds at least one.
     for known, (_, drafts) in enumerate(entries, 5):
         assert drafts <= 16 - known - 1
 
 
 @pytest.mark.parametrize("longest", [10, 11, 12])
 def test_sequences_beyond_the_drafts_length_limit_get_no_drafts(monkeypatch, longest):
-    """No draft is beyond the draft model's length limit; later rounds are plain."""
+    """Beyond the draft model's length limit, rounds are plain."""
     known, run = [], FakeDevice.run
 
     def note(device, plan, shape):
@@ -665,7 +671,7 @@ def test_sequences_beyond_the_drafts_length_limit_get_no_drafts(monkeypatch, lon
     ]
     for tokens, (drafts, width) in zip(known, rounds, strict=True):
         assert tokens + drafts <= max(longest, tokens)
-        assert width == 3 or tokens + 3 + 1 >= longest  # a round that is not yet read
+        assert width == 3 or tokens + 3 + 1 >= longest  # its result is not read yet
         assert width == 0 or tokens < longest
     assert {width for _, width in rounds} == {0, 3}
     loop.assert_said_the_truth(loop.finished[0])
@@ -715,7 +721,7 @@ def test_plan_lists_all_allocated_pages():
 
 
 def test_preempted_request_finds_its_own_pages():
-    """Pages that no other request has overwritten are not computed again."""
+    """Pages of a preempted request that were not reused since are prefix hits."""
     config = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
     requests = make_requests(config, 2)
     for number, request in enumerate(requests):
@@ -788,7 +794,7 @@ def test_admissions_with_controls_are_limited():
 
 
 def test_draft_model_is_probed_once_at_a_time(monkeypatch):
-    """Probes run while K is 0; the result is read one launch late."""
+    """While K is 0, the draft model is probed; one launch later the result is read."""
     config = make_config(num_pages=200, max_model_len=400, controller=ADAPTIVE)
     loop = Loop(config, seed=0)
     loop.fastest_s, loop.prompt_token_s = 1e-4, 1e-7

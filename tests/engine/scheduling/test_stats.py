@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.stats import EngineStats
 
-# Rounds: (drafts, accepted, generated); an ended sequence generates nothing.
+# Rounds: (drafts, accepted, generated); a sequence that has ended generates nothing.
 SEQUENCE = st.integers(0, 8).flatmap(
     lambda drafts: st.tuples(
         st.just(drafts), st.integers(0, drafts), st.booleans()

@@ -1,4 +1,4 @@
-"""Acceptance rates equal weighted means over a list of rounds."""
+"""Estimated acceptance rates equal weighted means over a list of rounds."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 
 ROWS, DRAFTS = 3, 4
 
-# A round: (drafts, accepted) of every row.
+# One round: (drafts, accepted) of every row.
 ROUND = st.lists(
     st.integers(0, DRAFTS).flatmap(
         lambda drafts: st.tuples(st.just(drafts), st.integers(0, drafts))
@@ -32,7 +32,7 @@ def record(acceptance: AcceptanceRates, sequences: list[tuple[int, int]]) -> Non
 
 
 def weighted(observed: list[list[bool]], prior: float) -> float:
-    """Return the weighted mean of observations: one list per round, the newest last."""
+    """Return the weighted mean of observations: a list per round, the newest last."""
     total, weight = CONSTANTS.prior_weight * prior, CONSTANTS.prior_weight
     for age, one in enumerate(reversed(observed)):
         share = 0.5 ** (age / CONSTANTS.half_life_rounds)
@@ -82,7 +82,7 @@ def test_drafts_are_compared_up_to_the_first_rejection(rounds):
 
 
 def test_missing_draft_of_a_lookup_counts_as_rejected():
-    """Rounds in which the lookup finds no draft lower the expected gain."""
+    """A round in which the lookup finds no draft lowers the expected gain."""
     acceptance, row = make_rates(), np.array([0])
     for found, kept in [(0, 0), (2, 2), (0, 0), (2, 1)] * 20:
         acceptance.record(row, np.array([found]), np.array([kept]), np.array([DRAFTS]))
@@ -93,7 +93,7 @@ def test_missing_draft_of_a_lookup_counts_as_rejected():
     assert rates[0] == pytest.approx(0.5, abs=0.05)
     assert rates[1] == pytest.approx(0.5, abs=0.1)
     assert (rates[2:] < rates[1]).all()
-    # Only drafts that were verified count as compared.
+    # Drafts after a rejection are not verified, so they do not count as compared.
     assert (acceptance.num_compared, acceptance.num_agreed) == (80, 60)
 
 
@@ -165,7 +165,7 @@ def test_side_tokens_are_a_share_of_the_main_chain():
 
 
 def test_predicted_rounds_count_as_rounds():
-    """Predictions count as fractions of a round, for rows with different weights."""
+    """Predictions count as parts of a round, for rows with different weights."""
     whole, parts = make_rates(), make_rates()
     for sequences in ([(3, 2), (2, 0)], [(4, 4), (4, 1)]):
         record(whole, sequences)
@@ -183,8 +183,8 @@ def test_predicted_rounds_count_as_rounds():
     assert parts.of_rows(rows) == pytest.approx(whole.of_rows(rows))
     assert parts.mean() == pytest.approx(whole.mean())
     assert parts.num_agreed == whole.num_agreed
-    # Five rounds have ended in one row, and none in the other: weights decay
-    # accordingly.
+    # Five rounds have ended in one row and none in the other; only the first row's
+    # weights have decayed.
     count(np.zeros((2, 4)), np.zeros((2, 4)), np.array([0, 5]))
     for row, age in enumerate((0, 5)):
         share = 0.5 ** (age / CONSTANTS.half_life_rounds)

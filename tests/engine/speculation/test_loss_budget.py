@@ -49,7 +49,7 @@ def test_budget_closes_on_a_deficit_and_opens_when_it_is_repaid():
 def test_budget_stays_open_within_the_allowed_loss(won):
     budget, plain_s = LossBudget(), 0.01
     for number in range(2000):
-        # Good and bad rounds alternate, with this mean loss.
+        # Good and bad rounds alternate; this is their mean loss.
         budget.add((won + (1 if number % 2 else -1)) * plain_s, plain_s)
         budget.earn(plain_s)
     assert not budget.num_closed

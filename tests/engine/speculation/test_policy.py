@@ -21,7 +21,7 @@ from jaxspec.engine.speculation.policy import (
     best_choice,
 )
 
-# Seconds of a round of one sequence, by K.
+# Seconds of a round of one sequence, by the number of drafts K.
 TIMES = [0.010, 0.013, 0.015, 0.017, 0.019, 0.021]
 PREFILL_S = 0.003
 
@@ -116,7 +116,10 @@ def test_draft_prefill_is_charged_only_without_drafts():
 
 @pytest.mark.parametrize(("rate", "best"), [(0.05, 0), (0.3, 0), (0.5, 3), (0.9, 3)])
 def test_tree_is_drafted_whole_or_not_at_all(rate, best):
-    """At acceptance 0.3, one level at two thirds of the time would look best."""
+    """K is 0 or the whole tree, even at rate 0.3, where one level would look best.
+
+    One level takes two thirds of the whole tree's time.
+    """
     times = [0.010, 0.0105, 0.016, 0.017]
     known = estimates(rate, times, is_whole_tree=True)
     assert best_choice(known, Choice()).num_draft_tokens == best
@@ -130,7 +133,7 @@ def test_best_choice_has_the_most_tokens_per_second(rate, best):
     rates = np.array(lengths) / TIMES
     choice = best_choice(estimates(rate), Choice())
     assert abs(choice.num_draft_tokens - best) <= 1
-    # The gain is less than a change of K requires.
+    # The gain is smaller than the minimum gain for changing K.
     assert rates[choice.num_draft_tokens] >= rates.max() / CONSTANTS.hysteresis
     assert choice.gain == pytest.approx(rates[choice.num_draft_tokens] / rates[0] - 1)
 
@@ -148,13 +151,13 @@ def test_drafts_as_configured_until_every_time_is_known():
     assert best_choice(known, Choice()).num_draft_tokens == 5
 
 
-# The policy chooses before each round.
+# The policy chooses K before each round.
 
 
 class World:
-    """A simulation of sequences whose drafts are accepted with a known probability.
+    """A simulation of sequences whose drafts have a known acceptance probability.
 
-    The policy gets estimates, which may be wrong, and the true times of rounds.
+    The policy gets the true times of rounds, and estimates, which may be wrong.
     """
 
     def __init__(self, times, rate, num_seqs=1, *, estimate=None, estimated_times=None):
@@ -260,8 +263,8 @@ def test_loss_is_bounded_for_any_estimates(data):
     for number, phase in enumerate(data.draw(st.lists(rate, min_size=1, max_size=6))):
         world.rate = phase
         world.run_until(10.0 * (number + 1), is_observable=is_observable)
-    # The allowed loss is what the budget earns, plus a deficit that is not yet repaid
-    # and the exploration in progress.
+    # The allowed loss has three parts: what the budget earns, a deficit that is not
+    # repaid yet, and the exploration in progress.
     shares = CONSTANTS.max_loss * world.now
     open_s = (CONSTANTS.loss_rounds + 1) * base + CONSTANTS.explore_rounds * times[-1]
     open_s += CONSTANTS.look_rounds * times[-1]
@@ -304,7 +307,7 @@ def test_draft_model_is_probed_for_a_share_of_the_time():
     assert policy.num_probes == len(probed_s)
     gaps = np.diff(probed_s)[1:]
     assert gaps.min() >= 0.9 * cost / CONSTANTS.max_loss
-    # Probes are so frequent that a change shows within a second.
+    # Probes are so frequent that a change of acceptance is noticed within a second.
     assert gaps.max() <= 0.6
     world.rate = 0.9
     policy.reconsider()
@@ -328,7 +331,10 @@ def test_drafts_are_tried_where_acceptance_is_not_observable():
 
 
 def test_trial_has_all_drafts_that_take_no_more_time():
-    """With lookups, for example, one draft or five are verified in the same time."""
+    """A trial uses more drafts if they take no more time.
+
+    With lookups, for example, one draft or five may be verified in the same time.
+    """
     world = World([1e-3, 2.0e-3, 2.01e-3, 2.02e-3, 2.05e-3, 4e-3], 0.0)
     world.run_until(20, is_observable=False)
     assert {k for k in world.chosen[100:] if k} == {4}
@@ -424,7 +430,7 @@ def test_side_branches_are_measured_again():
         ({"method": "suffix", **SUFFIX_DEFAULTS}, True),
         ({"method": "suffix", "controller": FIXED, **SUFFIX_DEFAULTS}, False),
         ({"method": "suffix+draft_model", "model": "m", **SUFFIX_DEFAULTS}, False),
-        # Here acceptance does not depend on the text.
+        # With forced acceptance, acceptance does not depend on the text.
         (
             {
                 "method": "suffix",
@@ -443,19 +449,19 @@ def test_lookup_estimates_are_used_only_without_a_draft_model(changes, can_follo
     assert not SpeculationPolicy(None).can_follow_lookups
 
 
-# The comparison is with the best fixed K.
+# The tests below compare the policy with the best fixed K.
 
 
 class Replay:
     """A simulation that decodes a recorded text under any policy.
 
-    Neither a greedy or seeded text depends on K, nor whether the draft at a position is
-    accepted if those before it are.
+    This is possible because K changes neither a greedy or seeded text, nor whether a
+    draft at a position is accepted after accepted drafts.
     """
 
     def __init__(self, accepts: np.ndarray, times: list[float] = TIMES):
         self.accepts, self.times, self.most = accepts, times, len(times) - 1
-        # Number of consecutive drafts that are accepted from each position on.
+        # For each position, the number of consecutive drafts accepted from there on.
         self.run = np.zeros(len(accepts) + 1, np.int64)
         for position in range(len(accepts) - 1, -1, -1):
             self.run[position] = accepts[position] * (self.run[position + 1] + 1)
@@ -469,7 +475,7 @@ class Replay:
         return seconds
 
     def adaptive(self) -> tuple[float, list[int]]:
-        """Return the seconds if the policy chooses K, and its choices."""
+        """Return the seconds if the policy chooses K, and the chosen values of K."""
         acceptance, now, chosen = AcceptanceRates(1, self.most), 0.0, list[int]()
         policy, row = make_policy(self.most), np.array([0])
         position, lag = 0, 0
@@ -524,14 +530,14 @@ def test_regret_with_random_times_and_texts(seed):
     assert seconds <= min(every) / 0.93
 
 
-# Greedy texts of the bundled target, recorded as whether each token is the draft's
-# first choice.
+# Greedy texts of the bundled target. The record has, for each token, whether it is the
+# draft model's first choice.
 TRACES = json.loads(Path(__file__).with_name("traces.json").read_text())
 
 
 @pytest.mark.parametrize("name", TRACES)
 def test_regret_on_recorded_texts(name):
-    """Each text has a new policy. One round is 10 % of the two shortest texts."""
+    """Each text has a new policy. One round is 10 % of each of the two shortest."""
     replay = Replay(np.array([mark == "1" for mark in TRACES[name]]))
     seconds, every = replay.adaptive()[0], replay.all_fixed()
     assert seconds <= every[0]
@@ -546,7 +552,7 @@ def test_regret_on_recorded_texts_in_a_row():
 
 @pytest.mark.parametrize("length", [200, 1000])
 def test_text_that_changes_is_faster_than_with_any_fixed_k(length):
-    """Parts that are easy to draft alternate with parts that are not."""
+    """Parts of the text that are easy to draft alternate with parts that are not."""
     random = np.random.default_rng(2)
     parts = [random.random(length) < rate for rate in (0.95, 0.05) * 6]
     replay = Replay(np.concatenate(parts))

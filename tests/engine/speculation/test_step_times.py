@@ -1,4 +1,4 @@
-"""Round times are moving averages, and stalls of the machine change them little."""
+"""Estimated round times are moving averages, and stalls hardly change them."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def test_suspension_of_the_machine_counts_as_a_slow_round():
         times.record(ROUND_OF_3, seconds)
     assert times.record(ROUND_OF_3, 1000.0) == STALL
     assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
-    # For a shape without a measured time, the expected time is the limit.
+    # For a shape without a measured time, the limit is its expected time.
     other = RoundKind(dataclasses.replace(SHAPE, max_prompt_tokens=32), 3)
     assert times.record(other, 1000.0, 2.0) == 2 * STALL
 
@@ -74,7 +74,7 @@ def test_time_between_two_measured_k_is_interpolated():
     for num_draft_tokens, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
         for _ in range(2):
             times.record(RoundKind(SHAPE, num_draft_tokens), seconds)
-    # The time of a larger batch does not count for this one.
+    # A larger batch was measured, but its time is not that of this batch.
     wide = dataclasses.replace(SHAPE, num_seqs=8)
     for _ in range(2):
         times.record(RoundKind(wide, 4), 100.0)

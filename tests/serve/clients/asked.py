@@ -34,6 +34,6 @@ class Place(BaseModel):
 
 
 def main(calls: dict[str, Callable[[str], Any]]) -> None:
-    """Run the call that the command line names, and print its result."""
+    """Run the call that the command line names, and print its result as JSON."""
     url, call = sys.argv[1:]
     print(json.dumps(calls[call](f"{url}/v1")))

@@ -1,6 +1,6 @@
-"""Calls with instructor, which is for structured outputs."""
+"""Calls with instructor, a client for structured outputs."""
 
-# Runs in its own environment.
+# This script runs in its own environment.
 # pyright: reportMissingImports=false
 
 from typing import Any
@@ -30,7 +30,7 @@ def stream(url: str) -> dict[str, Any]:
 
 
 def tools(url: str) -> dict[str, Any]:
-    """Call a function with the name of the class."""
+    """Call a function that has the name of the class."""
     found = create(url, instructor.Mode.TOOLS, response_model=Place)
     return {"calls": [["Place", found.model_dump()]]}
 

@@ -1,6 +1,6 @@
 """Calls with langchain-openai."""
 
-# Runs in its own environment.
+# This script runs in its own environment.
 # pyright: reportMissingImports=false
 
 from typing import Any

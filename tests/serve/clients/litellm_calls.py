@@ -1,6 +1,6 @@
-"""Calls with litellm; ../litellm_calls.py has its errors."""
+"""Calls with litellm; ../litellm_calls.py tests its errors."""
 
-# Runs in its own environment.
+# This script runs in its own environment.
 # pyright: reportMissingImports=false
 
 import json

@@ -1,6 +1,6 @@
 """Calls with llama-index."""
 
-# Runs in its own environment.
+# This script runs in its own environment.
 # pyright: reportMissingImports=false
 
 from typing import Any
@@ -40,7 +40,7 @@ def tools(url: str) -> dict[str, Any]:
 
 
 def structured(url: str) -> dict[str, Any]:
-    """Use a call of a function with the name of the class."""
+    """Request a call of a function that has the name of the class."""
     answer = model(url).as_structured_llm(Place).chat(said(ASKED))
     return {"object": answer.raw.model_dump()}
 

@@ -1,6 +1,6 @@
 """Calls with openai's client for Python."""
 
-# Runs in its own environment.
+# This script runs in its own environment.
 # pyright: reportMissingImports=false
 
 import json

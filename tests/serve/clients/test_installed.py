@@ -1,9 +1,9 @@
 """Clients of OpenAI's API in their own environments, with scripted texts.
 
-Each requests a chat, a stream, a tool call, a structured output, and a chat with a
-system message. The two benchmark tools do a part: lm-eval chats with a system message,
-guidellm streams. Environments are cached in `.pytest_cache/clients`; clients that
-cannot be installed are skipped.
+Each client requests a chat, a stream, a tool call, a structured output, and a chat with
+a system message. The two benchmark tools make fewer requests: lm-eval chats with a
+system message, and guidellm streams. Environments are cached in
+`.pytest_cache/clients`; clients that cannot be installed are skipped.
 """
 
 import json
@@ -29,7 +29,8 @@ WORDS = "It is warm."
 PLACE = {"city": "Oslo", "degrees": 21}
 WEATHER = {"name": "weather", "parameters": {"city": "Oslo"}}
 CALL_PLACE = json.dumps([{"name": "Place", "parameters": PLACE}])
-# By call: the generated text, and the client's expected result.
+# By name of the call: the text that the model generates, and the client's expected
+# result.
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (WORDS, {"text": WORDS}),
     "stream": (WORDS, {"text": WORDS}),
@@ -70,7 +71,7 @@ CLIENTS = {
         ("instructor>=1.10",),
         {"tools": (CALL_PLACE, {"calls": [["Place", PLACE]]})},
     ),
-    # Does not require mcp, which it imports for tools.
+    # litellm imports mcp for tools, but does not require it.
     "litellm": Client("litellm_calls.py", ("litellm>=1.80", "mcp")),
 }
 
@@ -81,7 +82,7 @@ class Stand(Site):
     def __init__(self, stage: Stage):
         self.stage, self.engine = stage, stage.serving
         self.delay_s, self._port = 0.0, 0
-        # The prompts after the chat template.
+        # The prompts that the model got, after the chat template.
         self.prompts: list[str] = []
         self.start(api_keys=("secret",), enable_auto_tool_choice=True)
         prompts: Any = self.app.state.serving.prompts
@@ -106,7 +107,7 @@ def stand() -> Iterator[Stand]:
 
 
 def install(name: str, requirements: tuple[str, ...], *, is_npm: bool) -> Path:
-    """Create an environment, or reuse the existing one; return its folder."""
+    """Create a client's environment, or reuse the existing one; return its folder."""
     folder = ENVIRONMENTS / name
     done = folder / "installed.txt"
     wanted = "\n".join((sys.version, *requirements))
@@ -127,7 +128,7 @@ def install(name: str, requirements: tuple[str, ...], *, is_npm: bool) -> Path:
 
 
 def run(words: list[str], folder: Path) -> None:
-    """Run a step of an installation; one that fails skips the test."""
+    """Run a step of an installation; skip the test if it fails."""
     try:
         done = subprocess.run(
             words, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S
@@ -140,8 +141,8 @@ def run(words: list[str], folder: Path) -> None:
 
 
 def output_of(words: list[Any], folder: Path) -> str:
-    """Run a program, which must succeed; return its output."""
-    # litellm would fetch a price list from the network.
+    """Run a program that must succeed; return its output."""
+    # Otherwise litellm would fetch a price list from the network.
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     environment |= {"PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -168,7 +169,7 @@ def test_client(stand: Stand, name: str, call: str):
     script = HERE / client.script
     words: list[Any] = [folder / "bin" / "python", script]
     if is_npm:
-        # Node searches modules next to the script.
+        # Node searches for modules next to the script.
         words = ["node", shutil.copy(script, folder)]
     printed = output_of([*words, stand.url[:-1], call], folder)
     assert json.loads(printed.splitlines()[-1]) == expected
@@ -215,7 +216,7 @@ def test_lm_eval(stand: Stand, tmp_path: Path):
 
 @pytest.mark.slow
 def test_guidellm(stand: Stand, tmp_path: Path):
-    # This project's torch: other builds may include gigabytes of CUDA.
+    # Use this project's torch: other builds may include gigabytes of CUDA.
     folder = install("guidellm", ("guidellm>=0.8,<0.9", "torch==2.13.0"), is_npm=False)
     stand.stage.script.say(WORDS)
     data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
@@ -239,7 +240,7 @@ def test_guidellm(stand: Stand, tmp_path: Path):
     assert (len(requests["successful"]), requests["errored"]) == (len(rows), [])
     assert {one["output"] for one in requests["successful"]} == {WORDS}
     assert all(one["time_to_first_token_ms"] > 0 for one in requests["successful"])
-    # The server's counts, which guidellm reads from the last event.
+    # guidellm reads the server's token counts from the last event.
     num_tokens = len(stand.engine.engine.tokenizer.encode(WORDS, False)) + 1
     counts = {one["output_metrics"]["text_tokens"] for one in requests["successful"]}
     assert counts == {num_tokens}

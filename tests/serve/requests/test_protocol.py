@@ -1,4 +1,4 @@
-"""Schemas and limits of request bodies."""
+"""The schemas of request bodies, and the limits on their values."""
 
 from typing import Any
 

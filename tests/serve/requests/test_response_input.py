@@ -1,4 +1,4 @@
-"""Conversion of Responses requests to chats, with the bundled tokenizer."""
+"""Responses requests are converted to chats, with the bundled tokenizer."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ def test_fields_are_passed_on():
     assert params.max_tokens == 9
     for name, value in given.items():
         assert getattr(params, name) == value
-    # Fields that Responses do not have.
+    # These fields exist in chats, but not in Responses.
     params = make_params(chat(max_tokens=2, n=2, prompt_logprobs=1), {})
     assert (params.max_tokens, params.n, params.prompt_logprobs) == (None, 1, None)
 
@@ -197,7 +197,7 @@ def test_accepts_items_that_clients_send_back():
     assert written(input=[USER, thought, empty, RESULT]) == written(
         input=[USER, CALL, RESULT]
     )
-    # A cut-off answer is continued, whatever items follow it.
+    # A cut-off answer is continued, whatever items follow it in the input.
     cut = {"role": "assistant", "content": "We", "status": "incomplete"}
     assert written(input=[USER, cut, noted]) == written(input=[USER, cut])
 
@@ -252,7 +252,7 @@ def test_tool_choices(choice: Any, names: list[str], kind: str):
 
 
 def test_calls_and_results():
-    """Consecutive texts and calls are one message of the model, in any order."""
+    """Consecutive texts and calls, in any order, become one message of the model."""
     second = CALL | {"name": "g", "arguments": '{"a": 1}', "call_id": "2"}
     words = {"role": "assistant", "content": "Well"}
     results = [RESULT | {"call_id": "2", "output": [{"type": "text", "text": "8"}]}]

@@ -1,4 +1,4 @@
-"""Tool parsers, ours and plugins', and their results."""
+"""Built-in tool parsers and plugins, and the tool calls that they return."""
 
 import importlib
 import re
@@ -24,7 +24,7 @@ from jaxspec_checkpoints import bundled_target
 TOKENIZER = Tokenizer.from_folder(bundled_target())
 TOOLS: Any = [{"function": {"name": "f"}}, {"function": {"name": "g"}}]
 TEXT = 'Well.\n[{"name": "f", "parameters": {"a": 1}}, {"name": "g"}]'
-# A plugin for vLLM, with the package name replaced.
+# A plugin written for vLLM, with the package name replaced.
 PLUGIN = '''
 from collections.abc import Sequence
 
@@ -246,7 +246,7 @@ def test_rejects_plugin_without_py_suffix(tmp_path: Path):
 
 def test_settings_select_parser(plugin: str):
     assert ServerSettings().tool_call_parser == GEMMA
-    names = ("gemma", "gemma2")  # the second is an alias
+    names = ("gemma", "gemma2")  # the second name is an alias of the first
     assert len({ToolParserManager.get_tool_parser(name) for name in names}) == 1
     with pytest.raises(
         ConfigError, match="one of 'gemma', 'gemma2', got 'shout'"

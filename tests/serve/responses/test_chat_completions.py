@@ -1,4 +1,4 @@
-"""Chat responses beyond the text: role, echo, logprobs."""
+"""Fields of chat responses beside the text: role, echo, logprobs."""
 
 from typing import Any
 

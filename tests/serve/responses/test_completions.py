@@ -1,6 +1,6 @@
-"""Completions beyond the text: echo, logprobs, token ids, also in chunks.
+"""Fields of completions beside the text: echo, logprobs, token ids, also in chunks.
 
-Also tests `response_writers`, the common part with chats.
+Also tests `response_writers`, which completions and chats share.
 """
 
 from typing import Any
@@ -86,7 +86,7 @@ def test_token_ids(is_stream: bool):
 
 
 def output(tokens: list[int], *, is_first: bool, is_last: bool) -> RequestOutput:
-    """Make part of a text in which each token's log-probability is its negative id."""
+    """Make part of a text; the log-probability of each token is its negative id."""
     logprobs = [
         {token: Logprob(-float(token), 1, letters([token]))} for token in tokens
     ]
@@ -132,14 +132,14 @@ def test_echo_logprobs_in_chunks():
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_offsets_are_lengths_of_the_returned_text(is_stream: bool):
-    """With bytes of characters and hidden tokens, whose own texts differ in length."""
+    """Includes bytes of a character and hidden tokens, which have other texts alone."""
     serving: Any = StubServing()
     tokenizer = serving.tokenizer = Tokenizer.from_folder(bundled_target())
     prompt, text = "Cr\u00e8me \U0001f600 fox", " \u00e9t\u00e9 \U0001f9a9 end"
     prompt_ids = tokenizer.encode(prompt)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    ids.insert(3, tokenizer.bos_token_id)  # hidden
-    stop = tokenizer.encode("STOP", add_special_tokens=False)  # cut off
+    ids.insert(3, tokenizer.bos_token_id)  # hidden in the text
+    stop = tokenizer.encode("STOP", add_special_tokens=False)  # cut off from the text
     body = CompletionBody(prompt=prompt, logprobs=0, echo=True, stream=is_stream)
     params = SamplingParams(logprobs=0, prompt_logprobs=0, stop="STOP")
     writer = CompletionWriter(serving, body, params, "x")
@@ -181,14 +181,14 @@ def test_offsets_are_lengths_of_the_returned_text(is_stream: bool):
             assert shown == ""
         elif not tokenizer.is_byte(token) and offset < len(whole):
             assert shown == tokenizer.decode([token])
-    # All four bytes of a character have its offset.
+    # All four byte tokens of a character have the character's offset.
     emoji = prompt.index("\U0001f600")
     assert offsets.count(emoji) == 4
     assert offsets.count(emoji + 1) == 1
 
 
 def test_tokens_as_ids():
-    """Set by the server; a request may override it."""
+    """The server sets the default, and a request may override it."""
 
     async def ask(client: httpx.AsyncClient) -> None:
         given: Any = {"prompt": PROMPT, "max_tokens": 2, "logprobs": 1}

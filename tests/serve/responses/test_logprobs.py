@@ -1,4 +1,4 @@
-"""The two formats of log-probabilities."""
+"""The log-probability formats of completions and of chats."""
 
 import math
 
@@ -8,7 +8,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.support.engines import StubTokenizer
 
-# The generated token has rank 3; another token has probability 0.
+# The generated token has rank 3, and another token has probability 0.
 POSITION = {
     7: Logprob(-3.0, 3, "c"),
     8: Logprob(-1.0, 1, "a"),
@@ -90,7 +90,7 @@ def test_tokens_with_equal_texts():
     found = writer.for_completion([first], [position], [0])
     assert found["tokens"] == ["bytes:\\x9f"]
     assert found["top_logprobs"] == [{"bytes:\\x9f": -2.0, "bytes:\\xa6": -1.0}]
-    # The generated token comes first, and its value is kept.
+    # The two tokens have the same text: the value of the generated one is returned.
     position = {7: Logprob(-2.0, 2, "a"), 8: Logprob(-1.0, 1, "a")}
     found = writer.for_completion([7], [position], [0])
     assert found["top_logprobs"] == [{"a": -2.0}]
@@ -105,7 +105,7 @@ def test_prompt_offsets_refer_to_echoed_text():
     )
     assert whole[:3] == [0, 0, len("<start_of_turn>")]
     assert whole[-1] == text.index(" fox")
-    # The offset of every ordinary token is that of its text.
+    # The offset of every ordinary token is where its own text begins.
     for token, offset in zip(token_ids[2:], whole[2:], strict=True):
         if not tokenizer.is_byte(token):
             assert text.startswith(tokenizer.decode([token]), offset)
@@ -114,7 +114,7 @@ def test_prompt_offsets_refer_to_echoed_text():
             tokenizer, text, cut, is_spelled=True, is_cut_right=is_right
         )
         assert found == (whole[:4] if is_right else whole[-4:])
-    # A text decoded from ids hides special tokens.
+    # Special tokens are hidden in a text decoded from ids.
     decoded = tokenizer.decode(token_ids)
     hidden = prompt_offsets(
         tokenizer, decoded, token_ids, is_spelled=False, is_cut_right=False

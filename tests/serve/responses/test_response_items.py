@@ -1,4 +1,4 @@
-"""Items of a response and their events; the server's tests check whole streams."""
+"""Items of a response, and their events. Tests of the server check whole streams."""
 
 import pytest
 

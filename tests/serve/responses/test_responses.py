@@ -52,7 +52,7 @@ def checked(received: Any) -> Any:
     content = received if isinstance(received, dict) else received.model_dump()
     response = content.get("response", content)
     if response.get("usage"):
-        # The engine does not count tokens written to the cache.
+        # The engine does not count how many tokens it writes to the prefix cache.
         response["usage"]["input_tokens_details"]["cache_write_tokens"] = 0
     kind = EVENT if "sequence_number" in content else RESPONSE
     return kind.validate_python(content)
@@ -93,7 +93,7 @@ def test_response_repeats_request_fields():
 
     async def ask(http: httpx.AsyncClient) -> None:
         create: Any = client_of(http).responses.create
-        # The stub's conversation is its last message, with the instructions.
+        # The stub's chat template renders only the last message and the instructions.
         user = {"role": "user", "content": "!"}
         turns: Any = [user, {"role": "assistant", "content": PROMPT}]
         response = checked(
@@ -270,7 +270,7 @@ def test_retrieve_and_delete(is_stream: bool):
 
 
 def test_previous_response_id():
-    """The stub renders the last message only: the request shows the earlier ones."""
+    """Stored messages include the earlier ones; the stub renders only the last."""
 
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
@@ -341,7 +341,7 @@ def test_cancel_background_response(is_deleted: bool):
             assert (cancelled.status, cancelled.output) == ("cancelled", [])
             found = await responses.retrieve(created["id"])
             assert found.model_dump() == cancelled.model_dump()
-        # Its place in the batch is free.
+        # Its row of the batch is free again.
         load = (await http.get("/load")).json()
         assert load["server_load"] == 0
 
@@ -350,7 +350,7 @@ def test_cancel_background_response(is_deleted: bool):
 
 @pytest.mark.parametrize("status", ["in_progress", "completed"])
 def test_large_response_is_cancelled_in_thread(status, monkeypatch):
-    """Another server may generate it: it is polled until that server has stopped."""
+    """Another server may generate it, so a thread polls until that has stopped."""
     monkeypatch.setattr(generation, "SHORT_BYTES", 32)
     monkeypatch.setattr(generation, "HEARTBEAT_S", 0.05)
     threads: list[str] = []
@@ -383,7 +383,7 @@ async def collect(stream: Any) -> list[Any]:
 
 
 def test_stream_background_response_again():
-    """By the first client and by others, from the start or from any event on."""
+    """Any client may read it again, from the start or from any event on."""
 
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
@@ -424,7 +424,7 @@ def test_stream_background_response_again():
     [{}, {"stream": True}, {"background": True}, {"background": True, "stream": True}],
 )
 def test_large_response_is_serialized_in_thread(how, monkeypatch):
-    """Its log-probabilities are in the store, the response and the last events."""
+    """The store, the response and the last events all contain its log-probabilities."""
     threads: dict[str, set[str]] = {}
 
     def watch(owner: Any, name: str) -> None:
@@ -458,7 +458,7 @@ def test_large_response_is_serialized_in_thread(how, monkeypatch):
         assert found["store"] is True
 
     serve_http(ask)
-    # Only a background response is stored before it is finished.
+    # Only background responses are stored before they are finished.
     kept = "update" if how.get("background") else "add"
     names = {kept, "encoded"} | ({"event"} if how.get("stream") else set())
     assert threads == dict.fromkeys(names, {"jaxspec-long-work"})
@@ -547,7 +547,7 @@ def test_failed_step_in_stream():
 
 
 def test_response_belongs_to_api_key():
-    """Another key neither finds, continues, cancels, deletes nor replaces it."""
+    """Another key cannot find, continue, cancel, delete or replace it."""
 
     async def ask(http: httpx.AsyncClient) -> None:
         ours, theirs = (

@@ -1,4 +1,4 @@
-"""Token counts, acceptance and times in responses."""
+"""Token counts, acceptance and times that responses return."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ TIMES = {
 
 
 class StubServing(Serving):
-    """A `Serving` without an engine, for writers."""
+    """A `Serving` without an engine, for tests of response writers."""
 
     def __init__(self, **settings: Any):
         self.settings, self.tokenizer = ServerSettings(**settings), StubTokenizer(16)
@@ -137,7 +137,8 @@ def test_stream_metrics_come_last():
                 assert chunks[-1]["choices"][0]["finish_reason"] == "length"
                 assert last["choices"] == []
                 assert ("usage" in last) == bool(more)
-                # One token has no rate: the field is left out, not null.
+                # A single token has no rate, so the field is left out instead of being
+                # null.
                 assert "tokens_per_second" not in last["metrics"]
                 assert None not in last["metrics"].values()
                 assert last["metrics"]["time_to_first_token_ms"] >= 0
