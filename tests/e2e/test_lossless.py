@@ -41,9 +41,9 @@ LONG = Cut(
 XLA = replace(SHORT, num_prompts=12, num_tokens=24)
 # These trees of drafts span several pages and cross the border of windows.
 LARGEST = replace(LONG, proposers=tuple(LARGE), drafts=(8,))
+SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 # bfloat16 logits have many near ties, so programs are compiled with users' options:
 # other options would round differently.
-SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
 # Every proposer on a Gemma 3 pair. It has four times as many layers, so this part has
 # fewer prompts, and each engine compiles one program.

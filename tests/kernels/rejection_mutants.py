@@ -86,7 +86,7 @@ def rounds() -> tuple[tuple[tuple, dict, Any], ...]:
 
 
 def check_rounds(implementation: str) -> None:
-    """Check that verdicts equal those of whole rows in all rounds of `rounds`."""
+    """Check that all rounds get the tokens that `by_whole_rows` accepts and samples."""
     run = partial(IMPLEMENTATIONS[implementation](), vocab_size=VOCAB, axis_name=None)
     run = jax.jit(run, compiler_options=UNOPTIMISED)
     for arrays, numbers, verdict in rounds():

@@ -154,7 +154,7 @@ def largest_collective(text: str, *, but: tuple[int, ...]) -> int:
 
 
 def _as_slots(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of pages as the operand of a scatter."""
+    """Return the shape of pages that a scatter writes: page and slot axes merged."""
     return (shape[0] * shape[1], *shape[2:]) if len(shape) == 4 else shape
 
 

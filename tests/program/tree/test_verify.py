@@ -258,7 +258,7 @@ def check_last_slots() -> None:
     assert 3 < rounds[0].row.max() < 7
 
 
-def test_the_last_slots_hold_no_drafts():
+def test_drafts_past_max_model_len_are_ignored():
     check_last_slots()
 
 
