@@ -35,7 +35,7 @@ from tests.support.fake_engines import (
 
 
 def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
-    """A launch in flight would be delayed, and its time included in the measurement."""
+    """Otherwise calibration delays a launch in flight and measures its time too."""
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
     )
