@@ -119,7 +119,7 @@ def test_methods_of_an_object_take_turns():
 
         @exclusive
         def add(self, increment: int) -> int:
-            """Increment slowly: threads without the lock would overwrite each other."""
+            """Increment slowly, so that threads without the lock would interfere."""
             value = self.value
             time.sleep(0.001)
             self.value = value + increment
@@ -132,4 +132,7 @@ def test_methods_of_an_object_take_turns():
     for thread in threads:
         thread.join(LIMIT_S)
     assert counter.value == 40
-    assert counter.add.__doc__ == "Add slowly."
+    assert (
+        counter.add.__doc__
+        == "Increment slowly, so that threads without the lock would interfere."
+    )
