@@ -6,18 +6,19 @@ Engines without drafts, with a fixed K and with a chosen K run in one process, i
 their speeds are compared per repeat. Parts:
 
 - `cells`: at several forced acceptance rates and batch sizes, compares adaptive K with
-the best fixed K and with plain decoding; also records K, probes, and measured and
-expected round times. - `step`: forced acceptance that jumps between 0.9 and 0 every
-five seconds: tokens/s
+  the best fixed K and with plain decoding; also records K, probes, and measured and
+  expected round times.
+- `step`: forced acceptance that jumps between 0.9 and 0 every five seconds: tokens/s
   over time, and the time until they are within a tenth of the settled value.
 - `ramp`: the number of requests rises to the maximum and falls: tokens/s and K.
 - `foreign`: texts of several domains, verified by the target, greedy and sampled
-without a seed. - `free`: cost of a draft model that is not used. Compares an engine
-with a draft model and K = 0 with two equal engines without drafts, whose difference is
-the noise. Repeated with several sets of engines. - `short`: time from submission to the
-last token of single requests of 96 tokens on held-out prompts, adaptive K / plain
-decoding. Measured in warm engines, and for the first request of new engines whose
-programs are in the compilation cache.
+  without a seed.
+- `free`: cost of a draft model that is not used. Compares an engine with a draft model
+  and K = 0 with two equal engines without drafts, whose difference is the noise.
+  Repeated with several sets of engines.
+- `short`: time from submission to the last token of single requests of 96 tokens on
+  held-out prompts, adaptive K / plain decoding. Measured in warm engines, and for the
+  first request of new engines whose programs are in the compilation cache.
 
 The result file is written after every part, and lists the goals that were missed.
 Except in `foreign` and `short`, acceptance is forced, so texts mean nothing.

@@ -1,6 +1,6 @@
 """Continues prompts with a dense KV cache, to generate the target's text fast.
 
-Every row is one stream of `length` positions: a prompt is fed token by token, its
+Every row is one stream of `length` positions: a prompt is run token by token, its
 continuation is sampled, and when that ends the row's next prompt follows at once. No
 step is spent on finished rows, and the result is a packed row with segment ids, as
 training needs it. Positions inside a document differ from the row's by a constant,

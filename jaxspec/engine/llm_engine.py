@@ -296,7 +296,7 @@ class LLMEngine:
         """Restart after a failed launch; drop the launch's tokens."""
         self._launched.clear()
         if self.runner.followers is not None:
-            # With several hosts the engine cannot go on: the other processes cannot
+            # With several hosts the engine cannot continue: the other processes cannot
             # undo the launch.
             reason = f"A launch failed: {error!r}"
             self.runner.followers.break_off(reason, may_be_loss=True)

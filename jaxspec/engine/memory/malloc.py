@@ -8,20 +8,24 @@ The memory of a process that made twelve engines with different K, one after ano
 grew by 10 to 15 %, in jumps of 20 MB, for two reasons:
 
 - On machines with few cores jax's threads hold every arena. The compiler thread of each
-engine took another one, and left memory at its end. With spare arenas, the thread takes
-the arena that the previous compiler thread has left. - Weights were copied by threads
-of jax, into the arenas of these threads: glibc maps allocations one by one only above a
-threshold, which rises to 32 MB as arrays are freed. The threshold is kept low while
-weights are loaded and programs compiled, but not while programs run: XLA's temporaries
-would be mapped anew in each launch (600 page faults per launch of 8 sequences).
+  engine took another one, and left memory at its end. With spare arenas, the thread
+  takes the arena that the previous compiler thread has left.
+- Weights were copied by threads of jax, into the arenas of these threads: glibc maps
+  allocations one by one only above a threshold, which rises to 32 MB as arrays are
+  freed. The threshold is kept low while weights are loaded and programs compiled, but
+  not while programs run: XLA's temporaries would be mapped anew in each launch (600
+  page faults per launch of 8 sequences).
 """
 
 import ctypes
 import functools
+import logging
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_log = logging.getLogger(__name__)
 
 # On two cores, where glibc's limit is 16, the threads of one engine use 22.
 MIN_ARENAS = 64
@@ -37,7 +41,7 @@ def permit_spare_arenas() -> None:
     """Raise glibc's limit of arenas, before jax starts its threads."""
     if _is_ours():
         limit = max(MIN_ARENAS, 8 * (os.cpu_count() or 1))
-        ctypes.CDLL(None).mallopt(_ARENA_MAX, limit)
+        _set(_ARENA_MAX, limit)
 
 
 @contextmanager
@@ -50,14 +54,13 @@ def large_arrays_mapped() -> Iterator[None]:
     if not _is_ours():
         yield
         return
-    mallopt = ctypes.CDLL(None).mallopt
     # The first call ends glibc's own changes of both.
-    mallopt(_TRIM_THRESHOLD, 2 * HIGH_THRESHOLD_BYTES)
-    mallopt(_MMAP_THRESHOLD, LOW_THRESHOLD_BYTES)
+    _set(_TRIM_THRESHOLD, 2 * HIGH_THRESHOLD_BYTES)
+    _set(_MMAP_THRESHOLD, LOW_THRESHOLD_BYTES)
     try:
         yield
     finally:
-        mallopt(_MMAP_THRESHOLD, HIGH_THRESHOLD_BYTES)
+        _set(_MMAP_THRESHOLD, HIGH_THRESHOLD_BYTES)
 
 
 def trim_malloc() -> None:
@@ -67,6 +70,11 @@ def trim_malloc() -> None:
     """
     if _is_glibc():
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
+def _set(parameter: int, value: int) -> None:
+    if not ctypes.CDLL(None).mallopt(parameter, value):
+        _log.warning("glibc refused mallopt(%d, %d)", parameter, value)
 
 
 def _is_ours() -> bool:

@@ -447,7 +447,7 @@ class Shapes:
 def largest_chunk(
     num_batched_tokens: int, *, num_seqs: int, max_model_len: int, is_invariant: bool
 ) -> int:
-    """Return how many prompt tokens the largest program of an engine has room for.
+    """Return the number of prompt tokens that the largest program has room for.
 
     `num_batched_tokens`, or less: `FIRST_CHUNK`, or all prompt tokens that `num_seqs`
     sequences can have, if that is more.

@@ -271,7 +271,7 @@ class Scheduler:
         return Decode(rows, drafts, max_k, shape, features, lacks_drafts, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
-        """Stage 2: how many prompt tokens the launch may include.
+        """Stage 2: the number of prompt tokens that the launch may include.
 
         Args:
             is_paced: Limit them while requests stream.

@@ -183,7 +183,7 @@ class SpeculationPolicy:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether drafting has failed, so that it stays off."""
+        """Whether drafting has failed, so that it remains off."""
         return self.stop_reason is not None
 
     def stop(self, reason: str) -> None:

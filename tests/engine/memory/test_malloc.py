@@ -70,6 +70,12 @@ def test_limits_of_the_user_are_kept(library: Library, monkeypatch, name: str):
         assert not library.limits
 
 
+def test_refused_limit_is_logged(library: Library, monkeypatch, caplog):
+    monkeypatch.setattr(library, "mallopt", lambda number, value: 0)
+    permit()
+    assert "glibc refused mallopt(-8, 64)" in caplog.text
+
+
 def test_trims_all_free_memory(library: Library):
     malloc.trim_malloc()
     assert library.trims == [0]
