@@ -479,6 +479,10 @@ class EngineArgs:
             draft_token_ids=draft_token_ids,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
+            # Off by default.
+            disable_hybrid_kv_cache_manager=(
+                self.disable_hybrid_kv_cache_manager is not False
+            ),
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
             structured_outputs=StructuredOutputsConfig.read(

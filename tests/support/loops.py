@@ -1,6 +1,7 @@
 """Run a scheduler on a fake device, without detokenization."""
 
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from jaxspec.config.engine import EngineConfig, SpeculativeConfig
 from jaxspec.config.speculation import FIXED
+from jaxspec.engine.runner import pool_of
 from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.programs import EveryProgram
@@ -15,7 +17,7 @@ from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
-from jaxspec.program.plan import TILE, PoolShape, StepShape
+from jaxspec.program.plan import TILE, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.defaults import DEFAULTS
 from tests.support.engines import MICRO
@@ -46,13 +48,23 @@ def make_config(**changes) -> EngineConfig:
         model_config=MODEL,
     )
     num_draft_tokens = changes.pop("num_draft_tokens", 3)
+    window, num_local = changes.pop("window", None), changes.pop("num_local", 1)
+    model = MODEL
+    if window is not None:
+        model = replace(
+            MODEL,
+            num_layers=num_local + 1,
+            local_pattern=(True,) * num_local + (False,),
+            sliding_window=window,
+        )
+        values |= dict(model_config=model, disable_hybrid_kv_cache_manager=False)
     threshold = changes.pop("disable_by_batch_size", None)
     longest_drafted = changes.pop("longest_drafted", None)
     forced = changes.pop("forced_acceptance", None)
     controller = changes.pop("controller", FIXED)
     keys = changes.pop("speculative_keys", {})
     if num_draft_tokens:
-        values["draft_model_config"] = MODEL
+        values["draft_model_config"] = model
         speculative = SpeculativeConfig(
             model="draft",
             num_speculative_tokens=num_draft_tokens,
@@ -134,19 +146,14 @@ class Loop:
         self.scheduler = Scheduler(
             config, policy, programs=programs, page_events=page_events
         )
-        self.pool = PoolShape(
-            num_rows=config.max_num_seqs,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            max_model_len=config.max_model_len,
-            vocab_size=config.model_config.vocab_size,
-        )
+        self.pool = pool_of(config)
         self.truth = random_truth(VOCAB)
         self.device = FakeDevice(
             self.pool,
             self.truth,
             has_draft=config.draft_model_config is not None,
             seed=seed,
+            window=config.local_window,
         )
         self.fastest_s, self.prompt_token_s = 1.0, 1 / 128
         self.launched: deque = deque()

@@ -39,6 +39,7 @@ class RowTable:
         is_decoding: The whole prompt is prefilled, or is in a launch.
         is_streamed: The caller gets tokens as they are made.
         only_final_output: As for `Request`.
+        first_local: `Request.first_local`.
         num_tokens: Tokens whose values the host knows.
         num_unread: Rounds that add tokens and have not been read.
         num_unsure: Unread rounds that the device may not run.
@@ -83,6 +84,7 @@ class RowTable:
         self.is_decoding, self.is_streamed = flags(), flags()
         self.only_final_output = flags()
         self.has_grammar, self.is_slow, self.is_held = flags(), flags(), flags()
+        self.first_local = integers()
         self.num_tokens, self.num_unread = integers(), integers()
         self.num_unsure, self.ahead = integers(), integers()
         self.max_total, self.longest = integers(), integers()
@@ -160,6 +162,20 @@ class RowTable:
         """
         known = self.num_tokens[rows] + self.num_unread[rows] - self.num_unsure[rows]
         return np.minimum(known, self.max_total[rows])
+
+    def oldest_query(self, rows: np.ndarray, *, has_draft_model: bool) -> np.ndarray:
+        """Return a lower bound on the positions that later launches compute.
+
+        The first pass of a draft model computes its newest `max_draft_lag` tokens. If
+        it lags more, a draft prefill computes all that it lacks.
+        """
+        back = self.max_draft_lag
+        if has_draft_model:
+            has_drafts = self.num_draft_tokens[rows] > 0
+            has_drafts &= self.num_tokens[rows] < self._longest_drafted
+            lag = np.where(has_drafts, self.num_draft_uncached[rows], 0)
+            back = np.maximum(lag, back)
+        return self.fewest_tokens(rows) - back
 
     def decodable(self, max_draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that can decode now, and the maximum K of each.

@@ -225,10 +225,14 @@ def test_generated_tokens_are_found_in_the_cache():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_planned_pages_equal_allocated_pages(seed):
+@pytest.mark.parametrize(
+    "windows",
+    [{}, dict(window=5, num_pages=30), dict(window=6, num_local=3, num_pages=24)],
+)
+def test_planned_pages_equal_allocated_pages(windows, seed):
     """Planned pages, for growth and admission, equal those taken from the pool."""
     random = np.random.default_rng(seed)
-    config = make_config(page_size=2, num_pages=16, max_model_len=24)
+    config = make_config(**(dict(page_size=2, num_pages=16, max_model_len=24) | windows))
     tables = PageTables(config, EngineStats())
     stem = random.integers(0, 16, 24).tolist()
 
@@ -239,20 +243,23 @@ def test_planned_pages_equal_allocated_pages(seed):
         return make_request(prompt_token_ids=prompt, tokens_to_prefill=prompt)
 
     def start(request: Request, num_found: int, end: int) -> list[int]:
-        keys = tables.reusable_keys(request)[:num_found]
-        found = tables.pool.find(keys)
-        tables.begin(request, found)
+        tables.begin(request, num_found)
+        found = request.pages[:num_found]
         tables.grow(request, end + 1)
         tables.register(request, end)
         return found
 
+    def num_found_of(request: Request) -> int:
+        return len(tables.cached_prefix(request).pages)
+
     running = list[Request]()
     for request in [make() for _ in range(6)]:
         end = int(random.integers(1, request.num_tokens + 1))
-        num_found = min(len(tables.pool.find(tables.reusable_keys(request))), end // 2)
-        if tables.count(end + 1) > tables.pool.num_free:
+        num_found = num_found_of(request)
+        end = max(end, 2 * num_found)
+        if 2 * tables.count(end + 1) > tables.pool.num_free:
             continue
-        start(request, num_found, max(end, 2 * num_found))
+        start(request, num_found, end)
         if random.random() < 0.6:
             tables.release(request)
         else:
@@ -267,8 +274,9 @@ def test_planned_pages_equal_allocated_pages(seed):
             steps.append((request, None, end, planned.num_free))
     for request in [make() for _ in range(4)]:
         found = planned.find(request)
-        end = int(random.integers(2 * len(found) + 1, request.num_tokens + 1))
-        needed = tables.count(end + 1) - len(found) + planned.num_revived(found)
+        end = int(random.integers(2 * len(found.pages) + 1, request.num_tokens + 1))
+        needed = tables.num_needed(found, tables.count(end + 1))
+        needed += planned.num_revived(found)
         if needed <= planned.num_free:
             planned.begin(request, found, end)
             steps.append((request, found, end, planned.num_free))
@@ -278,9 +286,9 @@ def test_planned_pages_equal_allocated_pages(seed):
             tables.grow(request, end + 1)
             tables.register(request, end)
         else:
-            assert len(tables.pool.find(tables.reusable_keys(request))) == len(found)
-            pages = start(request, len(found), end)
-            pairs = zip(pages, found, strict=True)
+            assert num_found_of(request) == len(found.pages)
+            pages = start(request, len(found.pages), end)
+            pairs = zip(pages, found.pages, strict=True)
             assert all(page == plan for page, plan in pairs if plan is not None)
         assert tables.pool.num_free == num_free
     assert steps
