@@ -45,6 +45,7 @@ MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
 MAX_LOGPROBS = 1024  # per token: every launch copies them to the host
 MAX_SCHEDULER_STEPS = 64  # a result has room for all of them
+_TILE = 32  # least prompt tokens of a launch
 
 
 def draft_hint(target: ModelConfig) -> str:
@@ -339,24 +340,34 @@ class EngineConfig:
         return self.model_config.num_local_per_global
 
     @property
-    def max_local_pages(self) -> int:
-        """Most local pages that a sequence needs at once.
+    def decode_local_pages(self) -> int:
+        """Most local pages that a sequence keeps while it decodes.
 
-        A sequence keeps the window before the oldest query of the next launch, and all
-        positions that the launch may write: a part of its prompt, or the drafts of two
-        launches. Local pages that a draft model has not read are kept for it, at most
-        those of the whole sequence.
+        That is the window before its newest known token, and the drafts of two
+        launches.
         """
+        num_nodes = self.speculative.num_nodes if self.speculative else 0
+        return self._local_pages(2 * self.num_scheduler_steps * (num_nodes + 1))
+
+    @property
+    def max_local_pages(self) -> int:
+        """`most_local_pages` of the engine's own launches."""
+        return self.most_local_pages(self.max_num_batched_tokens)
+
+    def most_local_pages(self, num_batched_tokens: int) -> int:
+        """Return the most local pages that a sequence needs at once.
+
+        It may have more, for a draft model that has not read them, while there are
+        enough.
+        """
+        in_prompt = self._local_pages(max(num_batched_tokens, _TILE))
+        return max(in_prompt, self.decode_local_pages)
+
+    def _local_pages(self, num_written: int) -> int:
+        """Return the local pages for a window and the positions that are written."""
         if self.local_window is None:
             return 0
-        if self.draft_model_config is not None:
-            return self.pages_per_seq
-        num_nodes = self.speculative.num_nodes if self.speculative else 0
-        written = max(
-            self.max_num_batched_tokens,
-            2 * self.num_scheduler_steps * (num_nodes + 1),
-        )
-        num_pages = math.ceil((self.local_window + written) / self.page_size) + 2
+        num_pages = math.ceil((self.local_window + num_written) / self.page_size) + 2
         return min(num_pages, self.pages_per_seq)
 
     @property

@@ -253,6 +253,22 @@ class ModelConfig(ABC):
         head_bytes = self.head_dim * dtype_bytes + scale_bytes
         return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
+    def kv_unit_bytes(
+        self, unit_pages: int, dtype_bytes: int, scale_bytes: int = 0
+    ) -> int:
+        """Return the bytes that a unit takes for each token of a page.
+
+        Args:
+            unit_pages: As for `kv_layout`.
+            dtype_bytes, scale_bytes: As for `kv_bytes_per_token`.
+        """
+        num_pages = sum(
+            array.num_turns * array.pages_per_unit
+            for array in self.kv_layout(unit_pages).arrays
+        )
+        whole = self.kv_bytes_per_token(dtype_bytes, scale_bytes)
+        return whole // self.num_layers * num_pages
+
 
 def end_tokens(
     config: Mapping[str, Any], generation: Mapping[str, Any]

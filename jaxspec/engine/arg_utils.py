@@ -433,11 +433,10 @@ class EngineArgs:
             if draft_token_ids is not None:
                 draft = replace(draft, draft_vocab_size=len(draft_token_ids))
         num_pages = self.num_gpu_blocks_override
+        widths = kv_widths(
+            KV_CACHE_NAMES[self.kv_cache_dtype], MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
+        )
         if num_pages is None:
-            widths = kv_widths(
-                KV_CACHE_NAMES[self.kv_cache_dtype],
-                MAX_DTYPE_BYTES[_DTYPES[self.dtype]],
-            )
             num_bytes = model.kv_bytes_per_token(*widths)
             if draft is not None:
                 num_bytes += draft.kv_bytes_per_token(*widths)
@@ -491,7 +490,28 @@ class EngineArgs:
             kv_events=KvEventsConfig.read(self.kv_events_config),
             hosts=self.read_hosts(),
         )
-        return EngineConfig(**values)
+        if (
+            self.num_gpu_blocks_override is not None
+            or values["disable_hybrid_kv_cache_manager"]
+        ):
+            return EngineConfig(**values)
+        most = 2 * math.ceil(max_model_len / sizes["block_size"])
+        config = EngineConfig(**values | dict(num_pages=most))
+        if config.unit_pages is None:
+            return replace(config, num_pages=num_pages)
+        unit_bytes = sum(
+            one.kv_unit_bytes(config.unit_pages, *widths)
+            for one in (model, draft)
+            if one is not None
+        )
+        if head is not None:
+            unit_bytes += config.unit_pages * head.kv_bytes_per_token(*widths)
+        num_units = default_cpu_pages(
+            config.units_per_seq,
+            config.max_num_seqs,
+            unit_bytes * config.page_size,
+        )
+        return replace(config, num_pages=num_units)
 
 
 @no_type_check

@@ -71,7 +71,7 @@ class Admitter:
             return NO_ADMISSIONS
         running, admitted = list(running), list[Admitted]()
         missing, num_controlled = list[StepShape | None](), 0
-        num_tiles = budget.num_tiles - room
+        num_tiles, lacks_pages = budget.num_tiles - room, False
         pages = promised = None
         while len(admitted) < len(self._rows.free) and (room > 0 or not budget.shapes):
             request = self._next(running, admitted, missing)
@@ -102,6 +102,7 @@ class Admitter:
             needed = self._tables.num_needed(cached, all_pages)
             needed += pages.num_revived(cached)
             if needed + promised > pages.num_free:
+                lacks_pages = True
                 break
             start = own_found * self._config.page_size
             end = min(start + room * TILE, request.num_tokens)
@@ -118,7 +119,7 @@ class Admitter:
             room, num_tiles = room - chunk.num_tiles, num_tiles + chunk.num_tiles
             admitted.append(Admitted(own_found, chunk))
             running.append(request)
-        return Admissions(tuple(admitted), tuple(missing))
+        return Admissions(tuple(admitted), tuple(missing), lacks_pages)
 
     def _next(
         self,

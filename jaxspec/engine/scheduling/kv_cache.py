@@ -30,6 +30,11 @@ next launch has from 10 to 13 tokens. Its oldest query is the token at 8 (the dr
 model reads the two newest tokens), which sees 5 to 8. Page 0 is freed and page 1 stays,
 although with three accepted drafts the launch reads only page 2 and later.
 
+A request whose draft model lags keeps the local pages that it has not read, while there
+are enough pages. When pages are short, the requests with most such pages give up their
+drafts, before any request is preempted: a request then takes at most
+`EngineConfig.max_local_pages`.
+
 A prefix is found if the cache has all its global pages, and the local pages of the
 window before its end; otherwise the longest shorter prefix that has both.
 """
@@ -440,14 +445,17 @@ class PageTables:
         units = {page if page is None else self.pool.unit_of(page) for page in pages}
         num_units = len(units - {None}) + pages.count(None)
         num_more = num_units - -(-len(pages) // self._unit_pages)
-        if self._units_per_seq + num_more > self.pool.num_units:
+        room = self.pool.num_units - self._units_per_seq - num_more
+        if room < 0:
             return CachedPrefix([])
-        num_filled = len(keys)
+        first = self.first_local(len(keys) * self.page_size)
         if self._has_draft_model and request.num_draft_tokens:
             num_filled = self._num_found(
                 keys, lambda key: has_key(key) and self._is_drafted(page_of(key))
             )
-        first = self.first_local(num_filled * self.page_size)
+            needed = self.first_local(num_filled * self.page_size)
+            # Without room, the request gets no drafts.
+            first = needed if first - needed <= room else first
         local = {
             index: page_of(local_key(keys[index]))
             for index in range(first, len(keys))
@@ -534,6 +542,11 @@ class PageTables:
             [(row, index, page) for index, page in enumerate(pages, first)],
             [(row, index, page) for index, page in enumerate(local, first_local)],
         )
+
+    def lacks_local(self, request: Request) -> bool:
+        """Return whether a new request lacks pages that its draft model would read."""
+        needed = self.first_local(request.num_draft_cached)
+        return self.has_local and request.first_local > needed
 
     def free_behind(self, request: Request, first_local: int) -> None:
         """Free a request's local pages before index `first_local`."""

@@ -189,6 +189,8 @@ class LaunchBuilder:
         self._rows.admit(request, longest)
         self.add_pages(self._tables.begin(request, admitted.num_found))
         self._rows.first_local[request.row] = request.first_local
+        if self._has_draft_model and self._tables.lacks_local(request):
+            self._rows.num_draft_tokens[request.row] = 0
         request.status = Status.PREFILL
         self.admissions.append(_admission(request))
         self.add_pages(self._tables.grow(request, chunk.end + 1))

@@ -46,7 +46,8 @@ class RowTable:
         ahead: Upper bound on the tokens that unread rounds add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
-        num_draft_tokens: Maximum number of drafts per round that the request wants.
+        num_draft_tokens: Maximum number of drafts per round that the request wants; 0
+            if it has given up its drafts, to free local pages.
         num_draft_uncached: Draft lag: upper bound on the newest tokens that the draft
             model has no keys and values for, once all launches have run.
         kind: Index into `kinds`, the features that decoding needs.
@@ -168,6 +169,9 @@ class RowTable:
 
         The first pass of a draft model computes its newest `max_draft_lag` tokens. If
         it lags more, a draft prefill computes all that it lacks.
+
+        Args:
+            has_draft_model: Whether rows with drafts may need a draft prefill.
         """
         back = self.max_draft_lag
         if has_draft_model:

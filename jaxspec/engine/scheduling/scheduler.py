@@ -187,7 +187,11 @@ class Scheduler:
         decode = self.select_decode(candidates)
         budget = self.budget_prefill(decode, is_paced=is_paced)
         claims = self.claim_pages(decode, budget)
+        while claims.is_tight and self._give_up_drafts():
+            claims = self.claim_pages(decode, budget)
         admissions = self.admit(budget, claims)
+        while self._frees_for(admissions) and self._give_up_drafts():
+            admissions = self.admit(budget, claims)
         return self.build_launch(decode, budget, claims, admissions)
 
     def _update(self) -> Candidates:
@@ -216,13 +220,44 @@ class Scheduler:
         ends = dict(zip(*behind, strict=True))
         for request in self._prefilling:
             position = request.num_prefilled
-            if self._has_draft_model and request.num_draft_tokens:
+            if self._has_draft_model and rows.num_draft_tokens[request.row]:
                 position = min(position, request.num_draft_cached)
             ends[request.row] = tables.first_local(position)
         for row, end in ends.items():
             (request,) = rows.owners_of([row])
             tables.free_behind(request, max(end, request.first_local))
             rows.first_local[row] = request.first_local
+
+    def _frees_for(self, admissions: Admissions) -> bool:
+        """Return whether running requests give up drafts for a waiting one.
+
+        Only if no drafts are made: otherwise it waits for draft prefill.
+        """
+        return admissions.lacks_pages and not self.policy.num_draft_tokens
+
+    def _give_up_drafts(self) -> bool:
+        """Free the local pages that one request keeps for the draft model.
+
+        The request with most of them gets no more drafts.
+
+        Returns:
+            False if no request keeps any.
+        """
+        rows, tables = self.rows, self.tables
+        if not (tables.has_local and self._has_draft_model):
+            return False
+        first, decoding = rows.first_local.copy(), rows.decoding
+        oldest = rows.oldest_query(decoding, has_draft_model=False)
+        first[decoding] = tables.first_local_of(oldest)
+        for request in self._prefilling:
+            first[request.row] = tables.first_local(request.num_prefilled)
+        num_kept = first - rows.first_local
+        row = int(num_kept.argmax())
+        if num_kept[row] <= 0:
+            return False
+        rows.num_draft_tokens[row] = 0
+        self._free_local_pages()
+        return True
 
     def _candidates(self) -> Candidates:
         max_draft_tokens = 0 if self.policy.is_idle else self._max_draft_tokens

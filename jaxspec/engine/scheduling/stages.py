@@ -153,10 +153,15 @@ class Admitted(NamedTuple):
 
 
 class Admissions(NamedTuple):
-    """Waiting requests that begin to run, in order."""
+    """Waiting requests that begin to run, in order.
+
+    Attributes:
+        lacks_pages: The next request waits only for pages.
+    """
 
     admitted: tuple[Admitted, ...] = ()
     missing: Missing = ()
+    lacks_pages: bool = False
 
 
 class LaunchPlan(NamedTuple):
