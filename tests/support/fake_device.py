@@ -242,6 +242,17 @@ class FakeDevice:
         """Return how many drafts are accepted, a random number."""
         return int(self._random.integers(0, drafts + 1))
 
+    def spoil(self, pages: Sequence[int]) -> None:
+        """Overwrite the units of these local pages."""
+        if not pages:
+            return
+        assert self.pool.unit_pages is not None
+        size = self.pool.page_size * self.pool.unit_pages
+        for page in pages:
+            start = page * self.pool.page_size
+            for kv in (self.target_kv, self.draft_kv):
+                kv[start : start + size] = JUNK
+
     def forget(self) -> None:
         """Forget all sequences, as when the state is created again."""
         self.rows.clear()

@@ -155,13 +155,31 @@ class Loop:
             seed=seed,
             window=config.local_window,
         )
+        self.freed: list[int] = []
+        if config.local_window is not None:
+            self._record_freed_pages()
         self.fastest_s, self.prompt_token_s = 1.0, 1 / 128
         self.launched: deque = deque()
         self.launches: list[Launch] = []
         self.finished: list[Request] = []
 
+    def _record_freed_pages(self) -> None:
+        """Record the local pages that can no longer be found once they are free."""
+        tables, pool = self.scheduler.tables, self.scheduler.pool
+        free = tables.free_behind
+
+        def free_behind(request: Request, first_local: int) -> None:
+            pages = request.local_pages[: first_local - request.first_local]
+            free(request, first_local)
+            self.freed += [page for page in pages if pool.is_blank(page)]
+
+        tables.free_behind = free_behind
+
     def step(self) -> bool:
         launch = self.scheduler.plan()
+        # The plan may have allocated them again: then it also overwrites them.
+        self.device.spoil(self.freed)
+        self.freed = []
         if launch is not None:
             self.launches.append(launch)
             result = self.device.run(launch.plan, launch.shape)

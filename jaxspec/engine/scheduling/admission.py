@@ -99,13 +99,14 @@ class Admitter:
             # Pages that running requests need next are reserved: without them, the new
             # request would be the next to be preempted.
             all_pages = self._tables.count(request.num_tokens + 1)
-            needed = self._tables.num_needed(cached, all_pages)
+            start = own_found * self._config.page_size
+            end = min(start + room * TILE, request.num_tokens)
+            first_pages = self._tables.count(end + 1)
+            needed = self._tables.num_needed(cached, first_pages, all_pages)
             needed += pages.num_revived(cached)
             if needed + promised > pages.num_free:
                 lacks_pages = True
                 break
-            start = own_found * self._config.page_size
-            end = min(start + room * TILE, request.num_tokens)
             chunk = Chunk(request, start, end)
             pages.begin(request, cached, end)
             is_whole = end == request.num_tokens
@@ -113,7 +114,7 @@ class Admitter:
                 self._tables.num_per_page
                 if is_whole
                 else self._tables.num_left(
-                    cached.first_local, self._tables.count(end + 1), all_pages
+                    cached.first_local, first_pages, all_pages
                 )
             )
             room, num_tiles = room - chunk.num_tiles, num_tiles + chunk.num_tiles

@@ -128,6 +128,10 @@ class PagePool:
         """Return whether no page of a page's unit has a holder."""
         return not self._holders[self.unit_of(page)]
 
+    def is_blank(self, page: int) -> bool:
+        """Return whether a page's unit is free, and none of its pages can be found."""
+        return self.is_free(page) and not self._keyed_pages(self.unit_of(page))
+
     def take(self, count: int) -> list[int]:
         """Allocate free units, and drop the keys of their pages.
 
@@ -385,16 +389,22 @@ class PageTables:
         num_local = min(count - first_local, self._max_local) - (have - first_local)
         return -(-count // unit) - -(-have // unit) + max(num_local, 0)
 
-    def num_needed(self, cached: CachedPrefix, count: int) -> int:
+    def num_needed(self, cached: CachedPrefix, first_count: int, count: int) -> int:
         """Return the units that a new request of `count` pages needs at most.
 
         Cached pages without holders are not counted.
+
+        Args:
+            first_count: Pages of the first part of its prompt.
         """
         num_found = len(cached.pages)
         if not self.has_local:
             return count - num_found
         num_local = min(count - cached.first_local, self._max_local)
-        num_local = max(num_local - len(cached.local_pages), cached.num_new_local)
+        num_local = max(
+            num_local - len(cached.local_pages),
+            cached.num_new_local + first_count - num_found,
+        )
         return self._num_units(num_found, count) + num_local
 
     @property

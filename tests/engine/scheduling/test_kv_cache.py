@@ -275,7 +275,8 @@ def test_planned_pages_equal_allocated_pages(windows, seed):
     for request in [make() for _ in range(4)]:
         found = planned.find(request)
         end = int(random.integers(2 * len(found.pages) + 1, request.num_tokens + 1))
-        needed = tables.num_needed(found, tables.count(end + 1))
+        count = tables.count(end + 1)
+        needed = tables.num_needed(found, count, count)
         needed += planned.num_revived(found)
         if needed <= planned.num_free:
             planned.begin(request, found, end)

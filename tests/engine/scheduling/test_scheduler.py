@@ -59,6 +59,18 @@ CONFIGS = {
     "windows_plain": dict(window=5, num_local=5, num_pages=34, num_draft_tokens=0),
     "windows_few_pages": dict(window=13, num_local=3, max_num_seqs=8, num_pages=34),
     "windows_big_pages": dict(window=8, num_local=2, page_size=16, num_pages=14),
+    "windows_tight": dict(
+        window=6, max_num_seqs=8, num_pages=43, max_num_batched_tokens=32
+    ),
+    "windows_lagging": dict(
+        window=8,
+        num_local=4,
+        max_num_seqs=8,
+        num_pages=38,
+        disable_by_batch_size=3,
+        num_scheduler_steps=3,
+        max_num_batched_tokens=32,
+    ),
     "windows_of_one": dict(window=1, page_size=1, num_local=2, num_pages=160),
     "windows_switching": dict(
         window=6, num_local=5, max_num_seqs=8, disable_by_batch_size=2, num_pages=60
