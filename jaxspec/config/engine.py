@@ -371,6 +371,15 @@ class EngineConfig:
         return min(num_pages, self.pages_per_seq)
 
     @property
+    def num_kv_tokens(self) -> int:
+        """Tokens of the longest sequences that fit the pool, together."""
+        if self.unit_pages is None:
+            return self.num_pages * self.page_size
+        num_local = min(self.pages_per_seq, self.decode_local_pages)
+        units = math.ceil(self.pages_per_seq / self.unit_pages) + num_local
+        return self.num_pages * self.max_model_len // units
+
+    @property
     def units_per_seq(self) -> int:
         """Units of the pool that the longest sequence needs: pages without units."""
         num_global = math.ceil(self.pages_per_seq / (self.unit_pages or 1))

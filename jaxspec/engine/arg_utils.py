@@ -190,6 +190,9 @@ class EngineArgs:
         distributed_timeout_seconds: Seconds that the processes wait for each other at
             the start. Default: 300.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
+        disable_hybrid_kv_cache_manager: Keep the keys and values of all tokens in all
+            layers (default). If false, layers with a sliding window keep only their
+            window: more and longer sequences fit. Texts are the same.
         speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
             model. Default: all of the target's, or fewer if an estimate shows that
             fewer are clearly faster and leave most of the pages.
@@ -251,6 +254,7 @@ class EngineArgs:
     hosts_secret_file: str | None = None
     distributed_timeout_seconds: int | None = None
     enable_prefix_caching: bool | None = None
+    disable_hybrid_kv_cache_manager: bool | None = None
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20
     load_format: str = "auto"
@@ -302,7 +306,6 @@ class EngineArgs:
     enable_sleep_mode: bool = False
     async_scheduling: bool | None = None
     disable_custom_all_reduce: bool = False
-    disable_hybrid_kv_cache_manager: bool | None = None
     distributed_executor_backend: Any = None
     max_seq_len_to_capture: int = 8192
     compilation_config: Any = None
@@ -344,6 +347,9 @@ class EngineArgs:
         if self.enable_prefix_caching is not None:
             name = "enable_prefix_caching"
             check_flag(ConfigError, name, self.enable_prefix_caching)
+        name = "disable_hybrid_kv_cache_manager"
+        if self.disable_hybrid_kv_cache_manager is not None:
+            check_flag(ConfigError, name, self.disable_hybrid_kv_cache_manager)
         check_choice(ConfigError, "dtype", self.dtype, tuple(_DTYPES))
         name = "kv_cache_dtype"
         check_choice(ConfigError, name, self.kv_cache_dtype, tuple(KV_CACHE_NAMES))
@@ -478,7 +484,6 @@ class EngineArgs:
             draft_token_ids=draft_token_ids,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
-            # Off by default.
             disable_hybrid_kv_cache_manager=(
                 self.disable_hybrid_kv_cache_manager is not False
             ),

@@ -15,12 +15,13 @@ from jaxspec.engine.scheduling.kv_cache import (
     PagePool,
     PageTables,
     PlannedPages,
+    local_key,
     page_keys,
     root_key,
 )
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
-from tests.support.loops import make_config, make_requests, run_traffic
+from tests.support.loops import Loop, make_config, make_requests, run_traffic
 from tests.support.requests import make_request
 
 NUM_PAGES = 8
@@ -169,8 +170,14 @@ def test_page_keys_depend_on_salt_and_group():
     assert len(roots | {root_key("all", "")}) == 5
 
 
-def test_shared_prefix_is_prefilled_once():
-    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=32)
+WINDOWS = [{}, dict(window=8, num_local=2), dict(window=30, num_draft_tokens=0)]
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_shared_prefix_is_prefilled_once(windows):
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_num_batched_tokens=32, **windows
+    )
     requests = make_requests(config, 4)
     loop = run_traffic(config, requests)
     # The first request's pages are reused, except the page of the last prompt token.
@@ -206,10 +213,13 @@ def test_salts_do_not_share_pages():
     assert [request.num_cached_tokens for request in requests] == [0, 0, 68, 0]
 
 
-def test_generated_tokens_are_found_in_the_cache():
+@pytest.mark.parametrize("windows", WINDOWS[:2])
+def test_generated_tokens_are_found_in_the_cache(windows):
     """The next turn of a conversation begins with the previous answer."""
     for num_draft_tokens in (0, 3):
-        config = make_config(num_pages=200, num_draft_tokens=num_draft_tokens)
+        config = make_config(
+            num_pages=200, num_draft_tokens=num_draft_tokens, **windows
+        )
         prompt = [1] * 30
         (first,) = make_requests(config, 1, prompt_token_ids=prompt, max_total=92)
         loop = run_traffic(config, [first])
@@ -294,6 +304,64 @@ def test_planned_pages_equal_allocated_pages(windows, seed):
         assert tables.pool.num_free == num_free
     assert steps
     tables.pool.check()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_prefix_ends_where_both_kinds_of_pages_are_found(num_draft_tokens):
+    config = make_config(
+        num_pages=200, window=8, num_local=2, num_draft_tokens=num_draft_tokens
+    )
+    first, *others = make_requests(config, 4)
+    loop = run_traffic(config, [first])
+    pool, found = loop.scheduler.pool, []
+    # (page that is lost, whether it is the local one)
+    for request, (lost, is_local) in zip(
+        others, [(16, True), (15, True), (9, False)], strict=True
+    ):
+        key = loop.scheduler.tables.reusable_keys(request)[lost]
+        pool.forget([pool.page_of(local_key(key) if is_local else key)])
+        found.append(len(loop.scheduler.tables.cached_prefix(request).pages))
+    assert found == [16, 15, 9]
+    loop.scheduler.add(others[0])
+    while loop.step():
+        pass
+    assert others[0].num_cached_tokens == 9 * 4
+    loop.assert_said_the_truth(others[0])
+
+
+def test_a_local_page_outside_the_window_is_not_needed():
+    config = make_config(num_pages=200, window=8, num_draft_tokens=0)
+    first, second = make_requests(config, 2)
+    loop = run_traffic(config, [first])
+    pool = loop.scheduler.pool
+    keys = loop.scheduler.tables.reusable_keys(second)
+    pool.forget([pool.page_of(local_key(key)) for key in keys[:15]])
+    assert len(loop.scheduler.tables.cached_prefix(second).pages) == 17
+    # The query at position 68 sees 61 to 68: pages 15 to 17.
+    pool.forget([pool.page_of(local_key(keys[15]))])
+    assert len(loop.scheduler.tables.cached_prefix(second).pages) == 0
+
+
+def test_requests_give_up_drafts_before_one_is_preempted():
+    """A prompt that the draft model has not read keeps pages that others need."""
+    config = make_config(
+        window=4, num_pages=40, max_num_seqs=2, disable_by_batch_size=1
+    )
+    requests = make_requests(config, 2, num_draft_tokens=3)
+    for number, request in enumerate(requests):
+        request.prompt_token_ids = [number] * 70
+    loop = Loop(config, 0)
+    for request in requests:
+        loop.scheduler.add(request)
+    has_given_up = False
+    while loop.step():
+        rows = [request.row for request in loop.scheduler.running]
+        has_given_up |= bool((loop.scheduler.rows.num_draft_tokens[rows] == 0).any())
+    assert has_given_up
+    assert loop.scheduler.stats.num_preemptions == 0
+    for request in requests:
+        loop.assert_said_the_truth(request)
+    loop.assert_idle()
 
 
 def test_reset_drops_the_prefix_cache():
