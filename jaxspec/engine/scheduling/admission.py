@@ -113,9 +113,7 @@ class Admitter:
             promised += (
                 self._tables.num_per_page
                 if is_whole
-                else self._tables.num_left(
-                    cached.first_local, first_pages, all_pages
-                )
+                else self._tables.num_left(cached.first_local, first_pages, all_pages)
             )
             room, num_tiles = room - chunk.num_tiles, num_tiles + chunk.num_tiles
             admitted.append(Admitted(own_found, chunk))

@@ -242,7 +242,9 @@ def test_generated_tokens_are_found_in_the_cache(windows):
 def test_planned_pages_equal_allocated_pages(windows, seed):
     """Planned pages, for growth and admission, equal those taken from the pool."""
     random = np.random.default_rng(seed)
-    config = make_config(**(dict(page_size=2, num_pages=16, max_model_len=24) | windows))
+    config = make_config(
+        **(dict(page_size=2, num_pages=16, max_model_len=24) | windows)
+    )
     tables = PageTables(config, EngineStats())
     stem = random.integers(0, 16, 24).tolist()
 
