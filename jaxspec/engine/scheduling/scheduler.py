@@ -233,7 +233,8 @@ class Scheduler:
 
         Only if no drafts are made: otherwise it waits for draft prefill.
         """
-        return admissions.lacks_pages and not self.policy.num_draft_tokens
+        num_draft_tokens = min(self.policy.num_draft_tokens, self._max_draft_tokens)
+        return admissions.lacks_pages and not num_draft_tokens
 
     def _give_up_drafts(self) -> bool:
         """Free the local pages that one request keeps for the draft model.

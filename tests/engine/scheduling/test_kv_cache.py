@@ -345,21 +345,23 @@ def test_a_local_page_outside_the_window_is_not_needed():
 
 
 def test_requests_give_up_drafts_before_one_is_preempted():
-    """A prompt that the draft model has not read keeps pages that others need."""
+    """Prompts that the draft model has not read keep pages that others need."""
     config = make_config(
-        window=4, num_pages=40, max_num_seqs=2, disable_by_batch_size=1
+        window=4, num_pages=100, max_num_seqs=3, disable_by_batch_size=2
     )
-    requests = make_requests(config, 2, num_draft_tokens=3)
+    requests = make_requests(config, 3, num_draft_tokens=3)
     for number, request in enumerate(requests):
         request.prompt_token_ids = [number] * 70
-    loop = Loop(config, 0)
+    loop, has_given_up, num_running = Loop(config, 0), False, 0
     for request in requests:
         loop.scheduler.add(request)
-    has_given_up = False
     while loop.step():
         rows = [request.row for request in loop.scheduler.running]
         has_given_up |= bool((loop.scheduler.rows.num_draft_tokens[rows] == 0).any())
+        num_running = max(num_running, len(rows))
     assert has_given_up
+    # With all local pages, they would take 3 * 46 units.
+    assert num_running == 3
     assert loop.scheduler.stats.num_preemptions == 0
     for request in requests:
         loop.assert_said_the_truth(request)
