@@ -116,7 +116,7 @@ class Admitter:
                 else self._tables.num_left(cached.first_local, first_pages, all_pages)
             )
             room, num_tiles = room - chunk.num_tiles, num_tiles + chunk.num_tiles
-            admitted.append(Admitted(own_found, chunk))
+            admitted.append(Admitted(own_found, chunk, cached.first_local))
             running.append(request)
         return Admissions(tuple(admitted), tuple(missing), lacks_pages)
 

@@ -337,10 +337,8 @@ class PageTables:
         self.pool = PagePool(config.num_pages, events, self._unit_pages)
         self._events, self.page_size = events, config.page_size
         self.has_local = config.local_window is not None
-        self._max_local, self._units_per_seq = (
-            config.max_local_pages,
-            config.units_per_seq,
-        )
+        self._max_local = config.max_local_pages
+        self._units_per_seq = config.units_per_seq
         self._has_draft_model = config.draft_model_config is not None
         # Positions before a query that it sees. The first pass of a parallel draft
         # model computes the keys and values of known tokens again.
@@ -434,6 +432,7 @@ class PageTables:
         self,
         request: Request,
         count: int | None = None,
+        first_local: int | None = None,
         *,
         has_key: Callable[[bytes], bool] | None = None,
         page_of: Callable[[bytes], int | None] | None = None,
@@ -442,6 +441,7 @@ class PageTables:
 
         Args:
             count: Maximum number of pages.
+            first_local: Index of the first local page, if it has been decided.
             has_key, page_of: Look up a key; by default in the pool.
         """
         has_key, page_of = has_key or self.pool.has_key, page_of or self.pool.page_of
@@ -466,6 +466,8 @@ class PageTables:
             needed = self.first_local(num_filled * self.page_size)
             # Without room, the request gets no drafts.
             first = needed if first - needed <= room else first
+        if first_local is not None:
+            first = first_local
         local = {
             index: page_of(local_key(keys[index]))
             for index in range(first, len(keys))
@@ -501,10 +503,16 @@ class PageTables:
         """Return the number of full pages once the leading positions are written."""
         return min(num_complete, request.num_tokens - self._num_ahead) // self.page_size
 
-    def begin(self, request: Request, num_found: int) -> NewPages:
-        """Assign a request the first pages that are found in the prefix cache."""
+    def begin(
+        self, request: Request, num_found: int, first_local: int | None = None
+    ) -> NewPages:
+        """Assign a request the first pages that are found in the prefix cache.
+
+        Args:
+            first_local: As for `cached_prefix`.
+        """
         assert not request.pages and not request.local_pages
-        cached = self.cached_prefix(request, num_found)
+        cached = self.cached_prefix(request, num_found, first_local)
         assert len(cached.pages) == num_found, "a planned page was evicted"
         found = [page for page in cached.pages if page is not None]
         local = {

@@ -187,7 +187,9 @@ class LaunchBuilder:
         chunk, request = admitted.chunk, admitted.chunk.request
         request.tokens_to_prefill = request.tokens(0, request.num_tokens)
         self._rows.admit(request, longest)
-        self.add_pages(self._tables.begin(request, admitted.num_found))
+        self.add_pages(
+            self._tables.begin(request, admitted.num_found, admitted.first_local)
+        )
         self._rows.first_local[request.row] = request.first_local
         if self._has_draft_model and self._tables.lacks_local(request):
             self._rows.num_draft_tokens[request.row] = 0

@@ -146,10 +146,12 @@ class Admitted(NamedTuple):
     Attributes:
         num_found: Number of its pages found in the prefix cache.
         chunk: The part of its prompt that the launch prefills.
+        first_local: Index of its first local page.
     """
 
     num_found: int
     chunk: Chunk
+    first_local: int = 0
 
 
 class Admissions(NamedTuple):
