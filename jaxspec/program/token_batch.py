@@ -74,12 +74,13 @@ def join_batches(batches: list[TokenBatch]) -> TokenBatch:
     """Concatenate batches, in order."""
     if len(batches) == 1:
         return batches[0]
-    local = [batch.local_slot_mapping for batch in batches]
+    local = [slots for one in batches if (slots := one.local_slot_mapping) is not None]
+    assert len(local) in (0, len(batches)), "some batches have no local pages"
     return TokenBatch(
         tokens=jnp.concatenate([batch.tokens for batch in batches]),
         positions=jnp.concatenate([batch.positions for batch in batches]),
         slot_mapping=jnp.concatenate([batch.slot_mapping for batch in batches]),
         regions=tuple(region for batch in batches for region in batch.regions),
-        local_slot_mapping=None if None in local else jnp.concatenate(local),
+        local_slot_mapping=jnp.concatenate(local) if local else None,
         unit_pages=batches[0].unit_pages,
     )

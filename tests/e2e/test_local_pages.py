@@ -39,15 +39,19 @@ class PoisonedRunner(OneProgramRunner):
     """Fills local pages with NaN once they are freed."""
 
     freed: list[int]
+    num_freed = 0
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         freed, self.freed = self.freed, []
         if freed:
             self._poison(freed)
+            self.num_freed += len(freed)
         return super().launch(plan, shape)
 
     def _poison(self, freed: list[int]) -> None:
-        unit, units = self.pool.unit_pages, np.array(freed) // self.pool.unit_pages
+        unit = self.pool.unit_pages
+        assert unit is not None
+        units = np.array(freed) // unit
 
         def poisoned(pages: jax.Array) -> jax.Array:
             if pages.ndim != 4:
@@ -104,7 +108,6 @@ def make(
             free(request, first_local)
             if not engine.config.enable_prefix_caching:
                 runner.freed += before[: len(before) - len(request.local_pages)]
-                runner.num_freed = len(runner.freed)
 
         tables.free_behind = free_behind
     return engine
@@ -139,7 +142,7 @@ def results_of(engine: LLMEngine) -> Any:
     logprobs = [
         sorted((token, one.logprob) for token, one in row.items())
         for output in outputs
-        for row in output.outputs[0].logprobs
+        for row in output.outputs[0].logprobs or []
     ]
     rates = engine.stats.acceptance_rate
     return tokens_of(outputs), logprobs, rates
@@ -147,9 +150,9 @@ def results_of(engine: LLMEngine) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_freed_pages_change_no_bits(name):
-    case = CASES[name] | dict(enable_prefix_caching=False)
+    case: dict[str, Any] = CASES[name] | dict(enable_prefix_caching=False)
     expected = results_of(make(is_off=True, **case))
     engine = make(is_off=False, **case)
     assert engine.config.local_window is not None
     assert results_of(engine) == expected
-    assert engine.runner.num_freed
+    assert isinstance(engine.runner, PoisonedRunner) and engine.runner.num_freed

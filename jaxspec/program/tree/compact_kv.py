@@ -60,31 +60,30 @@ def compact_kv(
     }
 
     @functools.cache
-    def ends(array: KvArray, layers: tuple[KvLayer, ...]) -> list[Array]:
-        """Return the sources and the targets of all layers that share an array."""
+    def moved(array: KvArray, layers: tuple[KvLayer, ...], end: int) -> Array:
+        """Return the sources (0) or targets (1) of all layers that share an array."""
         size = array.pages_per_unit * pool.num_units * pool.page_size
-        found = list[Array]()
-        for end in (0, 1):
-            parts = [
-                _layer_slots(
-                    layer_slots(places[one.is_local][end], one, pool.page_size),
-                    array.num_turns,
-                    size,
-                )
-                for one in layers
-            ]
-            found.append(jnp.concatenate(parts) if len(parts) > 1 else parts[0])
-        return found
+        parts = [
+            _layer_slots(
+                layer_slots(places[one.is_local][end], one, pool.page_size),
+                array.num_turns,
+                size,
+            )
+            for one in layers
+        ]
+        return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    moves = list[list[Array]]()
+    moves = list[tuple[Array, Array]]()
     for index, array in enumerate(layout.arrays):
-        layers = (one for one in layout.layers if one.array == index)
-        moves.append(ends(array, tuple(one._replace(array=0) for one in layers)))
+        layers = tuple(
+            one._replace(array=0) for one in layout.layers if one.array == index
+        )
+        moves.append((moved(array, layers, 0), moved(array, layers, 1)))
 
     def move(pages: KvPools) -> KvPools:
         return tuple(
-            backend.copy(one, *slots, config.num_q_heads)
-            for one, slots in zip(pages, moves, strict=True)
+            backend.copy(one, source, target, config.num_q_heads)
+            for one, (source, target) in zip(pages, moves, strict=True)
         )
 
     return run_if(is_moved.any(), move, pages)
