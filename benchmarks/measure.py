@@ -54,7 +54,7 @@ def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
     """
     default = HERE.parents[1] / "shared" / "corpus"
     path = (corpus or default) / "valid.jsonl.xz"
-    source, given = "valid documents of the corpus", _of_corpus(path)
+    source, given = "held-out documents of the training corpus", _of_corpus(path)
     if corpus is None and not path.is_file():
         source, given = "benchmarks/prompts.jsonl", bundled("prompts.jsonl")
     elif not path.is_file():

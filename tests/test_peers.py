@@ -158,7 +158,7 @@ def test_full_run(tmp_path, monkeypatch, capsys):
         kind[::2]: row["failed"] for kind, row in by_kind.items() if "failed" in row
     }
     assert failed == {
-        ("single", 3): "does at most 1 at once",
+        ("single", 3): "runs at most 1 at a time",
         ("dying", 3): "ended with code 1: no room in dying.py",
     }
     assert result["peers"]["absent"] == {"skipped": "not installed"}
@@ -337,14 +337,14 @@ def test_table_has_a_line_per_engine_and_mode():
     assert lines[5] == "| odd | plain | 9 | 9 | 8/10 |"
     assert lines[6] == "| odd | n-gram | 9 | - | 4/5 |"
     assert lines[7] == ""
-    assert "Texts are compared with ours without drafts. fast: it rounds.\n" in table
+    assert "prompts: benchmarks/prompts.jsonl. Note on fast: it rounds.\n" in table
     assert "jaxspec 0.1, fast 2.0." in table
     assert "at commit 0123456789ab on a CPU, load 0.1" in table
     left_out = "slow, draft at batch 1: did not start"
     assert f"Not measured: gone: not installed; {left_out}." in table
     early = "odd, plain at batch 1, n-gram at batch 1: it fell over"
-    assert f"Ended early, and fewer runs than others: {early}." in table
-    assert "is ahead" not in table
+    assert f"Ended early, so measured with fewer runs: {early}." in table
+    assert "is faster with" not in table
 
 
 def test_table_lists_where_others_are_ahead():
@@ -356,11 +356,14 @@ def test_table_lists_where_others_are_ahead():
     ]
     table = peers_table(table_of(*found), {"fast plain": "it reads less"})
     assert table.splitlines()[-2:] == [
-        "- fast is ahead, plain in 2 of 3 places, up to 2.0 times: it reads less.",
-        "- fast is ahead, draft in 1 of 1 places, up to 4.0 times: not explained yet.",
+        "- fast is faster with plain decoding in 2 of 3 columns (up to 2.0 times as "
+        "fast): it reads less.",
+        "- fast is faster with a draft model in 1 of 1 columns (up to 4.0 times as "
+        "fast): not explained yet.",
     ]
     table = peers_table(table_of(*found), {"fast": "for all"})
     assert table.splitlines()[-1] == (
-        "- fast is ahead, plain in 2 of 3 places, up to 2.0 times; draft in 1 of 1 "
-        "places, up to 4.0 times: for all."
+        "- fast is faster with plain decoding in 2 of 3 columns (up to 2.0 times as "
+        "fast) and with a draft model in 1 of 1 columns (up to 4.0 times as fast): for "
+        "all."
     )

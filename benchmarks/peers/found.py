@@ -154,7 +154,7 @@ def _openvino(python: str | None) -> Peer:
         script=script,
         python=python,
         missing=_lacks(python) or _lacks(exporter),
-        note="the exported models leave out the soft cap of attention scores",
+        note="its exporter leaves out the soft cap of attention scores, so texts differ",
         export=(exporter, "export", "openvino", "--model", SOURCE, *what, MADE),
     )
 
@@ -171,7 +171,7 @@ def _llama(server: str | None, converter: str | None, python: str) -> Peer:
         task={"server": server},
         missing=_lacks(server) or _lacks(converter) or _lacks(python),
         bans_end=True,
-        note="its texts are compared up to their end, which it may not choose",
+        note="it bans end tokens, so texts are compared up to our first end token",
         export=(python, converter, SOURCE, "--outtype", "f32", "--outfile", MADE),
         suffix=".gguf",
     )

@@ -434,7 +434,7 @@ def test_pairs_are_recorded_at_every_size_and_fit():
 
 def test_tables_equal_the_record():
     rows = aot_memory.read()
-    text = (RESULTS.parent / "README.md").read_text(encoding="utf-8")
+    text = (RESULTS.parent / "compilers.md").read_text(encoding="utf-8")
     for table in (aot_memory.memory_table(rows), aot_memory.sharding_table(rows)):
         assert table in text, "python -m tests.program.aot_memory --table"
 
