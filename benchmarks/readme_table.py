@@ -199,7 +199,12 @@ def main() -> None:
     tables = [
         (options.readme, own, BEGIN, END),
         (options.peers_page, peers, PEERS_BEGIN, PEERS_END),
-        (options.peers_page, spec_table(options.results, "forms"), FORMS_BEGIN, FORMS_END),
+        (
+            options.peers_page,
+            spec_table(options.results, "forms"),
+            FORMS_BEGIN,
+            FORMS_END,
+        ),
         (
             options.peers_page,
             spec_table(options.results, "methods"),

@@ -243,7 +243,7 @@ def _places(failed: list[dict[str, Any]], *, is_measured: bool) -> dict[str, str
 
 
 def _behind(result: dict[str, Any], why: dict[str, str]) -> list[str]:
-    """Return a line per peer that is faster than jaxspec in a column, with the reason."""
+    """Return a line, with the reason, per peer that is faster in some column."""
     ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in result["rows"]:
         if "ours_over_theirs" in row:

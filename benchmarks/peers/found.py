@@ -154,7 +154,7 @@ def _openvino(python: str | None) -> Peer:
         script=script,
         python=python,
         missing=_lacks(python) or _lacks(exporter),
-        note="its exporter leaves out the soft cap of attention scores, so texts differ",
+        note="its exporter leaves out the soft cap of attention scores: texts differ",
         export=(exporter, "export", "openvino", "--model", SOURCE, *what, MADE),
     )
 
