@@ -237,10 +237,13 @@ def test_text_of_wrong_length_is_an_error(tmp_path):
     [
         (["--num-tokens", "0"], "--num-tokens must be at least 1"),
         (["--batch-sizes", "1", "0"], "--batch-sizes must be at least 1"),
-        (["--num-prompts", "4"], "do not fill 8 rows"),
+        (["--num-prompts", "4"], "4 must be at least 8, the largest batch size"),
         (["--threads", "9999"], "this process may use"),
-        (["--output", "nowhere/a.json"], "there is no folder nowhere"),
-        (["--peers", "vllm"], "--peers are of jaxspec, .*HuggingFace.*got vllm"),
+        (["--output", "nowhere/a.json"], "in an existing folder; there is no nowhere"),
+        (
+            ["--peers", "vllm"],
+            "--peers must be some of jaxspec, .*HuggingFace.*got vllm",
+        ),
     ],
 )
 def test_invalid_options_are_rejected(arguments, message):
@@ -256,7 +259,7 @@ def test_peers_report_missing_requirements(tmp_path):
     assert reasons["jaxspec"] is None
     assert reasons["openvino-genai"] == "no --openvino-python"
     assert reasons["llama.cpp"] == "no --llama-convert"
-    assert reasons["vLLM"] == "there is no python"
+    assert reasons["vLLM"] == "not found: python"
 
 
 class Lengths:

@@ -207,7 +207,7 @@ def _vllm(python: str | None) -> Peer:
 def _lacks(program: str) -> str | None:
     if shutil.which(program) or Path(program).is_file():
         return None
-    return f"there is no {shorten(program)}"
+    return f"not found: {shorten(program)}"
 
 
 def run_export(command: list[str]) -> None:
@@ -330,7 +330,7 @@ class Child:
         self._log.seek(0)
         text = self._log.read().decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return shorten(lines[-1]) if lines else "it said nothing"
+        return shorten(lines[-1]) if lines else "it printed nothing"
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
