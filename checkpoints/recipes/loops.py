@@ -61,7 +61,7 @@ class MixedRows:
     ):
         if not state.exists():
             raise FileNotFoundError(
-                f"{state} is not there: train the target without --unlikelihood first"
+                f"{state} does not exist: train the target without --unlikelihood first"
             )
         self.rows = rows
         self.state = state

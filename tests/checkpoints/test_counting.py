@@ -57,8 +57,8 @@ def test_special_tokens_come_first_then_the_frequent_then_the_lower():
     assert counts.share_of(3) == (0 + 5 + 9) / 26
     assert counts.share_of(7) == 1
     report = counts.report().splitlines()
-    assert report[0] == "26 tokens of 3 texts; 4 of 7 came"
-    assert report[-1].endswith("      3 has  53.85 % of them")
+    assert report[0] == "26 tokens of 3 texts; 4 of the vocabulary's 7 tokens occur"
+    assert report[-1].endswith("      3 covers  53.85 % of them")
 
 
 def test_ends_of_texts_in_either_config_are_special(tmp_path):
@@ -109,7 +109,7 @@ def test_texts_come_from_lines_of_json_and_from_anything_else(tmp_path):
         ("some.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("some.txt.xz", b"plain", "is not UTF-8 text"),
         ("cut.txt.xz", lzma.compress(b"ein Wort\n" * 99)[:-9], "is not UTF-8 text"),
-        ("empty.txt", b"", "there is nothing to count"),
+        ("empty.txt", b"", "the texts are empty"),
     ],
 )
 def test_a_file_that_is_no_text_is_named(tmp_path, name, content, named):
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path, name, content, named):
 
 def test_a_tokenizer_of_another_model_or_none_is_refused(tmp_path):
     write_tiny(tmp_path / "small", family="2b")
-    with pytest.raises(CheckpointError, match="makes token .* they are not of one"):
+    with pytest.raises(CheckpointError, match="gives token id .* belongs to another"):
         count(tmp_path, open_checkpoint(tmp_path / "small"))
     (tmp_path / "small" / "tokenizer.model").write_bytes(b"no model")
     with pytest.raises(CheckpointError, match="the tokenizer of .* cannot be read"):

@@ -130,7 +130,7 @@ def test_error_names_a_missing_tensor(spelling):
 @pytest.mark.parametrize("spelling", SPELT)
 def test_error_names_a_tensor_of_wrong_shape(spelling):
     leaves = LEAVES | {"layer_1/mlp/linear": (72, 288)}
-    expected = rf"'{SPELT[spelling]}' has shape \(72, 288\).* asks for \(288, 72\)"
+    expected = rf"'{SPELT[spelling]}' has shape \(72, 288\).* requires \(288, 72\)"
     with pytest.raises(CheckpointError, match=expected):
         tree_of(leaves, spelling).tensors(SIZES, 128)
 
@@ -208,7 +208,9 @@ def test_tree_without_embedding_is_an_error():
 
 def test_tree_without_layers_is_an_error():
     leaves = {path: shape for path, shape in LEAVES.items() if "layer_" not in path}
-    with pytest.raises(CheckpointError, match="no tensor of a layer, as transformer/"):
+    with pytest.raises(
+        CheckpointError, match="no tensor of a layer, such as transformer/"
+    ):
         tree_of(leaves)
 
 

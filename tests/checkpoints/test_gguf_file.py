@@ -158,17 +158,20 @@ BAD: dict[str, tuple[bytes, str]] = {
         b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(64),
         "it is big-endian: .*gguf-convert-endian",
     ),
-    "version 1": (build([], [], version=1), "its version is 1, and 2 and 3 are read"),
+    "version 1": (
+        build([], [], version=1),
+        "its version is 1, but only 2 and 3 are supported",
+    ),
     "version 4": (build([], [], version=4), "its version is 4"),
     "many tensors": (
         build([], [], num_tensors=10**9),
-        "1,000,000,000 tensors, at most",
+        "1,000,000,000 tensors, but at most",
     ),
-    "many keys": (build([], [], num_entries=2**63), "metadata keys, at most"),
+    "many keys": (build([], [], num_entries=2**63), "metadata keys, but at most"),
     "no such keys": (build([], [], num_entries=9, data=b""), "within its header"),
     "long key": (
         build([struct.pack("<Q", 2**60)], [], num_entries=1),
-        "a metadata key has 1,152,921,504,606,846,976 bytes, at most 65,536",
+        "a metadata key has 1,152,921,504,606,846,976 bytes, but at most 65,536",
     ),
     "key not UTF-8": (
         build([entry(b"\xff\xfe", U8, b"\0")], []),
@@ -184,7 +187,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     ),
     "key of a megabyte": (
         build([entry("k" * 2**20, U8, b"\0")], []),
-        "a metadata key has 1,048,576 bytes, at most 65,536 are read",
+        "a metadata key has 1,048,576 bytes, but at most 65,536 are supported",
     ),
     "name of a megabyte": (
         build([], [tensor("k" * 2**20, [8])]),
@@ -194,23 +197,23 @@ BAD: dict[str, tuple[bytes, str]] = {
         build([entry("general.alignment", STRING, text("k" * 2**18))], []),
         "must be a power of two, got 'k{60}'$",
     ),
-    "key twice": (build([ALIGN, ALIGN], []), "'general.alignment' is there twice"),
-    "tensor twice": (build([], [tensor("a", [8])] * 2), "tensor 'a' is there twice"),
+    "key twice": (build([ALIGN, ALIGN], []), "'general.alignment' appears twice"),
+    "tensor twice": (build([], [tensor("a", [8])] * 2), "tensor 'a' appears twice"),
     "type of value": (
         build([entry("k", 13, b"")], []),
         "type 13, which does not exist",
     ),
     "type of values": (
         build([entry("k", ARRAY, array(99, 1, b""))], []),
-        "are of type 99, which is not read",
+        "are of type 99, which is not supported",
     ),
     "nested": (
         build([entry("k", ARRAY, array(ARRAY, 1, array(U8, 1, b"\0")))], []),
-        "are of an array, which is not read",
+        "are of an array, which is not supported",
     ),
     "many strings": (
         build([entry("k", ARRAY, array(STRING, 10**9, b""))], []),
-        "announces 1,000,000,000 values, and at most",
+        "has 1,000,000,000 values, but at most",
     ),
     "too many strings for the file": (
         build([entry("k", ARRAY, array(STRING, 10**6, b""))], []),
@@ -218,7 +221,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     ),
     "many numbers": (
         build([entry("k", ARRAY, array(F64, 2**62, b""))], []),
-        "values, and at most",
+        "values, but at most",
     ),
     "too many numbers for the file": (
         build([entry("k", ARRAY, array(F64, 10**6, b""))], []),
@@ -302,7 +305,7 @@ def test_limits_on_the_whole_header(tmp_path, monkeypatch):
     strings = entry("k", ARRAY, array(STRING, 3, text("a") * 3))
     path = write(tmp_path / "m.gguf", build([strings], []))
     monkeypatch.setattr(gguf_file, "_MAX_STRINGS", 2)
-    with pytest.raises(CheckpointError, match="announces more than 2 strings"):
+    with pytest.raises(CheckpointError, match="has more than 2 strings"):
         read_gguf(path)
     monkeypatch.setattr(gguf_file, "_MAX_STRINGS", 3)
     monkeypatch.setattr(gguf_file, "_PIECE_BYTES", 8)
@@ -320,7 +323,7 @@ def test_every_truncation_is_noticed(tmp_path):
 
 def test_impossible_names_of_shards_are_refused(tmp_path):
     for name in ("m-00003-of-00002.gguf", "m-00000-of-00002.gguf"):
-        with pytest.raises(CheckpointError, match="no name of a shard"):
+        with pytest.raises(CheckpointError, match="not named like a shard"):
             read_gguf(write(tmp_path / name, GOOD))
     with pytest.raises(CheckpointError, match="at most 1024 shards"):
         read_gguf(write(tmp_path / "m-00001-of-99999.gguf", GOOD))

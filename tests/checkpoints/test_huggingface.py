@@ -213,7 +213,7 @@ def test_snapshot_of_the_hub_cache_is_fine(tmp_path):
     [
         (
             {"intermediate_size": 289},
-            r"mlp.down_proj.weight' has shape \(72, 288\), .* asks for \(72, 289\)",
+            r"mlp.down_proj.weight' has shape \(72, 288\), .* requires \(72, 289\)",
         ),
         *(
             ({"hidden_size": size}, "hidden_size must be an integer of at")

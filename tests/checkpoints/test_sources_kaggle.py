@@ -83,8 +83,8 @@ def test_damaged_archive_is_an_error(many: KaggleStandIn):
     # damaged before it was sent.
     archive = many.files["archive.tar.gz"]
     many.files["archive.tar.gz"] = archive[: len(archive) // 2]
-    assert "what arrived is damaged" in fetch_message(HANDLE)
-    assert "what arrived is damaged" in fetch_message(HANDLE)
+    assert "the download is damaged" in fetch_message(HANDLE)
+    assert "the download is damaged" in fetch_message(HANDLE)
 
 
 def test_destination_of_the_caller_is_used(
@@ -147,7 +147,7 @@ def test_wrong_names_are_errors(kaggle: KaggleStandIn, name: str, expected: str)
 
 @pytest.mark.parametrize(
     ("fault", "expected"),
-    [("cut", "the connection broke"), ("short", "what arrived is damaged")],
+    [("cut", "the connection broke"), ("short", "the download is damaged")],
 )
 @pytest.mark.parametrize("place", [None, "elsewhere"])
 def test_interrupted_download_is_fetched_again(

@@ -140,13 +140,15 @@ def test_existing_destination_is_rejected(tmp_path, source, to, kind):
 
 
 def test_folder_above_must_exist(tmp_path, source):
-    with pytest.raises(CheckpointError, match="missing is not a folder: make it first"):
+    with pytest.raises(
+        CheckpointError, match="missing is not a folder: create it first"
+    ):
         convert(source, tmp_path / "missing" / "model", "hf")
 
 
 def test_a_checkpoint_is_not_written_into_its_source(source):
     for destination in (source / "model", source / "." / "model"):
-        with pytest.raises(CheckpointError, match="within the checkpoint that is read"):
+        with pytest.raises(CheckpointError, match="is inside the source checkpoint"):
             convert(source, destination, "orbax")
     convert(source, source.parent / "model", "orbax")
 
@@ -178,7 +180,7 @@ def test_full_disk_is_reported_before_writing(
 
     limit(needed)
     monkeypatch.setattr(writing.tempfile, "TemporaryDirectory", None)
-    with pytest.raises(CheckpointError, match=r"needs 0.00\d GB, and .* free: make"):
+    with pytest.raises(CheckpointError, match=r"needs 0.00\d GB, and .* free: free"):
         convert(source, tmp_path / "model", "hf", dtype=dtype)
     monkeypatch.undo()
     limit(int(needed * 1.02))

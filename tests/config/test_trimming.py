@@ -64,9 +64,9 @@ def test_rejects_bad_sizes(tmp_path, size):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ([0, 1, 2, 7, 7, 8], "names token 7 twice"),
-        ([0, 1, 2, 96], "names token 96; the vocabulary has 96, from 0"),
-        ([0, 1, 2, -1], "names token -1; the vocabulary"),
+        ([0, 1, 2, 7, 7, 8], "has token id 7 twice"),
+        ([0, 1, 2, 96], "has token id 96, but ids go from 0 to vocab_size=96 - 1"),
+        ([0, 1, 2, -1], "has token id -1, but ids go from 0"),
         ([], "must hold a JSON list of token ids"),
         ([0, 1, "2"], "must hold a JSON list of token ids"),
         ([0, 1, True], "must hold a JSON list of token ids"),

@@ -164,7 +164,9 @@ def test_error_names_a_tensor_of_wrong_shape(name):
     wrong = np.concatenate([tensor, tensor[:1]])
     with pytest.raises(CheckpointError) as error:
         load(CONFIG, TENSORS | {name: wrong})
-    expected = f"{name!r} has shape {wrong.shape}, config.json asks for {tensor.shape}"
+    expected = (
+        f"{name!r} has shape {wrong.shape}, but config.json requires {tensor.shape}"
+    )
     assert expected in str(error.value)
 
 

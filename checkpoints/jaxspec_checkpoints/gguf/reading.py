@@ -160,7 +160,7 @@ def _canonical(file: GgufFile, sizes: Sizes) -> dict[str, GgufTensor]:
         for canonical, tensor in _named(name, stored, sizes):
             if canonical in tensors:
                 raise CheckpointError(
-                    f"{stored.path}: tensor {name!r} is another {canonical!r}"
+                    f"{stored.path}: tensor {name!r} is a second {canonical!r}"
                 )
             tensors[canonical] = tensor
     return tensors
