@@ -65,7 +65,9 @@ def write_conversations(
         refuse(name, own.pop(name, None))
     content_format = own.pop("chat_template_content_format", "auto")
     if content_format not in ("auto", "string"):
-        allowed = "'auto' or 'string': the template gets contents as texts"
+        allowed = (
+            "'auto' or 'string' (message contents are given to the template as strings)"
+        )
         name = "chat_template_content_format"
         raise wrong_argument(RequestError, name, allowed, content_format)
     if own.get("chat_template") is not None:

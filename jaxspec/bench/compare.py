@@ -464,7 +464,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     levels = done[0].speculative.method_info.max_draft_tokens
     best = best_tree(rates, seconds, num_nodes=form.number, num_levels=levels)
     if not best.paths:
-        print(f"{form.name}: skipped: plain decoding is measured to be faster.\n")
+        print(f"{form.name}: skipped: plain decoding was faster.\n")
         return None
     written = str(list(best.paths))
     print(
@@ -528,7 +528,7 @@ def answer(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         text = _chosen(speeds)
         lines.append(f"Temperature {temperature:g}, batch {size}: {text}")
     lines.append(
-        "Side branches are chosen if they are at least "
+        "Shapes with side branches are chosen only if they are at least "
         f"{MIN_GAIN:g} times as fast as the fastest chain."
     )
     return lines

@@ -45,8 +45,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         _command(
             commands,
             "spec",
-            "whether speculation pays here: sweeps K, batch size and temperature, and "
-            "prints a summary",
+            "test whether speculation is faster on this machine: sweeps K, batch "
+            "size and temperature, and prints a summary",
         )
     )
     return parser
@@ -105,10 +105,11 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         "--forms",
         nargs="+",
         metavar="FORM",
-        help="compare forms of drafts instead of values of K, with an engine for each: "
-        "chain, chain=K, leaves=W, best=N or a tree such as '[(0,), (1,), (0, 0)]'. "
-        "best=N prints the speculative_token_tree of at most N drafts that is "
-        "predicted to be fastest from the measurements of the forms before it",
+        help="compare shapes of drafts instead of values of K, with an engine for "
+        "each: chain, chain=K, leaves=W, best=N or a tree such as '[(0,), (1,), "
+        "(0, 0)]'. best=N prints the speculative_token_tree of at most N drafts "
+        "that is predicted to be fastest from the measurements of the shapes "
+        "before it",
     )
     add(
         "--all-methods",
@@ -252,7 +253,7 @@ def _add_sampling(
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the server")
     add = group.add_argument
-    add("--base-url", metavar="URL", help="in place of host and port")
+    add("--base-url", metavar="URL", help="URL of the server, instead of host and port")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
     add(
@@ -299,7 +300,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="shape of the gamma distribution of the times between requests; 1, the "
         "default, is a Poisson process, less is burstier",
     )
-    add("--num-warmups", type=int, default=0, help="requests that do not count")
+    add(
+        "--num-warmups",
+        type=int,
+        default=0,
+        help="number of requests before the measurement",
+    )
     add(
         "--compare-plain",
         action=argparse.BooleanOptionalAction,
@@ -329,7 +335,11 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     _add_json(group)
     add("--percentile-metrics", default="ttft,tpot,itl", help="of ttft,tpot,itl,e2el")
-    add("--metric-percentiles", default="99", help="such as 50,90,99")
+    add(
+        "--metric-percentiles",
+        default="99",
+        help="percentiles to report, such as 50,90,99",
+    )
     add(
         "--goodput",
         nargs="+",
@@ -337,9 +347,16 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
         help="count requests within these limits, such as ttft:200 tpot:50",
     )
     add("--save-result", action="store_true")
-    add("--save-detailed", action="store_true", help="with the times of every request")
+    add(
+        "--save-detailed",
+        action="store_true",
+        help="also save the times of every request",
+    )
     add("--result-dir", type=Path, default=Path())
-    add("--result-filename", help="default: made from time and load")
+    add(
+        "--result-filename",
+        help="name of the result file (default: made from date and load)",
+    )
 
 
 def _json(text: str) -> Any:

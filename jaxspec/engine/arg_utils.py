@@ -318,7 +318,7 @@ class EngineArgs:
             hint = nearest(name, known, f"see {cls.__name__}.")
             given_as = "" if is_secret(name) else f" (given {shown(given[name])})"
             raise ConfigError(
-                f"There is no engine argument {name}{given_as}: {hint}",
+                f"{name}{given_as} is not an engine argument: {hint}",
                 parameter=name,
                 value=None if is_secret(name) else given[name],
             )
@@ -665,7 +665,10 @@ def _quantized(
         raise wrong_argument(UnsupportedError, name, "None for a head", kind, hint)
     schemes = [one.quantization for one in (model, draft) if one is not None]
     if has_embedding and not any(schemes):
-        hint = f"It needs quantization or {name}: neither model is quantized."
+        hint = (
+            f"quantize_embedding needs quantization or {name}: neither model is "
+            "quantized."
+        )
         raise wrong_argument(ConfigError, "quantize_embedding", "False", True, hint)
     return model, draft
 
@@ -680,7 +683,7 @@ def _checked_dtype(dtype: str, model: ModelConfig, draft: ModelConfig | None) ->
                 )
         warnings.warn(
             f"dtype={dtype!r} is taken as 'bfloat16': activations of {model.family} "
-            "leave the range of float16.",
+            "exceed the range of float16.",
             UserWarning,
             stacklevel=3,
         )
@@ -725,8 +728,8 @@ def _max_logprobs(given: Any, vocab_size: int) -> int:
             "max_logprobs",
             f"an integer from 0 to {MAX_LOGPROBS}",
             given,
-            f"-1 means all {vocab_size} tokens of this vocabulary, and every launch "
-            "would copy them to the host for every token.",
+            f"-1 means all {vocab_size} tokens of this vocabulary, which every "
+            "launch would copy to the host for every token.",
         )
     return vocab_size if given == -1 else given
 

@@ -249,8 +249,8 @@ class EngineGroup:
         count = self.get_num_unfinished_requests()
         if count:
             raise RequestError(
-                f"sleep() needs idle engines, and {count} requests run: finish or "
-                "abort them first."
+                f"sleep() needs idle engines, but {count} requests are running: "
+                "finish or abort them first."
             )
         self._each(lambda engine: engine.sleep(level))
 

@@ -177,8 +177,9 @@ class InputProcessor:
         """Reject parameters that need a tokenizer or real verification without one."""
         if params.structured_outputs is not None and self._config.is_synthetic:
             raise UnsupportedError(
-                "structured_outputs cannot be used with rejection_sample_method="
-                "'synthetic', which accepts drafts whatever they are.",
+                "structured_outputs cannot be used with "
+                "rejection_sample_method='synthetic', which accepts drafts at "
+                "random.",
                 parameter="structured_outputs",
                 value=params.structured_outputs,
             )
@@ -419,8 +420,8 @@ def _check_some_left(
         raise wrong_argument(
             RequestError,
             "allowed_token_ids",
-            "some id that bad_words does not forbid, and that is no end of text if "
-            "min_tokens is set",
+            "at least one id that bad_words does not forbid and, with min_tokens, "
+            "that is not an end token",
             list(allowed),
         )
 

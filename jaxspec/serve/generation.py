@@ -110,7 +110,7 @@ def generation_routes(serving: Serving) -> APIRouter:
             return EventStream(_follow_events(serving, log, starting_after))
         if starting_after is not None:
             raise RequestError(
-                "starting_after is the number of a stream's event: it needs "
+                "starting_after is the number of an event in a stream, so it needs "
                 "stream=true.",
                 parameter="starting_after",
                 value=starting_after,

@@ -144,7 +144,7 @@ class BodyTimeout:
                 self._admission.num_timeouts["body"] += 1
                 raise HTTPException(
                     408,
-                    f"The body did not arrive within {self._timeout_s:g} s "
+                    f"The body was not received within {self._timeout_s:g} s "
                     "(--timeout-read-body).",
                     {"Connection": "close"},
                 ) from error

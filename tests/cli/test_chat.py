@@ -235,7 +235,7 @@ def test_failed_answer_sets_exit_status_of_script(monkeypatch, capsys):
     )[1]
     type_lines(monkeypatch, [PROMPT])
     assert chat.run(options(url=None)) == 1
-    assert "error: The model's numbers became NaN" in capsys.readouterr().err
+    assert "error: The model's logits became NaN" in capsys.readouterr().err
 
 
 def test_compile_notes_are_not_within_answers(capsys):

@@ -215,7 +215,7 @@ def test_weights_of_nan_are_an_error(monkeypatch, capsys):
     assert command_line.main(words) == 1
     shown = capsys.readouterr()
     assert shown.out == "", "neither a text nor a table"
-    assert "jaxspec generate: error: The model's numbers became NaN" in shown.err
+    assert "jaxspec generate: error: The model's logits became NaN" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,10 @@ def test_continues_prompt_where_model_has_no_chat_template(untuned, capsys):
     assert f"Loading {untuned} ... " in shown.err
     table = rows(shown.out)
     assert table[""] == ["plain"] and table["tokens"] == ["3"]
-    assert "The model has no chat template: the prompt was continued." in shown.out
+    assert (
+        "The model has no chat template, so the prompt was continued as plain text."
+        in shown.out
+    )
 
 
 def test_rejects_chat_where_model_has_no_chat_template(untuned, monkeypatch):

@@ -84,7 +84,9 @@ def test_rejects_bad_map(tmp_path, content, named):
 
 def test_short_map_is_rejected_with_its_length(tmp_path):
     write(tmp_path / TOKEN_MAP, RANKED)
-    with pytest.raises(ConfigError, match="from 1 to 8, got 9: its map names no more"):
+    with pytest.raises(
+        ConfigError, match="from 1 to 8, got 9: its token map lists no more"
+    ):
         kept(tmp_path, draft_vocab_size=9)
     # The end tokens of both models must be kept.
     target = replace(MODEL, eos_token_ids=(1, 31))

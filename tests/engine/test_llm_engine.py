@@ -307,7 +307,7 @@ def test_id_can_be_reused_after_its_request_ended():
         (("a", PROMPT, {"n": 1}), "params must be SamplingParams, got dict"),
         (("a", [], SamplingParams()), "prompt"),
         (("a", [16], SamplingParams()), r"prompt_token_ids\[0\]"),
-        (("a", [1] * 96, SamplingParams()), "96 tokens; allowed are 1 to 95"),
+        (("a", [1] * 96, SamplingParams()), "96 tokens, but must have 1 to 95"),
         (("a", PROMPT, SamplingParams(stop_token_ids=[16])), "stop_token_ids"),
         (
             ("a", PROMPT, SamplingParams(extra_args={"num_speculative_tokens": 4})),

@@ -310,13 +310,13 @@ def test_rejects_contradicting_lookups(arguments: dict[str, Any], texts: list[st
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
         (
             {"speculative_config": SAME | {"kv_cache_dtype": "fp8"}},
-            "must be left out or 'auto', which the target has, got 'fp8'. The draft's "
-            "keys and values have the target's type",
+            "must be left out or 'auto', as for the target, got 'fp8'. The draft's "
+            "keys and values are stored in the same type as the target's",
         ),
         (
             {"speculative_config": SAME | {"kv_cache_dtype": "auto"}}
             | {"kv_cache_dtype": "int8"},
-            "left out or 'int8', which the target has, got 'auto'",
+            "left out or 'int8', as for the target, got 'auto'",
         ),
         (
             {

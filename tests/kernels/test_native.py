@@ -93,7 +93,7 @@ def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
             JAXSPEC_NATIVE=str(folder),
         )
         assert done.stdout == "True\n"
-        assert done.stderr.count("is damaged, and is built again") == 1
+        assert done.stderr.count("is damaged, so it is built again") == 1
         assert list(folder.iterdir()) == [path]
         assert path.read_bytes() == whole
 

@@ -138,7 +138,9 @@ def test_incomplete_checkpoint_names_its_family(tmp_path):
 
 def test_unregistered_family_is_rejected(tmp_path):
     write_llama(tmp_path / "one", num_layers=1)
-    expected = "'gemma2', .*'gemma3', the architectures of this engine, got 'llama'"
+    expected = (
+        "'gemma2', .*'gemma3', which are the supported architectures, got 'llama'"
+    )
     with pytest.raises(ConfigError, match=expected):
         config_from_folder(tmp_path / "one")
 
@@ -150,7 +152,7 @@ def test_checkpoint_tools_read_every_family():
 
 @pytest.mark.usefixtures("has_llama")
 def test_unknown_family_error_lists_all_families():
-    expected = "'gemma3', 'llama', the architectures of this engine, got 'x'"
+    expected = "'gemma3', 'llama', which are the supported architectures, got 'x'"
     with pytest.raises(ConfigError, match=expected):
         config_from_hf({"model_type": "x"})
 

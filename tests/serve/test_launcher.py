@@ -385,7 +385,7 @@ def test_logs_end_of_first_compile_and_of_warm_up(
             warming.update()
         assert len(caplog.messages) == 1
         assert re.fullmatch(
-            rf"Requests are served after \S+ s; {count - 1} more programs .*",
+            rf"The server is ready after \S+ s; {count - 1} more programs .*",
             caplog.messages[0],
         )
         gate.open()
@@ -394,7 +394,7 @@ def test_logs_end_of_first_compile_and_of_warm_up(
         for _ in range(3):
             warming.update()
         _, message = caplog.messages
-        assert re.fullmatch(r"All programs are compiled after \S+ s", message)
+        assert re.fullmatch(r"All programs were compiled after \S+ s", message)
         assert gc.get_freeze_count() > before + len(here) // 2
     finally:
         gate.open()

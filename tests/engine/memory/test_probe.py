@@ -730,7 +730,8 @@ def test_warns_of_programs_larger_than_planned(caplog):
     made._compare_with_plan(Executable(3 * 10**9, 0))
     made._compare_with_plan(Executable(4 * 10**9, 0))
     [message] = caplog.messages
-    assert "Programs take 2.80 GiB of a device, and 2.63 GiB were planned" in message
+    assert "Compiled programs take 2.80 GiB of a device's memory, more than" in message
+    assert "the planned 2.63 GiB" in message
     assert "max_num_seqs=64" in message
 
 

@@ -148,7 +148,9 @@ def test_guided_whitespace_pattern():
 
 @pytest.mark.parametrize("name", ["guided_jsn", "guided_json_object", "guided_x"])
 def test_unknown_guided_field_is_refused(name: str):
-    message = f"There is no field {name}: use structured_outputs, or .*guided_json,"
+    message = (
+        f"{name} is not a field of this API: use structured_outputs, or .*guided_json,"
+    )
     for make in (completion, chat, respond):
         body: dict[str, Any] = {name: "x"}
         with pytest.raises(RequestError, match=message) as refused:

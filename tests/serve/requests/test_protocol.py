@@ -81,7 +81,7 @@ def test_size_limits(name: str, largest: Any):
             "at most 1024 fields, got 1025",
         ),
         (nested(MAX_DEPTH), "be nested at most 100 levels deep"),
-        ("\ud800", "a text has half of a surrogate pair"),
+        ("\ud800", "a text has an unpaired surrogate, which is not valid Unicode"),
     ],
 )
 def test_errors_name_the_field(content: Any, said: str):

@@ -102,7 +102,7 @@ def test_template_gets_tools_unchanged():
                 "tool_choice": {"type": "function", "function": {"name": "h"}},
             },
             "tool_choice",
-            "'h', which is none of the `tools`: 'f', 'g'",
+            "'h', which is not one of the `tools`: 'f', 'g'",
         ),
         (
             {"tools": [tool("f", parameters={"type": "array"})]},
