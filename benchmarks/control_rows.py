@@ -51,7 +51,7 @@ def ratio(speeds: Mapping[str, list[float]], way: str, other: str) -> dict[str, 
 
 
 def compare(speeds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return a cell's speeds by mode, and adaptive / best fixed K and / plain."""
+    """Return speeds by mode, and those of adaptive K / best fixed K and / plain."""
     fixed = [name for name in speeds if name not in (PLAIN, ALIKE, ADAPTIVE)]
     best = max(fixed, key=lambda name: median(speeds[name]))
     alike = {}

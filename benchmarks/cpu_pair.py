@@ -179,7 +179,7 @@ def took_s(child: Child, prompt: list[int], num_tokens: int) -> float:
 def measure_huggingface(
     prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure greedy `generate` of transformers by dtype; a reason if it cannot run."""
+    """Measure transformers' greedy `generate` by dtype, or return why it cannot run."""
     peer, num_tokens = huggingface(), options.num_tokens
     if options.skip_huggingface:
         return {"skipped": "by --skip-huggingface"}

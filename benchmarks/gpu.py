@@ -155,7 +155,7 @@ def target_passes(models: Models, options: argparse.Namespace) -> Makers:
 
 
 def rounds(models: Models, options: argparse.Namespace) -> Makers:
-    """Return rounds at the first batch size: every K forced, the largest unforced."""
+    """Return rounds of every K with forced acceptance, and one without forcing."""
     make = partial(Program, models, seqs=options.batches[0])
     makers: Makers = {
         count: partial(make, num_drafts=count, acceptance=(0.5,) * count)

@@ -1,6 +1,6 @@
 """Prompts of benchmarks, and runs that alternate plain decoding and speculation.
 
-Prompts are valid documents of a corpus, or our own short list.
+Prompts are held-out documents of the training corpus, or our own short list.
 """
 
 import argparse

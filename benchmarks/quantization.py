@@ -5,13 +5,13 @@
 - Acceptance with every KV cache type, greedy and sampled with seeds, and the number of
   texts that are equal with and without drafts.
 - Speed of pairs of types on a CPU at batch 1: tokens per second, plain and with drafts,
-  and acceptance; also with a draft whose LM head is cut to a quarter.
+  and acceptance; also with a draft whose LM head is trimmed to a quarter.
 
 Prints a line per row and writes benchmarks/results/quantization-cpu.json; skipped parts
 keep their earlier results. See docs/quantization.md.
 
-`--trimmed` measures only the acceptance of drafts with a cut LM head, with the bundled
-prompts and with documents, greedy and at temperature 1; see docs/drafts.md.
+`--trimmed` measures only the acceptance of drafts with a trimmed LM head, with the
+bundled prompts and with documents, greedy and at temperature 1; see docs/drafts.md.
 
 `--tables` runs nothing: it prints the recorded tables, and the bounds for published
 sizes that follow from bytes.
@@ -416,7 +416,7 @@ def speed_lines(record: dict[str, Any]) -> list[str]:
 
 
 def trimmed_lines(record: dict[str, Any]) -> list[str]:
-    """Return the table of acceptance with cut LM heads."""
+    """Return the table of acceptance with trimmed LM heads."""
     columns = list(itertools.product(("prompts", "documents"), HEAD_MODES))
     lines = [
         "| of 8,192 tokens | "

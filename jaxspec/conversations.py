@@ -22,7 +22,8 @@ class ChatOptions(TypedDict, total=False):
             file with one.
         chat_template_kwargs: Further variables for the template. A variable that the
             template does not use has no effect.
-        chat_template_content_format: "auto" or "string": contents are texts.
+        chat_template_content_format: "auto" or "string": with both, the template gets
+            the messages' contents as strings.
         parse_special_tokens: Encode special pieces in messages as special tokens.
             Without it "<end_of_turn>" in a message is text and cannot end its turn.
         strict_roles: Raise an error for conversations that the template rejects.

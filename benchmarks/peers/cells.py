@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
-# File with the reasons why a peer is ahead, by "peer" or "peer mode"; written by hand.
+# File with the reasons why a peer is faster, by "peer" or "peer mode"; hand-written.
 WHY = HERE / "behind.json"
 NOT_MEASURED = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine."
 OURS = "jaxspec"

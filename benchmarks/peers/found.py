@@ -67,7 +67,7 @@ class Peer:
         return [self.python, str(HERE / self.script)]
 
     def environment_of(self, cores: list[int]) -> dict[str, str]:
-        """Return its process's environment, with a thread per core."""
+        """Return the environment of the peer's process, with one thread per core."""
         threads = str(len(cores))
         found = os.environ | {
             "OMP_NUM_THREADS": threads,
@@ -191,9 +191,10 @@ def _vllm(python: str | None) -> Peer:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "{cores}",
             "VLLM_NO_USAGE_STATS": "1",
-            # In one process: on one core its three processes, which wait for each other
-            # by polling, gave 40 and 250 tokens/s (batch 1 and 8) where one gave 52 and
-            # 315. The OpenMP settings of its worker process must then be set here.
+            # Run vLLM in one process: on one core, its three processes, which poll for
+            # each other's results, gave 40 and 250 tokens/s at batch 1 and 8, and one
+            # process 52 and 315. The OpenMP settings that vLLM makes for its worker
+            # process are then set here.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "KMP_AFFINITY": "granularity=fine,explicit,proclist=[{cores}]",
             "KMP_BLOCKTIME": "5",

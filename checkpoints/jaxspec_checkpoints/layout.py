@@ -163,7 +163,7 @@ class Layout:
 
 
 def layout_of(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Layout:
-    """Return the layout for the content of a `config.json`.
+    """Return the layout of the family that a `config.json` describes.
 
     Args:
         layouts: By `model_type`; a config without one means the first.

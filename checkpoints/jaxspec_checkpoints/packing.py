@@ -250,7 +250,7 @@ def packed_words(values: np.ndarray, bits: int) -> np.ndarray:
 def _compressed(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """See https://github.com/vllm-project/compressed-tensors."""
+    """Read the layout of https://github.com/vllm-project/compressed-tensors."""
     [group] = given["config_groups"].values()
     bits = group["weights"]["num_bits"]
     if (group.get("format") or given.get("format")) != _PACK:
@@ -373,7 +373,7 @@ def _awq(
 def _gptq(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """Read AutoGPTQ's words [features / 8, outputs]; it stores zero points - 1."""
+    """Read AutoGPTQ's [features / 8, outputs] words; zero points are stored minus 1."""
     words, scales, zeros = (
         parts.take(name) for name in ("qweight", "scales", "qzeros")
     )

@@ -121,7 +121,8 @@ class StructuredOutputsConfig:
             `additionalProperties` allow none.
         whitespace_pattern: Regular expression of the white space between two parts of
             JSON. vLLM does not have it; None is `DEFAULT_WHITESPACE_PATTERN`.
-        reasoning_parser: Only "", like its plugin: Gemma marks no thinking.
+        reasoning_parser: Only "" is allowed, as for its plugin: Gemma does not mark its
+            reasoning.
         enable_in_reasoning: Without effect.
     """
 

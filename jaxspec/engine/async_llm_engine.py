@@ -227,7 +227,7 @@ class AsyncLLMEngine:
 
     @property
     def choice(self) -> Choice:
-        """The current choice of K, of the first engine."""
+        """The first engine's current choice of K."""
         return self.engine.choice
 
     async def get_num_unfinished_requests(self) -> int:

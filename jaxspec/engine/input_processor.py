@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
 
 
 class InputProcessor:
-    """Makes requests from prompts and parameters, in any thread."""
+    """Makes requests from prompts and parameters; may be used in any thread."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
         self._config = config
@@ -174,7 +174,7 @@ class InputProcessor:
         return params
 
     def _check_text(self, params: SamplingParams) -> None:
-        """Reject parameters that need a tokenizer or real verification without one."""
+        """Reject parameters that need a missing tokenizer, or real verification."""
         if params.structured_outputs is not None and self._config.is_synthetic:
             raise UnsupportedError(
                 "structured_outputs cannot be used with "

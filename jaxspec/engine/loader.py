@@ -78,8 +78,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     turns = family_of(config.model_config).turns
     tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template, turns)
     folder = config.speculative and config.speculative.model
-    # A draft without its own tokenizer was trained for the target's. Compare them
-    # before the sizes: a pair has the smaller vocabulary of the two.
+    # A draft without a tokenizer uses the target's. Tokenizers are compared before
+    # sizes, because both configurations of a pair have the smaller vocabulary.
     if folder is not None and _has_tokenizer(folder):
         names = f"the target ({config.model})", f"the draft ({folder})"
         hint = draft_hint(config.model_config)
@@ -141,7 +141,7 @@ def make_runner(config: EngineConfig) -> Runner:
 
 
 def _make_leading(config: EngineConfig, followers: Followers | None) -> Runner:
-    """Decide the sizes, send them to the followers, and load the models."""
+    """Choose batch size and pages, send them to the followers, and load the models."""
     _warn_of_dummies(config)
     mesh, others = build_mesh(config), []
     if followers is not None:

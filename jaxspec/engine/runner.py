@@ -269,7 +269,7 @@ class Runner:
             raise
 
     def leave(self) -> None:
-        """End the followers' processes and this process's part in the cluster."""
+        """End the followers' processes, and leave the cluster of processes."""
         if self.followers is not None:
             self.followers.end()
             leave()

@@ -590,7 +590,7 @@ class GrammarCompiler:
         return Vocabulary(self._tokenizer, self._vocab_size, self._end_ids)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
-        """Return a matcher at the beginning of a text.
+        """Return a matcher for these parameters that has read no token yet.
 
         Raises:
             RequestError: The schema, expression or grammar is not valid, or no text

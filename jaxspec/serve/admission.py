@@ -1,7 +1,7 @@
 """Owns the set of running requests, and the limits on waiting ones.
 
-The engine's own queue is in another thread. The limits are checked against a count that
-is kept here, of requests that were admitted and have not finished.
+The engine's own queue is in another thread. So this class keeps its own count of
+admitted, unfinished requests, and checks the limits against it.
 """
 
 import itertools

@@ -233,8 +233,8 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     )
     content: Mapping[str, Any] = read_config(folder)[0]
     new = {key: value for key, value in content.items() if key != "layer_types"}
-    # The new draft's embedding is a projection of the target's, and is also its LM
-    # head.
+    # The new draft's embedding is projected from the target's, and also serves as the
+    # draft's LM head.
     new |= sizes | {TIE: True}
     return DraftMethod(config=config_from_hf(new), hf_config=new)
 

@@ -196,7 +196,7 @@ def _fail(path: Path, reason: str) -> NoReturn:
 
 
 class _Header:
-    """A position in the header; every step is checked against the file's size."""
+    """Reads the header; every read is checked against the file's size."""
 
     def __init__(self, path: Path, stream: BinaryIO):
         self._path, self._stream = path, stream

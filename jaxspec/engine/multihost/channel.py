@@ -455,7 +455,7 @@ class Followers:
 
 
 def _listening(hosts: HostsConfig) -> socket.socket:
-    """Listen at the leader's address, whose name a cluster may publish late."""
+    """Listen at the leader's address; retry, as a cluster may publish its name late."""
     host, port = hosts.master_addr, hosts.plans_port
     listener, deadline = None, time.monotonic() + hosts.timeout_s
     try:
