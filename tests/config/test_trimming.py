@@ -73,7 +73,7 @@ def test_rejects_bad_sizes(tmp_path, size):
         ({"ids": [0]}, "an object with one as 'token_ids'"),
         (RANKED[1:], r"missing: pad_token_id \(0\)"),
         ([5, 6, 0], r"missing: bos_token_id \(2\), eos_token_id 1 \(1\)"),
-        (list(range(96)), "names all 96 tokens .* set draft_vocab_size"),
+        (list(range(96)), "lists all 96 tokens .* set draft_vocab_size"),
     ],
 )
 def test_rejects_bad_map(tmp_path, content, named):

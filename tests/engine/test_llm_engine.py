@@ -287,7 +287,7 @@ def test_aborted_requests_leave_nothing_behind(when):
 def test_id_can_be_reused_after_its_request_ended():
     engine, _ = make_fake_engine()
     engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
-    with pytest.raises(RequestError, match="'a' is running already"):
+    with pytest.raises(RequestError, match="'a' is already running"):
         engine.add_request("a", PROMPT, SamplingParams())
     engine.step()
     engine.abort_request("a")

@@ -122,7 +122,7 @@ def test_library_that_cannot_be_cached_is_loaded(
     library = native._load(given)
     assert hasattr(library, native.TARGETS[0])
     (record,) = caplog.records
-    assert "cannot be kept" in record.message and native.VARIABLE in record.message
+    assert "cannot be saved" in record.message and native.VARIABLE in record.message
     assert obstacle != "full disk" or not list(folder.iterdir())
 
 

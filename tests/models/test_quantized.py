@@ -233,7 +233,7 @@ def test_scales_are_read_with_values_or_alone():
 def test_damaged_quantized_tensor_is_detected():
     rows = np.ones((4, 16), np.float32)
     tensor = replace(in_memory({"a": rows})["a"], sha256="0" * 64)
-    with pytest.raises(CheckpointError, match="was damaged"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         quantized(tensor, SCHEMES[0]).values.whole()
 
 
