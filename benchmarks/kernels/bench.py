@@ -44,7 +44,7 @@ class Planned(NamedTuple):
     name: str
     shape: Any
     key: str | None  # in a tuned table
-    make: Callable[..., Work]  # takes is_ragged, for values that test every branch
+    make: Callable[..., Work]  # is_ragged=True: lengths that test every branch
 
     @property
     def is_goal(self) -> bool:

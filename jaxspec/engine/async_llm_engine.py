@@ -165,7 +165,7 @@ class AsyncLLMEngine:
     def _choose(self, request_id: str) -> EngineDriver:
         for driver in self._drivers:
             if driver.engine.is_unfinished(request_id):
-                return driver  # it rejects the duplicate id
+                return driver  # this engine rejects the duplicate id
         return least_loaded(
             self._drivers, lambda one: (not one.engine.is_ready, one.num_texts)
         )

@@ -138,7 +138,7 @@ class EngineGroup:
     def _choose(self, prepared: Prepared) -> LLMEngine:
         for engine in self.engines:
             if engine.is_unfinished(prepared.request_id):
-                return engine  # it rejects the duplicate id
+                return engine  # this engine rejects the duplicate id
         return least_loaded(
             self.engines, lambda engine: (engine.get_num_unfinished_requests(),)
         )

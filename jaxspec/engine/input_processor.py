@@ -282,7 +282,7 @@ class InputProcessor:
             min_tokens=params.min_tokens,
             stop_ids=stop_ids,
         )
-        state.compute([])  # here no launch waits for it
+        state.compute([])  # computed here, no launch waits for it
         return state
 
     def _seed_and_rule(self, params: SamplingParams) -> tuple[tuple[int, int], int]:
