@@ -58,9 +58,9 @@ CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
 # flags.
 DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16}
 ALLOWED_FORMS = (
-    "chain, chain=K, leaves=W (W side leaves per draft of a chain), best=N (the tree "
-    "of at most N drafts that is predicted to be fastest from the measurements of the "
-    "forms before it) or a tree such as '[(0,), (1,), (0, 0)]'"
+    "chain, chain=K, leaves=W (W side leaves per draft of a chain), best=N (the "
+    "tree of at most N drafts that is predicted to be fastest from the measurements "
+    "of the shapes before it) or a tree such as '[(0,), (1,), (0, 0)]'"
 )
 # Minimum speed relative to the fastest chain at which a shape with side branches is
 # recommended.

@@ -420,7 +420,7 @@ def _check_some_left(
         raise wrong_argument(
             RequestError,
             "allowed_token_ids",
-            "at least one id that bad_words does not forbid and, with min_tokens, "
+            "a list with an id that bad_words does not forbid and, with min_tokens, "
             "that is not an end token",
             list(allowed),
         )
