@@ -178,7 +178,7 @@ def serve(hosts: Hosts, model: Path) -> Iterator[httpx.Client]:
     command = ["-m", "jaxspec.serve", *flags(values | hosts.shared), f"--port={port}"]
     hosts.start("leader", command, DEVICES_EACH)
     hosts.follow(values)
-    hosts.wait_for("leader", "Requests are served")
+    hosts.wait_for("leader", "The server is ready")
     url = f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         assert complete(client, 8).status_code == 200

@@ -265,7 +265,7 @@ def test_sleep_waits_for_or_aborts_requests():
         for one in asked:
             (output,) = await one
             assert output.outputs[0].finish_reason == "abort"
-        with pytest.raises(RequestError, match=r"sleeps.* call wake_up\(\)"):
+        with pytest.raises(RequestError, match=r"is asleep.* call wake_up\(\)"):
             await ask("c", 4)
         await serving.wake_up(["weights"])
         assert await serving.is_sleeping()

@@ -81,7 +81,7 @@ def test_calls_between_steps_reach_every_engine():
     for name in "abc":
         group.add_request(name, PROMPT, SamplingParams(max_tokens=60))
     group.step()
-    with pytest.raises(RequestError, match="3 requests run"):
+    with pytest.raises(RequestError, match="3 requests are running"):
         group.sleep()
     assert not group.is_sleeping()
     group.abort_request("b")

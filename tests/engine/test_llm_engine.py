@@ -373,7 +373,7 @@ def test_launches_of_aborted_requests_do_not_prevent_sleep():
         engine.step()
     slept = []
     engine._sleep.begin = slept.append  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(RequestError, match="1 requests run"):
+    with pytest.raises(RequestError, match="1 requests are running"):
         engine.sleep()
     engine.abort_request("a")
     engine.sleep()
@@ -414,7 +414,7 @@ def test_tokenizer_can_be_replaced_if_pieces_are_equal():
     params = SamplingParams(max_tokens=3)
     text = run_one(engine, params).text
     engine.add_request("waits", PROMPT, params)
-    with pytest.raises(RequestError, match="while requests run"):
+    with pytest.raises(RequestError, match="while requests are running"):
         engine.set_tokenizer(first)
     run_all(engine)
     for wrong in (OtherTokenizer(16), "folder"):

@@ -283,14 +283,18 @@ def test_rejects_bad_dict(config: Any, texts: list[str]):
         ),
         (
             {"spec_method": "suffix", "ngram_prompt_lookup_max": 4},
-            ["prompt_lookup_max=4", "n-gram", "method 'suffix' takes no"],
+            ["prompt_lookup_max=4", "n-gram", "no effect with method 'suffix'"],
         ),
         (
             {
                 "spec_method": "ngram",
                 "speculative_config": {"suffix_decoding_max_tree_depth": 8},
             },
-            ["suffix_decoding_max_tree_depth=8", "method 'ngram' takes no", "'suffix'"],
+            [
+                "suffix_decoding_max_tree_depth=8",
+                "no effect with method 'ngram'",
+                "'suffix'",
+            ],
         ),
     ],
 )

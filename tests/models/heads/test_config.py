@@ -99,7 +99,7 @@ def test_unsupported_variants_are_named(change, named):
         (dict(draft_vocab_size=51), "draft_vocab_size must be an integer from 1 to 50"),
         (dict(eagle_aux_hidden_state_layer_ids=[1, 2]), "3 numbers of layers"),
         (dict(eagle_aux_hidden_state_layer_ids="all"), "3 numbers of layers"),
-        (dict(target_hidden_size=32), "no embed_tokens.weight.* 32 wide"),
+        (dict(target_hidden_size=32), "no embed_tokens.weight.* must be 32"),
     ],
 )
 def test_wrong_numbers_are_named(change, named):

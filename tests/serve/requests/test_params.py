@@ -106,7 +106,7 @@ def test_logprob_token_ids_are_validated():
             make(logprob_token_ids=ids)
         with pytest.raises(RequestError, match="must not be an empty list"):
             make(logprob_token_ids=[])
-    with pytest.raises(RequestError, match="there are none"):
+    with pytest.raises(RequestError, match="no tokens are generated"):
         completion(logprob_token_ids=ids, logprobs=0, echo=True, max_tokens=0)
 
 
