@@ -158,7 +158,7 @@ def test_full_run(tmp_path, monkeypatch, capsys):
         kind[::2]: row["failed"] for kind, row in by_kind.items() if "failed" in row
     }
     assert failed == {
-        ("single", 3): "runs at most 1 at a time",
+        ("single", 3): "limited to batch 1",
         ("dying", 3): "ended with code 1: no room in dying.py",
     }
     assert result["peers"]["absent"] == {"skipped": "not installed"}
@@ -343,9 +343,9 @@ def test_table_has_a_line_per_engine_and_mode():
     assert "prompts: benchmarks/prompts.jsonl. Note on fast: it rounds.\n" in table
     assert "jaxspec 0.1, fast 2.0." in table
     assert "at commit 0123456789ab on a CPU, load 0.1" in table
-    left_out = "slow, draft at batch 1: did not start"
+    left_out = "slow (draft at batch 1): did not start"
     assert f"Not measured: gone: not installed; {left_out}." in table
-    early = "odd, plain at batch 1, n-gram at batch 1: it fell over"
+    early = "odd (plain at batch 1, n-gram at batch 1): it fell over"
     assert f"Ended early, so measured with fewer runs: {early}." in table
     assert "is faster with" not in table
 

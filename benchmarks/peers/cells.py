@@ -237,7 +237,7 @@ def _places(failed: list[dict[str, Any]], *, is_measured: bool) -> dict[str, str
             if place not in places:
                 places.append(place)
     return {
-        f"{peer}, {', '.join(places)}": reason
+        f"{peer} ({', '.join(places)})": reason
         for (peer, reason), places in found.items()
     }
 

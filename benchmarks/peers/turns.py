@@ -97,7 +97,7 @@ class Turns:
                     batch_size=size,
                     threads=threads,
                     bans_end=peer.bans_end,
-                    failed=f"runs at most {most} at a time" if size > most else None,
+                    failed=f"limited to batch {most}" if size > most else None,
                 )
                 for dtype in dtypes
                 for mode, most in peer.modes.items()
