@@ -26,7 +26,7 @@ HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n"
 def test_api_keys_protect_v1():
     statuses = {
         None: 401,
-        "Bearer ": 401,
+        "Bearer": 401,
         "Bearer first": 200,
         "bearer second": 200,
         "Bearer firs": 401,

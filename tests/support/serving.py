@@ -186,9 +186,11 @@ def _break(runner: Any, number: int) -> None:
 
 
 class Client(httpx.Client):
-    """A client of a `Site`, for tests that need no concurrent requests."""
+    """A client of a `Site`, with checks of the responses."""
 
-    def __init__(self, site: Site, **headers: str):
+    def __init__(self, site: Site):
+        # After an unexpected error, the server closes the connection.
+        headers = {"Connection": "close"}
         super().__init__(base_url=site.url, timeout=60, headers=headers)
         self.site = site
 
