@@ -264,9 +264,11 @@ def test_shows_k_and_reason_after_first_request(watched: Watched):
         page.route("**/page/server.json", answer_of_json(answer))
         page.reload()
         expect(page.locator("#model")).to_have_text("model")
+        page.fill("#max-tokens", "12")
         expect(line).to_be_hidden()
         watched.sent()
         if expected:
+            expect(line).to_be_visible()
             expect(line).to_have_text(expected)
         else:
             expect(line).to_be_hidden()
