@@ -13,12 +13,11 @@ import pytest
 from jaxspec import __main__ as command_line
 from jaxspec.__main__ import make_parser
 from jaxspec.bench.acceptance import Acceptance
-from jaxspec.bench.measure import Batch, Run, run_batch
+from jaxspec.bench.measure import Run
 from jaxspec.cli import chat, generate
 from jaxspec.cli.generate import comparison, decode, difference, encode, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError
-from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
@@ -87,17 +86,6 @@ def test_seeded_text_is_independent_of_drafts(engine):
     assert decode(engine, PROMPT, other).token_ids != found
 
 
-def test_interrupted_run_leaves_idle_engine(engine):
-    def interrupt(_: RequestOutput) -> None:
-        raise KeyboardInterrupt
-
-    batch = Batch(prompts=[PROMPT], params=[params()])
-    with pytest.raises(KeyboardInterrupt):
-        run_batch(engine, batch, interrupt)
-    assert engine.get_num_unfinished_requests() == 0
-    decode(engine, PROMPT, params(max_tokens=2))
-
-
 def test_accepted_drafts_are_green_on_terminal(engine, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -114,12 +102,6 @@ def test_accepted_drafts_are_green_on_terminal(engine, monkeypatch):
     assert GREEN.sub(r"\1", text) == engine.tokenizer.decode(decoded.token_ids[0])
     assert legend == "\x1b[32mGreen\x1b[0m: drafts that the target accepted.\n"
     assert drawn.extra_args is None, "the caller's parameters are unchanged"
-
-
-def test_text_in_file_is_plain(engine, capsys):
-    decoded = generate._shown(engine, PROMPT, params())
-    text = engine.tokenizer.decode(decoded.token_ids[0])
-    assert capsys.readouterr().out == text + "\n"
 
 
 def decoded(token_ids: list[int], seconds: float, histogram=()) -> Run:

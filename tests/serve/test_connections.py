@@ -36,14 +36,18 @@ FLAGS += f"--timeout-keep-alive {KEEP_ALIVE_S} --api-key k".split()
 KEY = {"Authorization": "Bearer k"}
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\n"
 HEAD += "Content-Type: application/json\r\n"
-HUGE = b" " * (100 * 2**20)
+HUGE = b" " * (32 * 2**20)
 
 
 @dataclass
 class Server:
     process: subprocess.Popen
     log: Path
-    port: int
+
+    @property
+    def port(self) -> int:
+        (port,) = re.findall(r"m on http://127.0.0.1:(\d+)", self.log.read_text())
+        return int(port)
 
     @property
     def url(self) -> str:
@@ -65,44 +69,55 @@ class Server:
         )
         return float(line.split()[-1])
 
+    def wait(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_so():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
 
-@contextlib.contextmanager
-def small_server(
-    log: Path, *flags: str, delay_s: float = 0.0, num_files: int = 0
-) -> Iterator[Server]:
-    program = [sys.executable, "-m", "tests.serve.small_server"]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*program, str(delay_s), str(num_files), *FLAGS, *flags],
-            stderr=stderr,
-            stdout=subprocess.DEVNULL,
-            cwd=ROOT,
-        )
-    try:
-        wait_until(lambda: "startup complete" in log.read_text(), process)
-        port = re.search(r"Serving m on http://127.0.0.1:(\d+)", log.read_text())
-        assert port is not None
-        yield Server(process, log, int(port[1]))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
-        assert "Traceback" not in log.read_text(), log.read_text()
-    finally:
-        process.kill()
-        process.wait()
+    def wait_for_status(self, path: str, status: int) -> None:
+        def has_status() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return self.get(path).status_code == status
+            return False
+
+        self.wait(has_status)
 
 
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def server_fixture(*flags: str, delay_s: float = 0.0, num_files: int = 0) -> Any:
+    """Make a fixture: a server in its own process, for all tests of this file."""
+
+    @pytest.fixture(scope="module")
+    def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        log = tmp_path_factory.mktemp("log") / "log"
+        words = [sys.executable, "-m", "tests.serve.small_server"]
+        words += [str(delay_s), str(num_files), *FLAGS, *flags]
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                words, stderr=stderr, stdout=subprocess.DEVNULL, cwd=ROOT
+            )
+        made = Server(process, log)
+        try:
+            made.wait(lambda: "startup complete" in log.read_text())
+            yield made
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, log.read_text()
+            assert "Traceback" not in log.read_text(), log.read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+    return started
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with small_server(tmp_path_factory.mktemp("log") / "log") as one:
-        yield one
+server = server_fixture()
+slow_server = server_fixture(delay_s=0.06, num_files=400)
+# Requests may arrive slowly, over few connections.
+patient_server = server_fixture(
+    *("--timeout-read-headers", "60", "--timeout-read-body", "60"),
+    *("--limit-concurrency", str(MAX_CONNECTIONS)),
+)
 
 
 def read_all(client: socket.socket) -> tuple[bytes, float]:
@@ -218,22 +233,20 @@ def text_of(answer: bytes) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
-def test_slow_responses_and_readers_are_not_cut_off(tmp_path: Path):
+def test_slow_responses_and_readers_are_not_cut_off(slow_server: Server):
     longest_s = max(HEADERS_S, BODY_S, KEEP_ALIVE_S)
-    with small_server(tmp_path / "log", delay_s=0.06) as server:
-        clients = [server.connect() for _ in range(6)]
-        start = time.monotonic()
-        for client in clients:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            client.sendall(stream_bytes())
-        # The batch size is two. The clients read nothing until all time limits have
-        # passed.
-        time.sleep(2 * longest_s)
-        texts = [text_of(read_all(client)[0]) for client in clients]
-        assert time.monotonic() - start > 4 * longest_s
-        assert texts == [letters(said(90))] * 6
-        for client in clients:
-            client.close()
+    clients = [slow_server.connect() for _ in range(6)]
+    start = time.monotonic()
+    for client in clients:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.sendall(stream_bytes())
+    # The batch size is two. The clients read nothing until all time limits have passed.
+    time.sleep(2 * longest_s)
+    texts = [text_of(read_all(client)[0]) for client in clients]
+    assert time.monotonic() - start > 4 * longest_s
+    assert texts == [letters(said(90))] * 6
+    for client in clients:
+        client.close()
 
 
 def test_paused_reader_gets_whole_response(server: Server):
@@ -270,16 +283,9 @@ def ask_urllib(url: str, data: Any) -> tuple[int, dict]:
     return refused.value.code, json.loads(refused.value.read())
 
 
-@pytest.fixture(scope="module")
-def patient_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("log") / "log"
-    with small_server(log, "--timeout-read-body", "60") as one:
-        yield one
-
-
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("ask", [ask_httpx, ask_requests, ask_urllib])
-def test_clients_read_refusal_of_100_mb(
+def test_clients_read_refusal_of_32_mib(
     patient_server: Server, ask: Callable[..., tuple[int, dict]], is_chunked: bool
 ):
     data = huge_pieces() if is_chunked else HUGE
@@ -289,7 +295,7 @@ def test_clients_read_refusal_of_100_mb(
     assert "--max-body-bytes" in body["error"]["message"]
 
 
-def test_openai_client_reads_refusal_of_100_mb(patient_server: Server):
+def test_openai_client_reads_refusal_of_32_mib(patient_server: Server):
     url = f"{patient_server.url}/v1"
     with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client:
         with pytest.raises(openai.APIStatusError) as refused:
@@ -311,71 +317,54 @@ def test_closing_clients_read_every_refusal(
     assert "error" in json.loads(refused.value.read())
 
 
-def test_requests_over_connection_limit_are_503(tmp_path: Path):
-    flags = ["--limit-concurrency", str(MAX_CONNECTIONS)]
-    flags += ["--timeout-read-headers", "60", "--timeout-read-body", "60"]
-    with small_server(tmp_path / "log", *flags) as server:
-        idle = [server.connect() for _ in range(MAX_CONNECTIONS)]
-        wait_until(lambda: server.get("/v1/models").status_code == 503, server.process)
-        for path in (COMPLETIONS, CHAT):
-            # Ordinary clients get the refusal, also if they sent a body.
-            response = httpx.post(
-                f"{server.url}{path}", content=HUGE[: 2**24], headers=KEY, timeout=60
-            )
-            error = error_of(response, 503, "ServiceUnavailableError")
-            assert "--limit-concurrency" in error["message"]
-            assert int(response.headers["retry-after"]) > 0
-        # /health is always served: otherwise monitoring would restart the server.
-        assert server.get("/health").status_code == 200
-        name, reason = "jaxspec:admission_rejections_total", "connections"
-        assert server.count(name, reason=reason) >= 3
-        # Connections far over the limit are closed without a response.
-        more = [server.connect() for _ in range(200)]
-        num_closed = 0
-        for client in more:
-            client.settimeout(0.05)
-            with contextlib.suppress(TimeoutError):
-                num_closed += b"503" in read_all(client)[0][:20]
-        assert num_closed >= 100
-        for client in [*idle, *more]:
-            client.close()
-        wait_until(lambda: server.get("/v1/models").status_code == 200, server.process)
+def test_requests_over_connection_limit_are_503(patient_server: Server):
+    server = patient_server
+    idle = [server.connect() for _ in range(MAX_CONNECTIONS)]
+    server.wait_for_status("/v1/models", 503)
+    for path in (COMPLETIONS, CHAT):
+        # Ordinary clients get the refusal, also if they sent a body.
+        url = f"{server.url}{path}"
+        response = httpx.post(url, content=HUGE[: 2**24], headers=KEY, timeout=60)
+        error = error_of(response, 503, "ServiceUnavailableError")
+        assert "--limit-concurrency" in error["message"]
+        assert int(response.headers["retry-after"]) > 0
+    # /health is always served: otherwise monitoring would restart the server.
+    assert server.get("/health").status_code == 200
+    name = "jaxspec:admission_rejections_total"
+    assert server.count(name, reason="connections") >= 3
+    # Connections far over the limit are closed without a response.
+    more = [server.connect() for _ in range(200)]
+    num_closed = 0
+    for client in more:
+        client.settimeout(0.05)
+        with contextlib.suppress(TimeoutError):
+            num_closed += b"503" in read_all(client)[0][:20]
+    assert num_closed >= 100
+    for client in [*idle, *more]:
+        client.close()
+    server.wait_for_status("/v1/models", 200)
 
 
-def test_reports_descriptor_shortage_and_its_end(tmp_path: Path):
-    log = tmp_path / "log"
-    with small_server(log, num_files=400) as server:
-        assert "permit" in log.read_text(), "fewer connections than by default"
-        name = "jaxspec:descriptor_shortages_total"
-        with httpx.Client(base_url=server.url, headers=KEY, timeout=60) as client:
-            body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True}
-            for number in (1, 2):
-                client.get("/health")
-                server.process.send_signal(signal.SIGUSR1)
-                wait_until(
-                    lambda: "No file descriptor is free" in log.read_text(),
-                    server.process,
-                )
-                with pytest.raises(httpx.TransportError):
-                    httpx.get(f"{server.url}/health", timeout=2)
-                time.sleep(0.3)
-                server.process.send_signal(signal.SIGUSR2)
-                wait_until(lambda: is_healthy(server), server.process)
-                wait_until(
-                    lambda: server.count(name) == number,  # noqa: B023
-                    server.process,
-                )
-                assert client.post(COMPLETIONS, json=body).status_code == 200
-        text = log.read_text()
-        assert text.count("No file descriptor is free") == 1, "once a minute"
-        assert "File descriptors are free again" in text
-
-
-def is_healthy(server: Server) -> bool:
-    try:
-        return server.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
+def test_reports_descriptor_shortage_and_its_end(slow_server: Server):
+    server, log = slow_server, slow_server.log
+    assert "permit" in log.read_text(), "fewer connections than by default"
+    shortage = "No file descriptor is free"
+    with httpx.Client(base_url=server.url, headers=KEY, timeout=60) as client:
+        body = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True}
+        for number in (1, 2):
+            client.get("/health")
+            server.process.send_signal(signal.SIGUSR1)
+            server.wait(lambda: shortage in log.read_text())
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"{server.url}/health", timeout=2)
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGUSR2)
+            server.wait_for_status("/health", 200)
+            while server.count("jaxspec:descriptor_shortages_total") != number:
+                time.sleep(0.02)
+            assert client.post(COMPLETIONS, json=body).status_code == 200
+    assert log.read_text().count(shortage) == 1, "once a minute"
+    assert "File descriptors are free again" in log.read_text()
 
 
 def test_refuses_limit_above_descriptors():
