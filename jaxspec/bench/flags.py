@@ -10,10 +10,10 @@ from jaxspec.command_line import CommandParser
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 
 MODULES = {
-    "lossless": "jaxspec.bench.lossless",
     "latency": "jaxspec.bench.whole",
     "throughput": "jaxspec.bench.whole",
     "serve": "jaxspec.bench.serve",
+    "lossless": "jaxspec.bench.lossless",
     "spec": "jaxspec.bench.spec",
 }
 BATCH_SIZES, TEMPERATURES = (1, 4, 8), (0.0, 0.8)
