@@ -13,6 +13,7 @@ MODULES = {
     "latency": "jaxspec.bench.whole",
     "throughput": "jaxspec.bench.whole",
     "serve": "jaxspec.bench.serve",
+    "lossless": "jaxspec.bench.lossless",
     "spec": "jaxspec.bench.spec",
 }
 BATCH_SIZES, TEMPERATURES = (1, 4, 8), (0.0, 0.8)
@@ -41,6 +42,13 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         _command(commands, "throughput", "many prompts, all queued at the start")
     )
     _add_serve(_command(commands, "serve", "requests to any server with OpenAI's API"))
+    _add_lossless(
+        _command(
+            commands,
+            "lossless",
+            "whether speculation changes the texts of any server with OpenAI's API",
+        )
+    )
     _add_spec(
         _command(
             commands,
@@ -61,7 +69,8 @@ class _Removed(argparse.Action):
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    model = "" if name == "serve" else " Without a model: the bundled pair."
+    is_client = name in ("serve", "lossless")
+    model = "" if is_client else " Without a model: the bundled pair."
     description = f"{name}: {text}.{model}"
     parser = commands.add_parser(
         name, help=text, description=description, allow_abbrev=False
@@ -272,6 +281,54 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--extra-body", type=_json, default={}, help="JSON, added to every request"
     )
     _add_saving(parser.add_argument_group("results"))
+
+
+def _add_lossless(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the servers")
+    add = group.add_argument
+    add("--base-url", metavar="URL", default="http://127.0.0.1:8000")
+    add(
+        "--other-base-url",
+        metavar="URL",
+        help="a server of the same model without speculation (default: the same server "
+        "with --other-extra-body)",
+    )
+    add("--extra-body", type=_json, default={}, help="JSON, added to every request")
+    add(
+        "--other-extra-body",
+        type=_json,
+        help="JSON, added to the reference's requests in its place (default for "
+        'jaxspec\'s server: {"num_speculative_tokens": 0})',
+    )
+    add("--model", help="default: the first model that the server lists")
+    add("--api-key", help="default: OPENAI_API_KEY of the environment")
+    group = parser.add_argument_group("measurement")
+    add = group.add_argument
+    add("--num-prompts", type=int, default=20, help="default: %(default)s")
+    add(
+        "--max-concurrency",
+        type=int,
+        default=8,
+        help="requests at once in the cases with several (default: %(default)s)",
+    )
+    add(
+        "--tie-gap",
+        type=float,
+        default=0.05,
+        metavar="NATS",
+        help="largest difference of two tokens' logprobs that counts as a near tie "
+        "(default: %(default)s)",
+    )
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="always generate --output-len tokens (default: yes)",
+    )
+    _add_json(group)
+    add("--output-json", type=Path, metavar="FILE", help="write the JSON to a file")
+    add("--seed", type=int, default=0, help="of random prompts")
+    _add_data(parser, output_len=64)
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:

@@ -51,7 +51,7 @@ def test_help_lists_the_subcommands_without_importing_jax():
     )
     commands = done.stdout.partition("subcommands:")[2]
     found = re.findall(r"^    (\w+)", commands, re.MULTILINE)
-    assert found == ["latency", "throughput", "serve", "spec"] == list(MODULES)
+    assert found == ["latency", "throughput", "serve", "lossless", "spec"] == list(MODULES)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,10 @@ class Writer(ABC):
     def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
         """Write the response from the last output of every prompt, with its number."""
 
+    def error_event(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the event of an error that ends a stream."""
+        return body
+
     @abstractmethod
     def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
         """Write the chunks of every output when it arrives."""
