@@ -158,7 +158,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
 
 
 def test_life_of_replica(replica: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ray_app, "DEFAULT_READ_HEADERS_S", 0.5)
+    monkeypatch.setattr(ray_app, "DEFAULT_READ_HEADERS_S", 1.0)
     port = replica._placement.metrics_port + 1
 
     async def live() -> None:
