@@ -335,7 +335,7 @@ def test_failed_request_cannot_forge_log_lines(http, path, caplog, monkeypatch):
         wanted = "ended with an error|ended early|background response failed"
         return [one for one in caplog.messages if re.search(wanted, one)]
 
-    body = REQUESTS[path] | GRAMMAR | {"request_id": forged}
+    body: dict[str, Any] = REQUESTS[path] | GRAMMAR | {"request_id": forged}
     body["background" if path == RESPONSES else "stream"] = True
     http.post(path, json=body).raise_for_status()
     deadline = time.monotonic() + 30

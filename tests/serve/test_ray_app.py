@@ -174,7 +174,7 @@ def test_life_of_replica(replica: Any, monkeypatch: pytest.MonkeyPatch):
             transport=httpx.ASGITransport(app), base_url="http://server"
         )
         scraper = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
-        async with client, scraper, app.router.lifespan_context(app):
+        async with app.router.lifespan_context(app), client, scraper:
             answer = await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=9)
             assert answer["choices"][0]["text"] == letters(said(9))
             assert answer["model"] == "g"

@@ -118,7 +118,7 @@ def test_stream_metrics_come_last():
 
 
 def test_usage_by_setting():
-    settings = {"enable_prompt_tokens_details": True}
+    settings: dict[str, Any] = {"enable_prompt_tokens_details": True}
     with server(**settings, enable_force_include_usage=True) as http:
         given: dict[str, Any] = {"prompt": [2, 3, 4] * 6, "max_tokens": 3}
         usages = [http.ask(COMPLETIONS, **given)["usage"] for _ in range(2)]
