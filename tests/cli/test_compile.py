@@ -13,8 +13,8 @@ from jaxspec.engine import program_cache
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.memory.device_descriptions import DEVICES
 
-SIZES: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 32}
-MODELS = SIZES | {"model": "jaxspec/tiny-gemma2"}
+SIZES = {"max_num_seqs": 1, "max_num_batched_tokens": 32}
+MODELS: dict[str, Any] = SIZES | {"model": "jaxspec/tiny-gemma2"}
 FLAGS = "--model jaxspec/tiny-gemma2 --max-num-seqs 1 --max-num-batched-tokens 32"
 
 
