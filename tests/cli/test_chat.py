@@ -292,3 +292,4 @@ def test_keys_and_colors_of_terminal():
             assert screen.end() == 0
         finally:
             screen.process.kill()
+            screen.process.wait()

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.memory.device_descriptions import DEVICES
 
 SIZES = {"max_num_seqs": 1, "max_num_batched_tokens": 32}
-MODELS = SIZES | {"model": "jaxspec/tiny-gemma2"}
+MODELS: dict[str, Any] = SIZES | {"model": "jaxspec/tiny-gemma2"}
 FLAGS = "--model jaxspec/tiny-gemma2 --max-num-seqs 1 --max-num-batched-tokens 32"
 
 

@@ -31,7 +31,7 @@ NUM_TOKENS = 24
 
 
 def params(temperature: float = 0.0, **changes: Any) -> SamplingParams:
-    given = dict(max_tokens=NUM_TOKENS, ignore_eos=True) | changes
+    given: Any = dict(max_tokens=NUM_TOKENS, ignore_eos=True) | changes
     kind = RequestOutputKind.DELTA
     return SamplingParams(temperature=temperature, output_kind=kind, **given)
 
@@ -54,7 +54,7 @@ def engine(target) -> LLMEngine:
     # The draft is another random model, whose drafts are sometimes accepted.
     draft = make_micro(seed=1, num_hidden_layers=1)
     # Each launch has room for one tile, so that there are few programs.
-    sizes = dict(max_num_seqs=1, max_num_batched_tokens=32)
+    sizes: Any = dict(max_num_seqs=1, max_num_batched_tokens=32)
     engine = make_engine(target, draft, num_draft_tokens=2, **sizes)
     for one in (params(), generate.without_speculation(params())):
         warm_up(engine, PROMPT, one)

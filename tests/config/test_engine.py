@@ -47,11 +47,11 @@ def read(generation: Any = None, **changes: Any) -> Gemma2Config:
 
 def engine_config(**changes: Any) -> EngineConfig:
     names = ("model", "tokenizer", "served_model_name")
-    values: dict[str, Any] = DEFAULTS | dict.fromkeys(names, "target")
-    sizes = dict(max_model_len=100, max_num_seqs=4, max_num_batched_tokens=64)
-    pages = dict(page_size=16, num_pages=28)
-    given = dict(dtype="auto", seed=0, tensor_parallel_size=1, model_config=read())
-    return EngineConfig(**values | sizes | pages | given | changes)
+    given: dict[str, Any] = DEFAULTS | dict.fromkeys(names, "target")
+    given |= dict(max_model_len=100, max_num_seqs=4, max_num_batched_tokens=64)
+    given |= dict(page_size=16, num_pages=28, tensor_parallel_size=1)
+    given |= dict(dtype="auto", seed=0, model_config=read())
+    return EngineConfig(**given | changes)
 
 
 def with_draft(draft: Any = (), speculative: Any = (), **changes: Any) -> EngineConfig:

@@ -12,9 +12,9 @@ from jaxspec.errors import ConfigError
 
 DRAFT: dict[str, Any] = {"model": "draft"}
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
-NGRAM = LOOKUP | {"method": "ngram"}
-SUFFIX = SUFFIX_DEFAULTS | {"method": "suffix"}
-BOTH = SUFFIX_DEFAULTS | DRAFT | {"method": "suffix+draft_model"}
+NGRAM: dict[str, Any] = LOOKUP | {"method": "ngram"}
+SUFFIX: dict[str, Any] = SUFFIX_DEFAULTS | {"method": "suffix"}
+BOTH: dict[str, Any] = SUFFIX_DEFAULTS | DRAFT | {"method": "suffix+draft_model"}
 DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
 TREE = "[(0,), (1,), (0, 0), (0, 1)]"
 OF_TREE: dict[str, Any] = {"speculative_token_tree": TREE, "num_speculative_tokens": 4}

@@ -105,7 +105,7 @@ def test_fields_that_combine_with_beam_search(http: Client):
             one["text"] for one in http.ask(COMPLETIONS, **asked | more)["choices"]
         ]
         assert texts == [prompt + shown(tokens) for tokens in expected(count, 3)]
-    # The text goes on to the end of the context.
+    # The text continues to the end of the context.
     chat = {"messages": MESSAGES, "use_beam_search": True, "ignore_eos": True}
     answer = http.ask(CHAT, **chat)
     assert answer["usage"]["completion_tokens"] == 93

@@ -1,7 +1,6 @@
 """Development endpoints are off by default, and have the documented effects."""
 
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.support.fake_engines import letters, said
@@ -21,7 +20,7 @@ def test_sleep_needs_dev_mode(http: Client):
 
 def test_sleep_and_wake_up():
     with (
-        server(server_dev_mode=True, delay_s=0.01) as http,
+        server(server_dev_mode=True, delay_s=0.03) as http,
         ThreadPoolExecutor() as pool,
     ):
 
@@ -39,7 +38,7 @@ def test_sleep_and_wake_up():
         asked = pool.submit(http.ask, COMPLETIONS, **BODY)
         running = "vllm:num_requests_running{.*} 1.0"
         while not re.search(running, http.get("/metrics").text):
-            time.sleep(0.001)
+            assert not asked.done()
         change("/sleep?level=1")
         assert is_sleeping()
         (choice,) = asked.result()["choices"]

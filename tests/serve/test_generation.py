@@ -31,11 +31,13 @@ from tests.support.serving import (
 RESPONSES = "/v1/responses"
 ENDLESS = {"prompt": PROMPT, "max_tokens": 80, "ignore_eos": True}
 TEXTS = {COMPLETIONS: {"prompt": PROMPT}, CHAT: {"messages": MESSAGES}}
-BODIES = TEXTS | {RESPONSES: {"input": PROMPT}}
+REQUESTS = TEXTS | {RESPONSES: {"input": PROMPT}}
 
 
 def assert_no_load(http: Client) -> None:
-    assert http.get("/load").json() == {"server_load": 0}
+    deadline = time.monotonic() + 10
+    while http.get("/load").json() != {"server_load": 0}:
+        assert time.monotonic() < deadline, "a request remains"
 
 
 def test_completion(http: Client):
@@ -250,7 +252,7 @@ def failing_after(
 def test_immediate_grammar_failure_is_error(monkeypatch):
     failing_after(monkeypatch, 0)
     with server() as http:
-        for number, (path, given) in enumerate(BODIES.items(), 1):
+        for number, (path, given) in enumerate(REQUESTS.items(), 1):
             for stream in (False, True):
                 body = given | GRAMMAR | {"stream": stream}
                 error = http.refusal(path, body, 500, "InternalServerError")
@@ -284,9 +286,9 @@ def panic(*_: object, **__: object) -> Any:
     raise PanicException("no luck")
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", REQUESTS)
 def test_panic_fails_one_request(http: Client, path, monkeypatch):
-    grammar = BODIES[path] | {"structured_outputs": {"grammar": "start: start"}}
+    grammar = REQUESTS[path] | {"structured_outputs": {"grammar": "start: start"}}
     for stream in (False, True):
         with monkeypatch.context() as patch:
             patch.setattr(llguidance, "LLMatcher", panic)
@@ -296,10 +298,10 @@ def test_panic_fails_one_request(http: Client, path, monkeypatch):
         assert error["param"] == "structured_outputs"
         with monkeypatch.context() as patch:
             patch.setattr(InputProcessor, "prepare", panic)
-            body = BODIES[path] | {"stream": stream}
+            body = REQUESTS[path] | {"stream": stream}
             http.refusal(path, body, 500, "InternalServerError")
     assert_no_load(http)
-    http.ask(path, **BODIES[path])
+    http.ask(path, **REQUESTS[path])
 
 
 @pytest.mark.parametrize("fault", ["panic", "grammar"])
@@ -312,7 +314,7 @@ def test_background_response_stores_its_error(http, fault, stream, monkeypatch):
         asked |= GRAMMAR
     else:
         monkeypatch.setattr(InputProcessor, "prepare", panic)
-    http.post(RESPONSES, json=BODIES[RESPONSES] | asked).raise_for_status()
+    http.post(RESPONSES, json=REQUESTS[RESPONSES] | asked).raise_for_status()
     found: dict[str, Any] = {"status": "queued"}
     while found["status"] in ("queued", "in_progress"):
         found = http.get(f"{RESPONSES}/resp_{name}").json()
@@ -333,7 +335,7 @@ def test_failed_request_cannot_forge_log_lines(http, path, caplog, monkeypatch):
         wanted = "ended with an error|ended early|background response failed"
         return [one for one in caplog.messages if re.search(wanted, one)]
 
-    body = BODIES[path] | GRAMMAR | {"request_id": forged}
+    body: dict[str, Any] = REQUESTS[path] | GRAMMAR | {"request_id": forged}
     body["background" if path == RESPONSES else "stream"] = True
     http.post(path, json=body).raise_for_status()
     deadline = time.monotonic() + 30

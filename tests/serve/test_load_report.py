@@ -22,9 +22,9 @@ def test_formats():
 
 
 def test_header_is_sent_on_request(http: Client):
-    bodies: dict[str, Any] = {COMPLETIONS: {"prompt": PROMPT}}
-    bodies[CHAT] = {"messages": MESSAGES}
-    for path, body in bodies.items():
+    requests: dict[str, Any] = {COMPLETIONS: {"prompt": PROMPT}}
+    requests[CHAT] = {"messages": MESSAGES}
+    for path, body in requests.items():
         for is_stream in (False, True):
             body["stream"] = is_stream
             headers = {f"{HEADER}-format": "TEXT"}

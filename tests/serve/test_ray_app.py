@@ -157,8 +157,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
         made.engine.shutdown(10)
 
 
-def test_life_of_replica(replica: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ray_app, "DEFAULT_READ_HEADERS_S", 0.5)
+def test_life_of_replica(replica: Any):
     port = replica._placement.metrics_port + 1
 
     async def live() -> None:
@@ -174,21 +173,16 @@ def test_life_of_replica(replica: Any, monkeypatch: pytest.MonkeyPatch):
             transport=httpx.ASGITransport(app), base_url="http://server"
         )
         scraper = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
-        async with client, scraper, app.router.lifespan_context(app):
+        async with app.router.lifespan_context(app), client, scraper:
             answer = await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=9)
             assert answer["choices"][0]["text"] == letters(said(9))
             assert answer["model"] == "g"
             scrape = (await scraper.get("/metrics")).text
             assert 'vllm:request_success_total{engine="0"' in scrape
             assert (await scraper.get("/health")).status_code == 200
-            # The address for metrics serves no requests, and closes slow connections.
+            # The address for metrics serves no requests.
             body = {"model": "g", "prompt": "a"}
             assert (await scraper.post(COMPLETIONS, json=body)).status_code == 404
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /metrics HTTP/1.1\r\n")
-            async with asyncio.timeout(20):
-                assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
-            writer.close()
             await background.start(("", "one"), work())
         # Ray has stopped the replica, which has waited for background responses. Its
         # engine has ended and the port is free.
@@ -196,6 +190,21 @@ def test_life_of_replica(replica: Any, monkeypatch: pytest.MonkeyPatch):
         assert ("", "one") not in background
         assert not replica.engine.is_running
         socket.create_server(("127.0.0.1", port)).close()
+
+    asyncio.run(live())
+
+
+def test_slow_metrics_clients_are_closed(replica: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_app, "DEFAULT_READ_HEADERS_S", 0.2)
+    port = replica._placement.metrics_port + 1
+
+    async def live() -> None:
+        app = await replica.__serve_build_asgi_app__()
+        async with app.router.lifespan_context(app), asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /metrics HTTP/1.1\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+            writer.close()
 
     asyncio.run(live())
 

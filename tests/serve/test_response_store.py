@@ -237,7 +237,8 @@ def test_rejects_other_files(tmp_path):
     other.execute("create table responses (name text)")
     other.close()
     wrong: list[Any] = [str(tmp_path / name) for name in ("text", "other", "no/file")]
-    for given in (*wrong, str(tmp_path), 7):
+    wrong += [str(tmp_path), 7]
+    for given in wrong:
         with pytest.raises(ConfigError, match="response_store must be") as caught:
             ServerSettings(response_store=given)
         assert caught.value.parameter == "response_store"

@@ -6,6 +6,7 @@ Only the generated text is scripted; the server and the bundled tokenizer are re
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ def whole(choice: Any) -> Answer:
     calls = choice.message.tool_calls or []
     assert len({call.id for call in calls}) == len(calls)
     assert all(call.type == "function" for call in calls)
+    assert all(re.fullmatch("chatcmpl-tool-[0-9a-f]{32}", call.id) for call in calls)
     assert (choice.message.content is None) <= bool(calls)
     return Answer(
         choice.message.content or "",

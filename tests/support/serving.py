@@ -257,8 +257,8 @@ _RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
 
 def openai_of(http: Client) -> openai.OpenAI:
     """Return OpenAI's client, which sends its requests with another client."""
-    url = f"{http.base_url}v1"
-    return openai.OpenAI(base_url=url, api_key="x", http_client=http, max_retries=0)
+    given: dict[str, Any] = {"http_client": http, "base_url": f"{http.base_url}v1"}
+    return openai.OpenAI(api_key="x", max_retries=0, **given)
 
 
 def client_of(http: Any) -> openai.AsyncOpenAI:

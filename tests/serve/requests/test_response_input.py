@@ -11,7 +11,6 @@ from jaxspec.serve.requests.protocol import ChatBody, ResponseBody
 from jaxspec.serve.requests.response_input import (
     add_answer,
     as_chat,
-    call_of,
     flat_tool_names,
     messages_of,
 )
@@ -253,17 +252,6 @@ def test_calls_and_results():
     for answer in ([words, CALL, second], [CALL, words, second], [CALL, second, words]):
         whole = written(input=[USER, *answer, *results])
         assert whole == turns("Hello", f"Well\n{called}", text)
-
-
-def test_continues_answer_with_calls():
-    first = ResponseBody(input="Hello", tools=[F])
-    earlier = add_answer(first, messages_of(first), "Well", [call_of("1", "f", "{}")])
-    then = ResponseBody(input=[RESULT])
-    messages = messages_of(then, earlier)
-    text = PROMPTS.of_chat(as_chat(then, messages), 4).get("prompt")
-    called = 'Well\n[{"name": "f", "parameters": {}}]'
-    assert text == turns("Hello", called, '{"name": "f", "result": "7"}')
-    assert earlier[-1]["content"] == "Well"
 
 
 def test_errors_name_flat_tool_fields():

@@ -1,7 +1,6 @@
 """Built-in tool parsers and plugins, and the tool calls that they return."""
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -127,26 +126,8 @@ def stream(parser: ToolParser, text: str, request: ChatBody) -> list[dict[str, A
     return found + reading.deltas("", [], is_last=True)
 
 
-@pytest.fixture
-def parser() -> GemmaToolParser:
-    return GemmaToolParser(TOKENIZER, body().tools)
-
-
-def test_whole_answer(parser: GemmaToolParser):
-    found = parser.extract_tool_calls(TEXT, body())
-    assert (found.tools_called, found.content) == (True, "Well.\n")
-    calls = [(one.function.name, one.function.arguments) for one in found.tool_calls]
-    assert calls == [("f", '{"a": 1}'), ("g", "{}")]
-    first, second = (one.id for one in found.tool_calls)
-    assert re.fullmatch("chatcmpl-tool-[0-9a-f]{32}", first)
-    assert first != second
-    words = parser.extract_tool_calls("Well.", body())
-    assert (words.tools_called, words.tool_calls) == (False, [])
-    assert words.content == "Well."
-
-
-def test_stream(parser: GemmaToolParser):
-    deltas = stream(parser, TEXT, body())
+def test_stream():
+    deltas = stream(GemmaToolParser(TOKENIZER, body().tools), TEXT, body())
     words, (begun, *letters, again, empty) = deltas[:6], deltas[6:]
     assert words == [{"content": letter} for letter in "Well.\n"]
     (call,) = begun["tool_calls"]
@@ -158,18 +139,6 @@ def test_stream(parser: GemmaToolParser):
     ]
     assert again["tool_calls"][0]["function"] == {"name": "g", "arguments": ""}
     assert empty == {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]}
-
-
-def test_held_back_text_is_returned_at_end(parser: GemmaToolParser):
-    assert stream(parser, '[{"name', body()) == [{"content": '[{"name'}]
-
-
-def test_parallel_tool_calls_false_keeps_first(parser: GemmaToolParser):
-    found = stream(parser, TEXT, body(parallel_tool_calls=False))
-    calls = [call for delta in found for call in delta.get("tool_calls", ())]
-    assert {call["index"] for call in calls} == {0}
-    arguments = "".join(call["function"]["arguments"] for call in calls)
-    assert arguments == '{"a": 1}'
 
 
 def test_vllm_plugin(plugin: str):

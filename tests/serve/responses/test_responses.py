@@ -246,12 +246,14 @@ def test_previous_response_id(http: Client, responses: Any):
 def test_background_response(slow_http: Client):
     responses: Any = openai_of(slow_http).responses
     asked = ASKED | {"max_output_tokens": 5}
+    slow_http.site.delay_s = 0.5
     created = checked(responses.create(background=True, **asked))
     state = (created.status, created.background, created.output)
     assert state == ("queued", True, [])
     continued = asked | {"previous_response_id": created.id}
     with pytest.raises(openai.BadRequestError, match="a finished response"):
         responses.create(**continued)
+    slow_http.site.delay_s = 0.0
     found = finished(responses, created.id)
     assert found.output_text == letters(said(5))
     assert (found.id, found.status) == (created.id, "incomplete")

@@ -20,7 +20,10 @@ TIMES = {
     "mean_itl_ms": 200.0,
     "tokens_per_second": 5.0,
 }
-BODIES: dict[str, Any] = {COMPLETIONS: {"prompt": PROMPT}, CHAT: {"messages": MESSAGES}}
+REQUESTS: dict[str, Any] = {
+    COMPLETIONS: {"prompt": PROMPT},
+    CHAT: {"messages": MESSAGES},
+}
 
 
 def metrics_of(num_texts: int = 1, *, is_synthetic: bool = False, **has: bool) -> Any:
@@ -76,7 +79,7 @@ def test_metrics_by_request_or_setting(is_stream: bool):
     if is_stream:
         asked["stream_options"] = {"include_usage": True}
     with server(per_request_spec_decode_metrics="summary") as http:
-        for path, given in BODIES.items():
+        for path, given in REQUESTS.items():
 
             def last(**more: Any) -> Any:
                 found = http.ask(path, **given, **asked, **more)  # noqa: B023
@@ -98,7 +101,7 @@ def test_stream_metrics_come_last():
     asked = {"max_tokens": 1, "stream": True}
     usage = {"stream_options": {"include_usage": True}}
     with server(per_request_spec_decode_metrics="summary") as http:
-        for path, given in BODIES.items():
+        for path, given in REQUESTS.items():
             for more in ({}, usage):
                 given_too = asked | {"include_metrics": True} | more
                 *chunks, last = http.ask(path, **given, **given_too)
@@ -115,7 +118,7 @@ def test_stream_metrics_come_last():
 
 
 def test_usage_by_setting():
-    settings = {"enable_prompt_tokens_details": True}
+    settings: dict[str, Any] = {"enable_prompt_tokens_details": True}
     with server(**settings, enable_force_include_usage=True) as http:
         given: dict[str, Any] = {"prompt": [2, 3, 4] * 6, "max_tokens": 3}
         usages = [http.ask(COMPLETIONS, **given)["usage"] for _ in range(2)]
@@ -124,7 +127,7 @@ def test_usage_by_setting():
         asked: dict[str, Any] = {"max_tokens": 16, "stream": True}
         options = {"stream_options": {"include_usage": False}}
         for path, more in ((COMPLETIONS, {}), (CHAT, options)):
-            chunks = http.ask(path, **asked, **BODIES[path], **more)
+            chunks = http.ask(path, **asked, **REQUESTS[path], **more)
             counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
             assert counts == sorted(counts)
             assert counts[-2:] == [16, 16]
