@@ -7,7 +7,7 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxspec_checkpoints import CheckpointError, bundled_draft
+from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.heads import (
     kind_of_head,
     open_head,
@@ -53,33 +53,25 @@ def test_kinds_of_heads_are_recognized(config, kind):
     [
         (
             dict(architectures=["LlamaForCausalLMEagle3"]),
-            [
-                "midlayer.hidden_norm.weight",
-                "midlayer.self_attn.rotary_emb.inv_freq",
-                "fc.weight",
-                "t2d",
-            ],
-            {"layers.0.hidden_norm.weight", "fc.weight"},
+            "midlayer.hidden_norm.weight fc.weight t2d "
+            "midlayer.self_attn.rotary_emb.inv_freq",
+            "layers.0.hidden_norm.weight fc.weight",
         ),
         (
             dict(speculators_model_type="eagle3"),
-            ["model.layers.0.hidden_norm.weight", "verifier_norm.weight"],
-            {"layers.0.hidden_norm.weight"},
+            "model.layers.0.hidden_norm.weight verifier_norm.weight",
+            "layers.0.hidden_norm.weight",
         ),
         (
             dict(medusa_num_heads=1),
-            ["0.0.linear.weight", "0.0.linear.bias", "0.1.weight"],
-            {
-                "blocks.0.layers.0.weight",
-                "blocks.0.layers.0.bias",
-                "lm_heads.0.weight",
-            },
+            "0.0.linear.weight 0.0.linear.bias 0.1.weight",
+            "blocks.0.layers.0.weight blocks.0.layers.0.bias lm_heads.0.weight",
         ),
     ],
 )
 def test_spellings_of_tensor_names_are_recognized(tmp_path, config, theirs, ours):
-    found = open_head(write(tmp_path, config, theirs))
-    assert found.tensors.keys() == ours
+    found = open_head(write(tmp_path, config, theirs.split()))
+    assert found.tensors.keys() == set(ours.split())
     assert all(tensor.whole().shape == (2, 3) for tensor in found.tensors.values())
 
 
@@ -92,31 +84,34 @@ def test_only_listed_tensors_are_left_unread(tmp_path, name):
     assert found.tensors.keys() == {name}
 
 
-def test_two_spellings_of_one_tensor_are_refused(tmp_path):
-    names = ["norm.weight", "model.norm.weight"]
-    write(tmp_path, dict(speculators_model_type="eagle3"), names)
-    with pytest.raises(CheckpointError, match="'norm.weight' twice"):
-        open_head(tmp_path)
-
-
-def test_error_for_a_folder_without_head_explains_heads():
-    expected = "holds no head .*'gemma2'.*target's hidden states.*eagle, eagle3, medusa"
-    with pytest.raises(CheckpointError, match=expected):
-        read_head_config(bundled_draft())
-
-
-def test_an_unknown_head_is_named(tmp_path):
-    write(tmp_path, dict(speculators_model_type="dflash"), ["fc.weight"])
-    with pytest.raises(CheckpointError, match="a head of kind 'dflash'"):
-        open_head(tmp_path)
-
-
-def test_rejects_an_mlp_speculator_with_the_alternatives(tmp_path):
-    write(tmp_path, dict(model_type="mlp_speculator"), ["speculator.emb.0.weight"])
-    with pytest.raises(
-        CheckpointError, match="removed.* 'eagle3', 'eagle' or 'medusa'"
-    ):
-        open_head(tmp_path)
+@pytest.mark.parametrize(
+    ("config", "names", "message"),
+    [
+        (
+            dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"]),
+            ["fc.weight"],
+            "holds no head .*'gemma2'.*target's hidden states.*eagle, eagle3, medusa",
+        ),
+        (
+            dict(speculators_model_type="dflash"),
+            ["fc.weight"],
+            "a head of kind 'dflash'",
+        ),
+        (
+            dict(model_type="mlp_speculator"),
+            ["speculator.emb.0.weight"],
+            "removed.* 'eagle3', 'eagle' or 'medusa'",
+        ),
+        (
+            dict(speculators_model_type="eagle3"),
+            ["norm.weight", "model.norm.weight"],
+            "'norm.weight' twice",
+        ),
+    ],
+)
+def test_folders_without_a_supported_head_are_refused(tmp_path, config, names, message):
+    with pytest.raises(CheckpointError, match=message):
+        open_head(write(tmp_path, config, names))
 
 
 def test_a_model_of_one_layer_is_no_head(tmp_path):

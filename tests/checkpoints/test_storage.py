@@ -62,23 +62,19 @@ def test_arrays_are_described_and_read(folder):
         np.testing.assert_array_equal(slabs.read(start, stop), expected)
 
 
-def test_nested_trees_have_names_with_dots(tmp_path):
-    tree = {"a": {"b": {"c": ARRAYS["c.w"]}, "d": ARRAYS["d.w"]}}
-    save(tmp_path / "tree", tree)
-    assert sorted(open_arrays(tmp_path / "tree")) == ["a.b.c", "a.d"]
-
-
 def test_folders_of_older_versions_are_read(tmp_path):
     """Older versions have a msgpack file, not `_METADATA`, which is not needed."""
     folder = tmp_path / "tree"
-    save(folder, TREE, use_ocdbt=False)
+    save(
+        folder, {"a": {"b": {"c": ARRAYS["c.w"]}, "d": ARRAYS["d.w"]}}, use_ocdbt=False
+    )
     for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"):
         (folder / name).unlink(missing_ok=True)
     assert not is_orbax(folder)
     (folder / "checkpoint").write_bytes(b"\x81")
     assert is_orbax(folder)
-    assert sorted(open_arrays(folder)) == sorted(ARRAYS)
-    np.testing.assert_array_equal(read(folder, "c.w"), ARRAYS["c.w"])
+    assert sorted(open_arrays(folder)) == ["a.b.c", "a.d"]
+    np.testing.assert_array_equal(read(folder, "a.b.c"), ARRAYS["c.w"])
 
 
 def test_database_without_a_description_of_the_tree(tmp_path):
@@ -151,53 +147,54 @@ def test_damaged_values_name_the_tensor(folder, damage):
     assert failures >= (1 if damage is truncate else 3)
 
 
-def test_damaged_index_of_a_database(tmp_path):
-    save(tmp_path / "tree", TREE)
-    truncate(tmp_path / "tree" / "manifest.ocdbt")
-    with pytest.raises(CheckpointError, match="tree is not a readable Orbax folder"):
-        open_arrays(tmp_path / "tree")
-
-
-@pytest.mark.parametrize("content", ["{", '{"zarr_format": 2}', "[]"])
-def test_damaged_description_of_an_array(tmp_path, content):
-    save(tmp_path / "tree", TREE, use_ocdbt=False)
-    (tmp_path / "tree" / "c.w" / ".zarray").write_text(content)
-    with pytest.raises(CheckpointError, match="tensor 'c.w' of .* cannot be opened"):
-        open_arrays(tmp_path / "tree")
-
-
-def test_chunk_larger_than_its_array_is_refused(tmp_path):
-    """A few bytes of metadata must not make the reader allocate gigabytes."""
-    save(tmp_path / "tree", TREE, use_ocdbt=False)
-    path = tmp_path / "tree" / "c.w" / ".zarray"
+def enlarge_chunks(folder: Path) -> None:
+    """Describe chunks larger than the array: a reader must not allocate gigabytes."""
+    path = folder / "c.w" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [70, 5000]}))
-    with pytest.raises(CheckpointError, match=r"'c.w' .* chunks of \(70, 5000\)"):
-        open_arrays(tmp_path / "tree")
 
 
-def test_array_that_is_listed_and_missing(tmp_path):
-    save(tmp_path / "tree", TREE, use_ocdbt=False)
-    shutil.rmtree(tmp_path / "tree" / "c.w")
-    with pytest.raises(CheckpointError, match="_METADATA lists tensor 'c.w'"):
-        open_arrays(tmp_path / "tree")
+def move_outside(folder: Path) -> None:
+    (folder / "c.w" / "0.0").rename(folder.parent / "elsewhere")
+    (folder / "c.w" / "0.0").symlink_to(folder.parent / "elsewhere")
 
 
-@pytest.mark.parametrize("tree", [[1], {"x": 1}, {"x": {"key_metadata": [{}]}}])
-def test_metadata_that_describes_no_tree(tmp_path, tree):
-    save(tmp_path / "tree", TREE)
-    change_metadata(tmp_path / "tree", tree_metadata=tree)
-    with pytest.raises(
-        CheckpointError, match="_METADATA is not a description of a tree"
-    ):
-        open_arrays(tmp_path / "tree")
-
-
-def test_file_that_points_outside_is_refused(tmp_path):
-    save(tmp_path / "tree", TREE, use_ocdbt=False)
-    chunk = tmp_path / "tree" / "c.w" / "0.0"
-    chunk.rename(tmp_path / "elsewhere")
-    chunk.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"c.w/0.0 is a symlink .* outside"):
+@pytest.mark.parametrize(
+    ("use_ocdbt", "damage", "message"),
+    [
+        (
+            True,
+            lambda folder: truncate(folder / "manifest.ocdbt"),
+            "tree is not a readable Orbax folder",
+        ),
+        *(
+            (
+                True,
+                lambda folder, tree=tree: change_metadata(folder, tree_metadata=tree),
+                "_METADATA is not a description of a tree",
+            )
+            for tree in ([1], {"x": 1}, {"x": {"key_metadata": [{}]}})
+        ),
+        *(
+            (
+                False,
+                lambda folder, text=text: (folder / "c.w/.zarray").write_text(text),
+                "tensor 'c.w' of .* cannot be opened",
+            )
+            for text in ("{", '{"zarr_format": 2}', "[]")
+        ),
+        (False, enlarge_chunks, r"'c.w' .* chunks of \(70, 5000\)"),
+        (
+            False,
+            lambda folder: shutil.rmtree(folder / "c.w"),
+            "_METADATA lists tensor 'c.w'",
+        ),
+        (False, move_outside, r"c.w/0.0 is a symlink .* outside"),
+    ],
+)
+def test_damaged_descriptions_are_refused(tmp_path, use_ocdbt, damage, message):
+    save(tmp_path / "tree", TREE, use_ocdbt=use_ocdbt)
+    damage(tmp_path / "tree")
+    with pytest.raises(CheckpointError, match=message):
         open_arrays(tmp_path / "tree")
 
 
