@@ -98,10 +98,9 @@ def compressed_packed(bits: int, size: int | None, has_zeros: bool) -> Any:
 
 def compressed_bytes(kind: torch.dtype, is_tensor: bool) -> Any:
     def make(shape: tuple[int, int]) -> Parts:
+        values = (torch.randn(shape) * 40).to(kind)
         if kind == torch.int8:
             values = whole_numbers(shape, -128, 127).to(kind)
-        else:
-            values = (torch.randn(shape) * 40).to(kind)
         scales = scales_of(1) if is_tensor else scales_of(shape[0], 1)
         parts = {"weight": values, "weight_scale": scales}
         if is_tensor:
@@ -142,48 +141,51 @@ def gptq(bits: int, size: int | None, is_symmetric: bool, lacks: int) -> Any:
 
 
 def of_compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = dict(targets=["Linear"], weights=dict(symmetric=True) | weights)
+    """Return a quantization of compressed-tensors, per channel unless in groups."""
+    weights = dict(symmetric=True, num_bits=8, type="int", strategy="channel") | weights
     return dict(
         quant_method="compressed-tensors",
         format=form,
         ignore=["lm_head"],
-        config_groups=dict(group_0=group),
+        config_groups=dict(group_0=dict(targets=["Linear"], weights=weights)),
     )
 
 
-IN_GROUPS = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
+IN_GROUPS = dict(num_bits=4, strategy="group", group_size=GROUP)
 AWQ = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True)
 GPTQ = dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=True)
+COMPRESSED = dict(method="compressed-tensors")
+FP8 = torch.float8_e4m3fn
 FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
     "w8a16": (
-        of_compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
+        of_compressed("pack-quantized"),
         compressed_packed(8, None, has_zeros=False),
-        Scheme(kind="int8", method="compressed-tensors"),
+        Scheme(kind="int8", **COMPRESSED),
     ),
     "w4a16": (
         of_compressed("pack-quantized", **IN_GROUPS),
         compressed_packed(4, GROUP, has_zeros=False),
-        Scheme(kind="int4", group_size=GROUP, method="compressed-tensors"),
+        Scheme(kind="int4", group_size=GROUP, **COMPRESSED),
     ),
     "w4a16 with zero points": (
         of_compressed("pack-quantized", **IN_GROUPS, symmetric=False),
         compressed_packed(4, GROUP, has_zeros=True),
-        Scheme(kind="int8", group_size=GROUP, method="compressed-tensors"),
+        Scheme(kind="int8", group_size=GROUP, **COMPRESSED),
     ),
     "w8a8": (
-        of_compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        of_compressed("int-quantized"),
         compressed_bytes(torch.int8, is_tensor=False),
-        Scheme(kind="int8", method="compressed-tensors"),
+        Scheme(kind="int8", **COMPRESSED),
     ),
     "FP8": (
-        of_compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        compressed_bytes(torch.float8_e4m3fn, is_tensor=False),
-        Scheme(kind="fp8", method="compressed-tensors"),
+        of_compressed("float-quantized", type="float"),
+        compressed_bytes(FP8, is_tensor=False),
+        Scheme(kind="fp8", **COMPRESSED),
     ),
     "FP8 of whole tensors": (
-        of_compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
-        compressed_bytes(torch.float8_e4m3fn, is_tensor=True),
-        Scheme(kind="fp8", method="compressed-tensors"),
+        of_compressed("float-quantized", type="float", strategy="tensor"),
+        compressed_bytes(FP8, is_tensor=True),
+        Scheme(kind="fp8", **COMPRESSED),
     ),
     "awq": (AWQ, awq, Scheme(kind="int8", group_size=GROUP, method="awq")),
     "gptq": (
@@ -234,24 +236,21 @@ def test_published_matrices_equal_those_dequantized_in_torch(name, tmp_path):
     checkpoint = open_checkpoint(tmp_path / "model")
     assert scheme_of(checkpoint.config) == scheme
     assert scheme.describe() in describe(checkpoint)
+    num_quantized = 0
     for tensor, numbers in expected.items():
         found = checkpoint.tensors[tensor]
         np.testing.assert_array_equal(found.whole(), numbers)
         if isinstance(found, QuantizedTensor):
+            num_quantized += 1
             np.testing.assert_array_equal(found.read(3, 9), numbers[3:9])
-    assert (
-        sum(isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values())
-        == 7
-    )
+    assert num_quantized == 7
     config = config_from_folder(tmp_path / "model")
     assert config.quantization == scheme
-    params = load_params(
-        config, checkpoint.tensors, dtype=jnp.dtype("float32"), mesh=make_mesh(1)
-    )
+    given = dict(dtype=jnp.dtype("float32"), mesh=make_mesh(1))
+    params = load_params(config, checkpoint.tensors, **given)
     q_proj = params["layers"]["0"]["attention"]["q_proj"]
     expected_q = expected["model.layers.0.self_attn.q_proj.weight"]
-    index = jnp.arange(len(expected_q))
-    np.testing.assert_array_equal(q_proj.rows(index), expected_q)
+    np.testing.assert_array_equal(q_proj.rows(jnp.arange(len(expected_q))), expected_q)
 
 
 @pytest.mark.parametrize(

@@ -150,12 +150,15 @@ def test_revision_and_destination_are_used(
     assert fetch(NAME, revision=COMMIT, cache_dir=tmp_path / "elsewhere") == folder
 
 
-def test_the_token_goes_to_the_hub_only(hub: HubStandIn, origin: Path):
+def test_the_token_goes_to_the_hub_only(hub, origin, tmp_path, monkeypatch):
     hub.gated = True
     message = fetch_message(NAME)
     accept = f"Accept it on {constants.ENDPOINT}/{NAME}"
     for words in ("(401)", accept, "hf_token", "HF_TOKEN"):
         assert words in message
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    check_same(fetch(NAME, cache_dir=tmp_path / "other"), origin)
+    monkeypatch.delenv("HF_TOKEN")
     hub.asked.clear()
     check_same(fetch(NAME, token=TOKEN), origin)
     sent = {}

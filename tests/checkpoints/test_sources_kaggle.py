@@ -61,8 +61,6 @@ def test_downloaded_model_opens(kaggle: KaggleStandIn, origin: Path, tmp_path: P
 def test_many_files_arrive_as_an_archive(kaggle: KaggleStandIn, origin: Path):
     for number in range(MAX_FILES):
         (origin / f"extra{number}").write_text(str(number))
-    with tarfile.open(fileobj=io.BytesIO(), mode="w:gz") as tar:
-        tar.add(origin, ".")
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         tar.add(origin, ".")

@@ -51,6 +51,13 @@ TINY = dict(
 )
 
 
+def forms_of(params: Any) -> Any:
+    """Return the shape, type and sharding of each leaf, and the tree's structure."""
+    leaves = jax.tree.leaves(params)
+    forms = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
+    return forms, jax.tree.structure(params)
+
+
 def make_hf_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> Any:
     """Make a random float32 Gemma 2 whose soft caps and windows take effect.
 
