@@ -8,33 +8,25 @@ import torch
 from jaxspec.errors import ConfigError
 from jaxspec.models.heads import medusa
 from jaxspec.models.heads.config import MedusaConfig
-from jaxspec.models.heads.weights import load_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.trimmed import LOWEST, to_target_vocab
-from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
-from tests.models.heads.targets import target_config
+from tests.models.heads.targets import EMBEDDING, load
 
 HEADS, BLOCKS = 3, 2
 RANDOM = torch.Generator().manual_seed(3)
 ROWS = torch.randn(5, theirs.HIDDEN, generator=RANDOM)
-EMBEDDING = torch.randn(theirs.VOCAB, theirs.HIDDEN, generator=RANDOM)
 
 
 def our_logits(folder) -> tuple[MedusaConfig, list[np.ndarray]]:
-    config, params = load_head(
-        folder, target_config(), dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
-    )
+    config, params = load(folder)
     assert isinstance(config, MedusaConfig)
     rows = medusa.forward(config, params, jnp.asarray(ROWS.numpy()))
-    target = DenseMatrix(jnp.asarray(EMBEDDING.numpy()))
-    found = [
-        to_target_vocab(
-            params, medusa.logits(config, params, head, one, target), theirs.VOCAB
-        )
-        for head, one in enumerate(rows)
-    ]
-    return config, [np.asarray(one) for one in found]
+    target, found = DenseMatrix(jnp.asarray(EMBEDDING.numpy())), []
+    for head, one in enumerate(rows):
+        logits = medusa.logits(config, params, head, one, target)
+        found.append(np.asarray(to_target_vocab(params, logits, theirs.VOCAB)))
+    return config, found
 
 
 def vllm_config(**changes):
@@ -106,9 +98,7 @@ def test_heads_can_share_one_output_matrix(tmp_path, shared):
     lm_head, ids = tensors["lm_heads.0.weight"], torch.arange(theirs.VOCAB)
     for head in range(HEADS):
         del tensors[f"lm_heads.{head}.weight"]
-    if (
-        shared == "file"
-    ):  # the shared matrix under the first head's name, as vLLM allows
+    if shared == "file":  # under the first head's name, as vLLM allows
         tensors["lm_heads.0.weight"] = lm_head
     if shared == "target":
         lm_head = EMBEDDING
