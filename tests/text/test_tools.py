@@ -69,6 +69,7 @@ def write(messages: Any, **options: Any) -> str:
 
 
 def test_first_turn_lists_tools():
+    """A system message precedes the tools."""
     text = write([asked()], tools=TOOLS)
     assert text.startswith("<bos><start_of_turn>user\nYou can call functions.")
     assert text.endswith("\n]\n\nHi<end_of_turn>\n<start_of_turn>model\n")
@@ -77,14 +78,11 @@ def test_first_turn_lists_tools():
         {"name": "weather", "description": "The weather.", "parameters": CITY},
         {"name": "time", "parameters": {"type": "object", "properties": {}}},
     ]
-
-
-def test_system_message_precedes_tools():
     system = {"role": "system", "content": "Be brief.\n"}
-    text = write([system, asked()], tools=TOOLS)
-    assert text.count("<start_of_turn>user\n") == 1
-    assert "user\nBe brief.\n\nYou can call functions." in text
-    assert text.index("functions:") < text.index("\n\nHi<end_of_turn>")
+    before = "user\nBe brief.\n\nYou can call functions."
+    assert write([system, asked()], tools=TOOLS) == text.replace(
+        "user\nYou can call functions.", before
+    )
 
 
 def test_calls_and_results_are_turns():
@@ -117,12 +115,6 @@ def test_calls_and_results_are_turns():
 def test_call_without_arguments(arguments: Any):
     (_, turn) = rendered([asked(), called(arguments)])
     assert turn == ("assistant", '[{"name": "weather", "parameters": {}}]')
-
-
-def test_rendered_calls_can_be_parsed():
-    """Calls of earlier turns are rendered in the format of generated calls."""
-    (_, (_, text)) = rendered([asked(), called('{"city": "}\\"{"}')])
-    assert read(text) == ("", [("weather", '{"city": "}\\"{"}')])
 
 
 def test_tools_and_results_cannot_end_a_turn():
@@ -444,6 +436,12 @@ FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
 def test_parses_text_and_calls(text: str, words: str, calls: Any):
     for step in (1, 2, 3, 7, 10**6):
         assert read(text, step) == (words, calls), step
+
+
+def test_rendered_calls_can_be_parsed():
+    """Calls of earlier turns are rendered in the format of generated calls."""
+    (_, (_, text)) = rendered([asked(), called('{"city": "}\\"{"}')])
+    assert read(text) == ("", [("weather", '{"city": "}\\"{"}')])
 
 
 def test_parsing_is_independent_of_pieces(unchecked_types: None):
