@@ -63,9 +63,7 @@ def test_text_may_contain_line_separators(tmp_path):
     assert [prompt.text for prompt in read_prompts(path)] == texts
 
 
-def test_missing_or_empty_file(tmp_path):
-    with pytest.raises(ConfigError, match="--dataset-path must be a file"):
-        read_prompts(tmp_path / "none.jsonl")
+def test_file_without_prompts_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="at least one prompt"):
         read_prompts(lines_in(tmp_path, "", ""))
 

@@ -62,27 +62,15 @@ def test_plain_decoding_has_one_token_per_round():
     # for streams.
     assert decode.num_tokens == 3 * decode.num_rounds
     assert 5 < decode.num_rounds <= 11
-
-
-def test_queued_requests_have_no_full_batch():
-    engine, _ = make_fake_engine(num_draft_tokens=0)
+    decode = run_batch(engine, batch_of(1, drafts=0, is_streamed=False)).decode
+    assert decode is not None
+    assert (decode.num_tokens, decode.num_rounds) == (11, 11)
+    # Queued requests have no full batch, and single tokens no decode span.
     run = run_batch(engine, batch_of(5, drafts=0))
     assert run.token_ids == [said(12)] * 5
-    assert run.decode is not None
-    assert run.decode.num_seqs is None
-
-
-def test_single_tokens_have_no_decode_span():
-    engine, _ = make_fake_engine(num_draft_tokens=0)
+    assert run.decode is not None and run.decode.num_seqs is None
     run = run_batch(engine, batch_of(1, count=1, drafts=0))
     assert (run.token_ids, run.per_token_s, run.decode) == ([said(1)], [], None)
-
-
-def test_decode_span_without_streams():
-    engine, _ = make_fake_engine(num_draft_tokens=3)
-    run = run_batch(engine, batch_of(1, count=12, drafts=0, is_streamed=False))
-    assert run.decode is not None
-    assert (run.decode.num_tokens, run.decode.num_rounds) == (11, 11)
 
 
 def test_earlier_run_leaves_no_cached_pages():

@@ -24,7 +24,7 @@ from jaxspec.errors import ConfigError
 from tests.bench.workloads import flags, line_in, use_fake_engine
 from tests.support.fake_engines import assert_idle
 
-SMALL = ("--output-len", 12, "--num-iters", 2)
+SMALL = ("--output-len", 8, "--num-iters", 1)
 DRAFTS = Acceptance(
     num_drafts=10, num_draft_tokens=30, num_accepted=15, per_position=(8, 5, 2)
 )
@@ -132,8 +132,7 @@ def test_forced_acceptance_is_labeled_without_comparing_texts(monkeypatch, capsy
     assert "is_equal" not in by_k["1"]
     assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
     assert found["answer"][-1].startswith("ACCEPTANCE IS FORCED (synthetic)")
-    sizes = ("--batch-size", 1, "--output-len", 8, "--num-iters", 1)
-    (found,) = whole.run(flags("latency", *sizes))
+    (found,) = whole.run(flags("latency", *SMALL, "--batch-size", 1))
     printed = capsys.readouterr().out
     assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
     assert "is_equal" not in found
@@ -157,14 +156,9 @@ def cell(
     size: int, count: int, speed_up: float, least: float = 0, most: float = 0
 ) -> Cell:
     speeds = {"median": speed_up, "least": least or speed_up - 0.01}
-    return Cell(
-        temperature=0.0,
-        batch_size=size,
-        num_draft_tokens=count,
-        speed_up=speeds | {"most": most or speed_up + 0.01},
-        num_runs=3,
-        acceptance_rate=0.7,
-    )
+    speeds |= {"most": most or speed_up + 0.01}
+    place = dict(batch_size=size, num_draft_tokens=count, num_runs=3)
+    return Cell(temperature=0.0, speed_up=speeds, acceptance_rate=0.7, **place)
 
 
 @pytest.mark.parametrize(
@@ -269,15 +263,9 @@ def test_speed_ups_and_texts_are_compared_pair_by_pair():
 
 
 def parts_of(count: int) -> Parts:
-    return Parts(
-        num_seqs=4,
-        num_draft_tokens=count,
-        num_nodes=count,
-        draft_s=0.001 * count,
-        verify_s=0.006,
-        accept_s=0.002,
-        num_bytes=8_000_000 + count * 1_000_000,
-    )
+    times = dict(draft_s=0.001 * count, verify_s=0.006, accept_s=0.002)
+    sizes = dict(num_seqs=4, num_draft_tokens=count, num_nodes=count)
+    return Parts(**times, **sizes, num_bytes=8_000_000 + count * 1_000_000)
 
 
 def test_cost_of_a_draft_is_in_bytes_and_as_timed():
@@ -297,7 +285,7 @@ def test_ceiling_is_of_the_measured_acceptance():
     assert found is not None
     # A position at which no draft was accepted has rate 0.
     assert found["conditional_rates"] == pytest.approx([0.8, 5 / 8, 2 / 5, 0])
-    for name, ratio in ratios.items():
+    for name, ratio in ratios.items():  # the expected length is 2.5
         one, ceiling = found[name], (1 + 0.8 + 0.5 + 0.2) / (1 + 4 * ratio)
         assert one["cost_ratio"] == ratio
         assert one["speed_up_ceiling"] == pytest.approx(ceiling)

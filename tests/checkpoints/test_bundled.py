@@ -17,27 +17,20 @@ from jaxspec_checkpoints import (
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from jaxspec_checkpoints.trimming import read_token_map
 
-FOLDERS = {"target": bundled_target, "draft": bundled_draft}
-
-
-@pytest.mark.parametrize("role", FOLDERS)
-def test_folder_holds_one_model(role):
-    folder = FOLDERS[role]()
-    assert folder.name == role
-    checkpoint = open_checkpoint(folder)
-    assert checkpoint.format == "hf"
-    for name, tensor in checkpoint.tensors.items():
-        assert np.isfinite(tensor.whole().astype(jnp.float32)).all(), name
-
 
 def test_draft_is_smaller_and_has_the_tokenizer_of_the_target():
-    target, draft = bundled_target(), bundled_draft()
-    sizes = [open_checkpoint(folder).num_parameters for folder in (target, draft)]
-    assert sizes[1] < sizes[0] / 2
-    configs = [config_from_folder(folder) for folder in (target, draft)]
+    folders = bundled_target(), bundled_draft()
+    assert [folder.name for folder in folders] == ["target", "draft"]
+    target, draft = map(open_checkpoint, folders)
+    assert draft.num_parameters < target.num_parameters / 2
+    for checkpoint in (target, draft):
+        assert checkpoint.format == "hf"
+        for name, tensor in checkpoint.tensors.items():
+            assert np.isfinite(tensor.whole().astype(jnp.float32)).all(), name
+    configs = [config_from_folder(folder) for folder in folders]
     assert configs[0].vocab_size == configs[1].vocab_size
     assert configs[0].eos_token_ids == configs[1].eos_token_ids
-    tokenizers = [folder / "tokenizer.model" for folder in (target, draft)]
+    tokenizers = [folder / "tokenizer.model" for folder in folders]
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
 
 

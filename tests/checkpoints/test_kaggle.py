@@ -101,14 +101,6 @@ def test_trees_of_every_layout_and_orientation_are_read(
     check(tmp_path, tensors)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("use_ocdbt", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-def test_arrays_of_every_type_and_storage_are_read(tmp_path, dtype, use_ocdbt, form):
-    tensors = write_mount(tmp_path, dtype=dtype, form=form, use_ocdbt=use_ocdbt)
-    check(tmp_path, tensors)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_layers", [2, 5])
 def test_stacked_layers_are_read(tmp_path, num_layers, form):
@@ -185,24 +177,6 @@ def test_published_gemma_3_is_found_by_its_shapes(
     assert (checkpoint.layout, checkpoint.sizes) == (GEMMA3, sizes)
     digits = 9 if billions < 1 else 3
     assert round(checkpoint.num_parameters / 1e9, digits) == billions
-
-
-def test_memory_of_a_read_tensor_is_freed(tmp_path):
-    """Reading a whole tensor frees its cached chunk: later reads open the files.
-
-    An array may be a single chunk. The embedding is read up to its padding rows, which
-    would otherwise keep its chunk in the cache.
-    """
-    write_mount(tmp_path, use_ocdbt=False)
-    tensors = open_kaggle(tmp_path, LAYOUTS).tensors
-    for tensor in tensors.values():
-        tensor.whole()
-    for path in (tmp_path / "variant").rglob("*"):
-        if path.is_file():
-            path.unlink()
-    for tensor in tensors.values():
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            tensor.read(0, 1)
 
 
 def test_root_folder_and_tree_folder_are_the_same_checkpoint(tmp_path, monkeypatch):
@@ -307,13 +281,6 @@ def test_writer_makes_the_tree_of_the_formulas(
     leaves = flax_leaves(tensors, config, is_model_first=is_model_first)
     leaves["embedder/input_embedding"][512:] = 0
     check_tree(tmp_path / "gemma2", FORMS["flat"](leaves))
-
-
-def test_unpublished_sizes_are_written_hidden_first(tmp_path):
-    config = tiny_config("2b")
-    write(tmp_path, config, tiny_tensors(config))
-    tree = restore(tmp_path / "gemma2")
-    assert tree["transformer/layer_0/mlp/gating_einsum"]["w"].shape == (2, 288, 72)
 
 
 def test_square_gating_is_not_written(tmp_path):

@@ -22,34 +22,28 @@ def test_inspect_prints_the_report(capsys):
     assert found.err == ""
 
 
-@pytest.mark.parametrize("to", ["hf", "kaggle", "orbax"])
-def test_convert_writes_the_format_and_type(tmp_path, capsys, to):
+def test_convert_writes_the_format_and_type(tmp_path, capsys):
     write_tiny(tmp_path / "source", family="2b")
-    arguments = [str(tmp_path / "source"), str(tmp_path / "made"), "--to", to]
+    arguments = [str(tmp_path / "source"), str(tmp_path / "made"), "--to", "kaggle"]
     assert main(["convert", *arguments, "--dtype", "bfloat16"]) == 0
     assert "made: " in capsys.readouterr().out
     made = open_checkpoint(tmp_path / "made")
-    assert made.format == to
+    assert made.format == "kaggle"
     assert {tensor.dtype.name for tensor in made.tensors.values()} == {"bfloat16"}
 
 
 def test_gguf_files_are_inspected_converted_and_counted(tmp_path, capsys):
-    source = str(tmp_path / "m.gguf")
+    source, texts = str(tmp_path / "m.gguf"), str(tmp_path / "some.txt")
     write_gguf(tmp_path / "m.gguf", default=Q.Q8_0)
     assert main(["inspect", source]) == 0
     assert "gguf (llama.cpp GGUF)" in capsys.readouterr().out
     assert main(["convert", source, str(tmp_path / "made"), "--to", "hf"]) == 0
     assert open_checkpoint(tmp_path / "made").format == "hf"
     (tmp_path / "some.txt").write_text("some words, some more words")
-    arguments = ["trim", source, str(tmp_path / "some.txt")]
-    assert main(arguments) == 1
+    assert main(["trim", source, texts]) == 1
     assert "is a file: name the map's file with --output" in capsys.readouterr().err
-    assert main([*arguments, "--output", str(tmp_path / "map.json")]) == 0
+    assert main(["trim", source, texts, "--output", str(tmp_path / "map.json")]) == 0
     assert len(read_token_map(tmp_path / "map.json", 8192)) == 8192
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    capsys.readouterr()
-    assert main(["inspect", source]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_trim_writes_a_map_next_to_the_weights(tmp_path, capsys):

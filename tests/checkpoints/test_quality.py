@@ -63,7 +63,7 @@ def test_inspect_shows_the_measurement_or_the_command(tmp_path, capsys):
 
 def test_measurement_of_a_gguf_file_is_next_to_it(tmp_path, capsys):
     path = tmp_path / "m.gguf"
-    write_gguf(path, default=Q.Q8_0)
+    write_gguf(path, default=Q.Q8_0, has_tokenizer=False)
     assert read_quality(path) is None
     assert write_quality(path, MEASURED) == tmp_path / f"m.gguf.{QUALITY}"
     assert read_quality(path) == MEASURED

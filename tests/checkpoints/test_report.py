@@ -10,7 +10,7 @@ from jaxspec.models.families import config_from_hf
 from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.weights import load_params
 from jaxspec.sharding import make_mesh
-from jaxspec_checkpoints import Sizes, bundled_target, open_checkpoint, tensor_shapes
+from jaxspec_checkpoints import Sizes, bundled_target, open_checkpoint
 from jaxspec_checkpoints.report import describe, replicated, size
 from tests.checkpoints.models import FAMILIES, tiny_config, write_tiny
 
@@ -72,17 +72,6 @@ def test_reported_replication_equals_the_engines(tmp_path, family, num_devices, 
 )
 def test_sizes_are_readable(num_bytes, text):
     assert size(num_bytes) == text
-
-
-def test_published_sizes_need_whole_norms_only():
-    """On eight devices, only norms are replicated whole.
-
-    Each device holds the one of 2B's four KV heads that it reads.
-    """
-    for name, hidden in (("2b", 9216), ("9b", 14336)):
-        config = tiny_config(name) | dict(vocab_size=256000, intermediate_size=hidden)
-        assert set(replicated(Sizes.from_config(config), 8).values()) == {"norms"}
-        assert "model.norm.weight" in tensor_shapes(Sizes.from_config(config))
 
 
 def test_kv_heads_that_devices_cannot_split_evenly_are_replicated():
