@@ -286,7 +286,7 @@ def test_rejects_invalid_file(tmp_path: Path, name: str, content: Any, reason: s
 )
 def test_refuses_link_to_another_folder(tmp_path: Path, name: str):
     """Links within the cache of the hub are accepted."""
-    folder, blobs = tmp_path / "m" / "snapshots" / "main", tmp_path / "m" / "blobs"
+    folder, blobs = tmp_path / "models--a--b/snapshots/main", tmp_path / "models--a--b/blobs"
     folder.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "model").write_bytes(MODEL)
