@@ -286,7 +286,8 @@ def test_rejects_invalid_file(tmp_path: Path, name: str, content: Any, reason: s
 )
 def test_refuses_link_to_another_folder(tmp_path: Path, name: str):
     """Links within the cache of the hub are accepted."""
-    folder, blobs = tmp_path / "models--a--b/snapshots/main", tmp_path / "models--a--b/blobs"
+    cache = tmp_path / "models--a--b"
+    folder, blobs = cache / "snapshots" / "main", cache / "blobs"
     folder.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "model").write_bytes(MODEL)

@@ -17,12 +17,8 @@ COUNTED = np.array([True, False, True, True, True, False])
 
 
 def compared(draft, target=TARGET):
-    return compare(
-        jnp.asarray(draft),
-        jnp.asarray(target),
-        jnp.asarray(LOG_SUM),
-        jnp.asarray(TARGET.max(-1)),
-    )
+    given = draft, target, LOG_SUM, TARGET.max(-1)
+    return compare(*map(jnp.asarray, given))
 
 
 def test_comparison_with_a_whole_vocabulary():
@@ -74,8 +70,8 @@ def test_minimizing_a_loss_raises_acceptance(kind):
     before, after = (compared(one).acceptance.mean() for one in (DRAFT, draft))
     assert after > before + 0.1
     if kind == "kl":
-        far = np.abs(log_softmax(draft, -1) - log_softmax(TARGET, -1))
-        assert (
-            far.mean()
-            < 0.8 * np.abs(log_softmax(DRAFT, -1) - log_softmax(TARGET, -1)).mean()
+        far, near = (
+            np.abs(log_softmax(one, -1) - log_softmax(TARGET, -1)).mean()
+            for one in (DRAFT, draft)
         )
+        assert near < 0.8 * far
