@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +29,23 @@ from tests.support.oracles import (
 )
 from tests.train import tiny
 
-
-@partial(jax.jit, static_argnums=0)
-def passes_of(method, params, embedding, tokens, states):
-    """Return the logits of every pass."""
-    found = method.hidden(params, embedding, tokens, states)
-    return [
-        method.logits(params, embedding, number, hidden)
-        for number, hidden in enumerate(found)
-    ]
+TEXT = tiny.make_text(1)
 
 
 def run_passes(target: Target, method: Any, params: Any) -> list[jax.Array]:
     """Return the logits of every pass over a text."""
     tokens = jnp.asarray(TEXT.tokens)
     states = target.reader(method.layers)(tokens)
-    return passes_of(method, params, target.embedding, tokens, states)
 
+    @jax.jit
+    def run(params, embedding, tokens, states):
+        found = method.hidden(params, embedding, tokens, states)
+        return [
+            method.logits(params, embedding, number, hidden)
+            for number, hidden in enumerate(found)
+        ]
 
-TEXT = tiny.make_text(1)
+    return run(params, target.embedding, tokens, states)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
