@@ -122,10 +122,15 @@ def test_sweep_measures_every_k_batch_and_temperature(monkeypatch, tmp_path, cap
 
 
 def test_forced_acceptance_is_labeled_without_comparing_texts(monkeypatch, capsys):
+    use_fake_engine(monkeypatch, num_draft_tokens=0)
+    with pytest.raises(ConfigError, match="name no drafts"):
+        spec.run(flags("spec", *SMALL))
     use_fake_engine(monkeypatch, forced_acceptance=0.5)
     sweep = ("--batch-sizes", 1, "--temperatures", 0, "--draft-tokens", 3, 1)
     (found,) = spec.run(flags("spec", *SMALL, *sweep))
     printed = capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--draft-tokens must be from 1 to"):
+        spec.run(flags("spec", *SMALL, "--draft-tokens", 4))
     assert found["forced_acceptance"] == pytest.approx([0.5] * 3)
     by_k = found["points"][0]["by_num_draft_tokens"]
     assert list(by_k) == ["1", "3"]
@@ -137,19 +142,6 @@ def test_forced_acceptance_is_labeled_without_comparing_texts(monkeypatch, capsy
     assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
     assert "is_equal" not in found
     assert "greedy texts" not in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "changes", "message"),
-    [
-        (("--draft-tokens", 4), {}, "--draft-tokens must be from 1 to"),
-        ((), {"num_draft_tokens": 0}, "name no drafts"),
-    ],
-)
-def test_rejects_k_without_programs(arguments, changes, message, monkeypatch):
-    use_fake_engine(monkeypatch, **changes)
-    with pytest.raises(ConfigError, match=message):
-        spec.run(flags("spec", *SMALL, *arguments))
 
 
 def cell(
@@ -200,6 +192,7 @@ def test_answer_names_what_pays(cells, messages):
 
 
 def run_of(elapsed_s: float, decode_s: float, *, token: int = 1, **changes: Any) -> Run:
+    sizes = dict(num_tokens=16, num_rounds=4, host_s=0.008, num_seqs=2)
     values: dict[str, Any] = dict(
         elapsed_s=elapsed_s,
         num_prompt_tokens=6,
@@ -207,9 +200,7 @@ def run_of(elapsed_s: float, decode_s: float, *, token: int = 1, **changes: Any)
         first_token_s=[0.1, 0.3],
         per_token_s=[0.01, 0.03],
         inter_token_s=[0.02, 0.04, 0.06],
-        decode=Span(
-            seconds=decode_s, num_tokens=16, num_rounds=4, host_s=0.008, num_seqs=2
-        ),
+        decode=Span(seconds=decode_s, **sizes),
         acceptance=Acceptance(),
     )
     return Run(**(values | changes))
@@ -310,28 +301,20 @@ def test_ceiling_is_of_the_measured_acceptance():
             ],
             ["no drafts:"],
         ),
-        (
-            {"plain": PLAIN, "speculative": PLAIN},
-            True,
-            ["no drafts:"],
-            ["ceiling"],
-        ),
+        ({"plain": PLAIN, "speculative": PLAIN}, True, ["no drafts:"], ["ceiling"]),
         ({"plain": PLAIN, "speculative": FASTER}, False, [], ["greedy texts"]),
         ({"plain": PLAIN}, True, [], ["speed-up", "greedy texts"]),
     ],
 )
 def test_comparison_reports_both_modes(runs, must_agree, expected, absent):
-    measured = Measured(runs=runs, num_discarded=2)
-    found = compared(
-        measured, num_draft_tokens=3, ratios={"bytes": 0.1}, must_agree=must_agree
-    )
+    measured, ratios = Measured(runs=runs, num_discarded=2), {"bytes": 0.1}
+    given: Any = dict(num_draft_tokens=3, ratios=ratios, must_agree=must_agree)
+    found = compared(measured, **given)
     assert found["num_discarded_runs"] == 2
     text = comparison(found, 3)
     assert text.splitlines()[0].split() == list(runs)
-    for message in expected:
-        assert message in text
-    for message in absent:
-        assert message not in text
+    assert all(message in text for message in expected), text
+    assert not any(message in text for message in absent), text
 
 
 def test_parts_have_times_and_bandwidth():
