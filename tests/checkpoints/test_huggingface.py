@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,100 +57,86 @@ def test_single_file_takes_precedence_over_an_index(sharded):
     first = read_tensors(sharded)["first"]
     np.testing.assert_array_equal(first.read(1, 2), TENSORS["first"][1:2])
     assert first.source.endswith(f"{SHARDS['first']}:first")
+    # The index decides which of two copies is read.
+    held = {"first": TENSORS["first"] + 1, "second": TENSORS["second"]}
+    save_file(held, sharded / SHARDS["second"])
+    check(sharded)
     save_file(TENSORS, sharded / "model.safetensors")
     write_index(sharded, {"first": "gone.safetensors"})
     check(sharded)
 
 
-def test_index_decides_which_of_two_copies_is_read(sharded):
-    other = TENSORS["first"] + 1
-    held = {"first": other, "second": TENSORS["second"]}
-    save_file(held, sharded / SHARDS["second"])
-    check(sharded)
+def cut_off(name: str, kept: int, folder: Path) -> None:
+    if name == "model.safetensors":
+        save_file(TENSORS, folder / name)
+    (folder / name).write_bytes((folder / name).read_bytes()[:kept])
 
 
-def cut_off(name: str, kept: int) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        if name == "model.safetensors":
-            save_file(TENSORS, folder / name)
-        (folder / name).write_bytes((folder / name).read_bytes()[:kept])
-
-    return change
-
-
-def indexed(**changes: str) -> Callable[[Path], Any]:
-    """Return a change that makes the index name other files with weights."""
-
-    def change(folder: Path) -> None:
-        (folder / "sub").mkdir()
-        for place in (folder / "sub" / "x", folder.parent / "outside"):
-            save_file(TENSORS, place.with_suffix(".safetensors"))
-        write_index(folder, SHARDS | changes)
-
-    return change
+def indexed(folder: Path, **changes: str | None) -> None:
+    """Make the index name other files with weights; None removes a tensor."""
+    (folder / "sub").mkdir()
+    for place in (folder / "sub" / "x", folder.parent / "outside"):
+        save_file(TENSORS, place.with_suffix(".safetensors"))
+    merged = SHARDS | changes
+    write_index(folder, {name: file for name, file in merged.items() if file})
 
 
-def index_text(text: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / INDEX).write_text(text)
+def index_text(text: str, folder: Path) -> None:
+    (folder / INDEX).write_text(text)
 
 
-def only(*names: str, **tensors: Any) -> Callable[[Path], Any]:
-    """Return a change that leaves only these files, or a file of `tensors`."""
+def only(names: str, tensors: dict[str, Any], folder: Path) -> None:
+    """Leave only files of these names, or a file of `tensors`."""
+    for path in folder.iterdir():
+        path.unlink()
+    for name in names.split():
+        (folder / name).touch()
+    if tensors:
+        save_file(tensors, folder / "model.safetensors")
 
-    def change(folder: Path) -> None:
-        for path in folder.iterdir():
-            path.unlink()
-        for name in names:
-            (folder / name).touch()
-        if tensors:
-            save_file(tensors, folder / "model.safetensors")
 
-    return change
+FIRST, SECOND = sorted(set(SHARDS.values()))
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         *(
-            (cut_off(name, kept), f"{name} is not a readable safetensors")
-            for name in ("model.safetensors", *sorted(set(SHARDS.values())))
+            (partial(cut_off, name, kept), f"{name} is not a readable safetensors")
+            for name in ("model.safetensors", FIRST, SECOND)
             for kept in (0, 4, 60, -1)
         ),
         (
-            lambda folder: (folder / SHARDS["second"]).unlink(),
-            f"names {SHARDS['second']}, which is not in the folder",
+            lambda folder: (folder / SECOND).unlink(),
+            f"{SECOND}, which is not in the fo",
         ),
         *(
-            (indexed(first=shard), f"points outside its folder: '{shard}'")
-            for shard in ("../outside.safetensors", "sub/x.safetensors")
+            (partial(indexed, first=file), f"points outside its folder: '{file}'")
+            for file in ("../outside.safetensors", "sub/x.safetensors")
         ),
         (
-            lambda folder: write_index(
-                folder, SHARDS | {"first": str(folder / SHARDS["first"])}
-            ),
+            lambda folder: indexed(folder, first=str(folder / FIRST)),
             "points outside",
         ),
         *(
-            (index_text(text), f"{INDEX} is not an index")
+            (partial(index_text, text), f"{INDEX} is not an index")
             for text in ("{}", '{"weight_map": []}', '{"weight_map": 1}')
         ),
-        *((index_text(text), f"{INDEX} must (be|hold)") for text in ("", "{", "[]")),
-        (
-            lambda folder: write_index(
-                folder, {name: SHARDS[name] for name in ("first", "second")}
-            ),
-            "holds tensor 'third', which .* not list",
+        *(
+            (partial(index_text, text), f"{INDEX} must (be|hold)")
+            for text in ("", "{", "[]")
         ),
-        (indexed(third=SHARDS["second"]), "00002.* holds tensor 'third'; it does"),
+        (partial(indexed, third=None), "holds tensor 'third', which .* not list"),
+        (partial(indexed, third=SECOND), "00002.* holds tensor 'third'; it does"),
         (
-            only(first=np.zeros(2, np.int8)),
+            partial(only, "", {"first": np.zeros(2, np.int8)}),
             "'first' has type I8, expected one of",
         ),
         (
-            only("pytorch_model.bin", "config.json"),
+            partial(only, "pytorch_model.bin config.json", {}),
             "neither model.safetensors nor .*found: config.json, pytorch_model.bin",
         ),
-        (lambda folder: shutil.rmtree(folder), "found: no such folder"),
+        (shutil.rmtree, "found: no such folder"),
     ],
 )
 def test_folder_that_cannot_be_read_says_why(sharded, change, expected):

@@ -89,23 +89,32 @@ def check(folder: Path, tensors: dict[str, np.ndarray]) -> None:
         assert found.whole().tobytes() == expected.tobytes(), name
 
 
-@pytest.mark.parametrize("is_model_first", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_trees_of_every_layout_and_orientation_are_read(
-    tmp_path, family, form, is_model_first
-):
-    tensors = write_mount(
-        tmp_path, family=family, form=form, is_model_first=is_model_first
-    )
-    check(tmp_path, tensors)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(
+            (family, dict(is_model_first=is_model_first))
+            for family in FAMILIES
+            for is_model_first in (True, False)
+        ),
+        *(("2b", dict(num_stacks=2, num_layers=count)) for count in (2, 5)),
+    ],
+)
+def test_trees_of_every_layout_are_read(tmp_path, family, form, options):
+    check(tmp_path, write_mount(tmp_path, family=family, form=form, **options))
 
 
+@pytest.mark.parametrize("num_stacks", [0, 6])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_layers", [2, 5])
-def test_stacked_layers_are_read(tmp_path, num_layers, form):
-    tensors = write_mount(tmp_path, form=form, num_stacks=2, num_layers=num_layers)
+def test_gemma_3_in_every_form(tmp_path, form, num_stacks):
+    """Eight layers in six stacks: two of the stacks have one layer more."""
+    config = tiny_gemma3()
+    tensors, leaves = gemma3_leaves(config, num_stacks)
+    save(tmp_path / "variant", FORMS[form](leaves))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     check(tmp_path, tensors)
+    assert open_kaggle(tmp_path, LAYOUTS).layout is GEMMA3
 
 
 VISION = {
@@ -122,18 +131,6 @@ def gemma3_leaves(
     tensors = tiny_tensors(config, dtype="bfloat16")
     form: Any = dict(is_model_first=False, num_stacks=num_stacks, pad_rows=0)
     return tensors, flax_leaves(tensors, config, **form) | VISION
-
-
-@pytest.mark.parametrize("num_stacks", [0, 6])
-@pytest.mark.parametrize("form", FORMS)
-def test_gemma_3_in_every_form(tmp_path, form, num_stacks):
-    """Eight layers in six stacks: two of the stacks have one layer more."""
-    config = tiny_gemma3()
-    tensors, leaves = gemma3_leaves(config, num_stacks)
-    save(tmp_path / "variant", FORMS[form](leaves))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check(tmp_path, tensors)
-    assert open_kaggle(tmp_path, LAYOUTS).layout is GEMMA3
 
 
 def test_gemma_3_is_written_and_read_again(tmp_path):
@@ -155,98 +152,18 @@ def open_without_values(folder: Path, patch: Any, shapes: dict[str, Any]) -> Any
     return open_kaggle(folder, LAYOUTS)
 
 
-@pytest.mark.parametrize(
-    ("size", "billions"),
-    [
-        ("270m", 0.268098176),
-        ("1b", 0.999885952),
-        ("4b", 3.880),
-        ("12b", 11.766),
-        ("27b", 27.009),
-    ],
-)
-def test_published_gemma_3_is_found_by_its_shapes(
-    tmp_path, monkeypatch, size, billions
-):
+@pytest.mark.parametrize("size", GEMMA3.published)
+def test_published_gemma_3_is_found_by_its_shapes(tmp_path, monkeypatch, size):
     sizes = GEMMA3.published[size]
-    shapes = flax_layout.leaf_shapes(
-        sizes, num_rows=262144, is_model_first=False, has_qk_norm=True
-    )
+    form: Any = dict(is_model_first=False, has_qk_norm=True)
+    shapes = flax_layout.leaf_shapes(sizes, num_rows=262144, **form)
     shapes = {f"transformer/{path}": shape for path, shape in shapes.items()}
     checkpoint = open_without_values(tmp_path, monkeypatch, shapes)
     assert (checkpoint.layout, checkpoint.sizes) == (GEMMA3, sizes)
-    digits = 9 if billions < 1 else 3
-    assert round(checkpoint.num_parameters / 1e9, digits) == billions
-
-
-def test_root_folder_and_tree_folder_are_the_same_checkpoint(tmp_path, monkeypatch):
-    tensors = write_mount(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
-    for folder in (tmp_path, tmp_path / "variant"):
-        assert is_kaggle(folder)
-        check(folder, tensors)
-        checkpoint = open_kaggle(folder, LAYOUTS)
-        assert checkpoint.folder == tmp_path / "variant"
-        assert checkpoint.tokenizer_folder == tmp_path
-        assert checkpoint.generation_config == {"temperature": 0.5}
-    monkeypatch.chdir(tmp_path / "variant")
-    assert "tokenizer.model" in open_kaggle(Path("."), LAYOUTS).side_files
-    (tmp_path / "variant" / "tokenizer.model").write_bytes(b"other")
-    assert open_kaggle(tmp_path, LAYOUTS).tokenizer_folder == tmp_path / "variant"
-
-
-def test_several_trees_are_listed(tmp_path):
-    write_mount(tmp_path)
-    shutil.copytree(tmp_path / "variant", tmp_path / "another")
-    expected = r"holds 2 checkpoints: name one of them \(another, variant\)"
-    with pytest.raises(CheckpointError, match=expected):
-        open_kaggle(tmp_path, LAYOUTS)
-    assert open_kaggle(tmp_path / "another", LAYOUTS).folder == tmp_path / "another"
-
-
-def test_tree_may_not_be_elsewhere(tmp_path):
-    write_mount(tmp_path / "root")
-    (tmp_path / "root" / "variant").rename(tmp_path / "elsewhere")
-    (tmp_path / "root" / "variant").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="variant is a symlink .* outside"):
-        open_kaggle(tmp_path / "root", LAYOUTS)
-
-
-def test_other_folders_are_not_kaggle_checkpoints(tmp_path):
-    assert not is_kaggle(tmp_path)
-    assert not is_kaggle(tmp_path / "nowhere")
-    (tmp_path / "variant").mkdir()
-    assert not is_kaggle(tmp_path)
-
-
-def test_unpublished_shapes_need_a_config(tmp_path):
-    write_mount(tmp_path)
-    (tmp_path / "config.json").unlink()
-    expected = (
-        "no config.json, and the shapes are those of no published .*hidden_size=72.*"
-        "Put the model's config.json next to it"
-    )
-    with pytest.raises(CheckpointError, match=expected):
-        open_kaggle(tmp_path, LAYOUTS)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (dict(num_hidden_layers=3), "has no tensor 'transformer/layer_2/"),
-        (dict(num_hidden_layers=10**30), "asks for .*=1000.*, it has 2"),
-        (dict(num_hidden_layers=1), "'transformer/layer_1/.*' is not part of the"),
-        (dict(head_dim=16), r"attn/.*' has shape .* the config asks for"),
-        (dict(vocab_size=700), "has 640 rows, expected vocab_size=700"),
-        (dict(hidden_size=None), "config.json: hidden_size must be an integer"),
-    ],
-)
-def test_config_is_checked_against_the_shapes(tmp_path, change, expected):
-    write_mount(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(CheckpointError, match=expected):
-        open_kaggle(tmp_path, LAYOUTS)
+    billions = {"4b": 3.880, "12b": 11.766, "27b": 27.009}
+    billions |= {"270m": 0.268098176, "1b": 0.999885952}
+    digits = 9 if billions[size] < 1 else 3
+    assert round(checkpoint.num_parameters / 1e9, digits) == billions[size]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +179,77 @@ def test_published_shapes_have_their_config(
     assert checkpoint.config == FACTS[name]["config"] | changes
     assert checkpoint.generation_config == {}
     assert checkpoint.num_parameters == num_parameters
+
+
+def test_root_folder_and_tree_folder_are_the_same_checkpoint(tmp_path, monkeypatch):
+    tensors, tree = write_mount(tmp_path), tmp_path / "variant"
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    for folder in (tmp_path, tree):
+        assert is_kaggle(folder)
+        check(folder, tensors)
+        checkpoint = open_kaggle(folder, LAYOUTS)
+        assert checkpoint.folder == tree
+        assert checkpoint.tokenizer_folder == tmp_path
+        assert checkpoint.generation_config == {"temperature": 0.5}
+    monkeypatch.chdir(tree)
+    assert "tokenizer.model" in open_kaggle(Path("."), LAYOUTS).side_files
+    (tree / "tokenizer.model").write_bytes(b"other")
+    assert open_kaggle(tmp_path, LAYOUTS).tokenizer_folder == tree
+    # A folder that may not be entered is no second checkpoint, like the `lost+found`
+    # of a mounted disk.
+    shutil.copytree(tree, tmp_path / "another")
+    monkeypatch.setattr(kaggle.os, "access", lambda path, _: path.name != "another")
+    check(tmp_path, tensors)
+    monkeypatch.undo()
+    expected = r"holds 2 checkpoints: name one of them \(another, variant\)"
+    with pytest.raises(CheckpointError, match=expected):
+        open_kaggle(tmp_path, LAYOUTS)
+    assert open_kaggle(tmp_path / "another", LAYOUTS).folder == tmp_path / "another"
+
+
+def test_other_folders_are_not_kaggle_checkpoints(tmp_path):
+    assert not is_kaggle(tmp_path)
+    assert not is_kaggle(tmp_path / "nowhere")
+    (tmp_path / "variant").mkdir()
+    assert not is_kaggle(tmp_path)
+    # A tree that lies elsewhere, and a link to itself.
+    root = tmp_path / "root"
+    write_mount(root)
+    (root / "variant").rename(tmp_path / "elsewhere")
+    (root / "variant").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="variant is a symlink .* outside"):
+        open_kaggle(root, LAYOUTS)
+    (tmp_path / "elsewhere" / "loop").symlink_to("loop")
+    if sys.version_info < (3, 13):
+        with pytest.raises(CheckpointError, match="loop is a symlink that leads back"):
+            open_kaggle(tmp_path / "elsewhere", LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (dict(num_hidden_layers=3), "has no tensor 'transformer/layer_2/"),
+        (dict(num_hidden_layers=10**30), "asks for .*=1000.*, it has 2"),
+        (dict(num_hidden_layers=1), "'transformer/layer_1/.*' is not part of the"),
+        (dict(head_dim=16), r"attn/.*' has shape .* the config asks for"),
+        (dict(vocab_size=700), "has 640 rows, expected vocab_size=700"),
+        (dict(hidden_size=None), "config.json: hidden_size must be an integer"),
+        (
+            None,
+            "no config.json, and the shapes are those of no published .*"
+            "hidden_size=72.*Put the model's config.json next to it",
+        ),
+    ],
+)
+def test_config_is_checked_against_the_shapes(tmp_path, change, expected):
+    write_mount(tmp_path)
+    path = tmp_path / "config.json"
+    if change is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=expected):
+        open_kaggle(tmp_path, LAYOUTS)
 
 
 @pytest.mark.parametrize("block_bytes", [20_000, 2**25])
@@ -283,15 +271,12 @@ def test_writer_makes_the_tree_of_the_formulas(
     check_tree(tmp_path / "gemma2", FORMS["flat"](leaves))
 
 
-def test_square_gating_is_not_written(tmp_path):
+def test_tensors_that_the_tree_cannot_hold_are_not_written(tmp_path):
     config = tiny_config("2b", intermediate_size=72)
     expected = "could not determine the orientation of gating_einsum"
     with pytest.raises(CheckpointError, match=expected):
         write(tmp_path, config, tiny_tensors(config))
     assert not list(tmp_path.iterdir())
-
-
-def test_two_types_in_one_array_are_refused(tmp_path):
     config = tiny_config("2b")
     tensors = tiny_tensors(config)
     name = "model.layers.1.self_attn.v_proj.weight"
@@ -299,19 +284,3 @@ def test_two_types_in_one_array_are_refused(tmp_path):
     expected = f"'{name}' is float16, but shares 'layer_1/attn/kv_einsum/w'.* float32"
     with pytest.raises(CheckpointError, match=expected):
         write(tmp_path, config, tensors)
-
-
-def test_a_folder_that_may_not_be_entered_is_passed_over(tmp_path, monkeypatch):
-    """Such a folder is the `lost+found` of a mounted disk, next to the tree."""
-    tensors = write_mount(tmp_path)
-    shutil.copytree(tmp_path / "variant", tmp_path / "lost+found")
-    monkeypatch.setattr(kaggle.os, "access", lambda path, _: path.name != "lost+found")
-    check(tmp_path, tensors)
-
-
-def test_symlink_loop_is_reported(tmp_path):
-    write_mount(tmp_path)
-    (tmp_path / "variant" / "loop").symlink_to("loop")
-    if sys.version_info < (3, 13):
-        with pytest.raises(CheckpointError, match="loop is a symlink that leads back"):
-            open_kaggle(tmp_path, LAYOUTS)

@@ -253,6 +253,9 @@ def test_published_matrices_equal_those_dequantized_in_torch(name, tmp_path):
     np.testing.assert_array_equal(q_proj.rows(jnp.arange(len(expected_q))), expected_q)
 
 
+PACKED = of_compressed("pack-quantized", **IN_GROUPS)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -262,17 +265,13 @@ def test_published_matrices_equal_those_dequantized_in_torch(name, tmp_path):
         (GPTQ | dict(desc_act=True), "desc_act"),
         (of_compressed("marlin-24", **IN_GROUPS), "got 'marlin-24 of 4 bits'"),
         (of_compressed("pack-quantized", **IN_GROUPS, actorder="group"), "actorder"),
-        (
-            of_compressed("pack-quantized", **IN_GROUPS) | dict(ignore=["re:.*0"]),
-            "ignore",
-        ),
+        (PACKED | dict(ignore=["re:.*0"]), "ignore"),
         (GPTQ | dict(group_size=48), "matrices of 64"),
     ],
 )
 def test_other_schemes_are_refused_before_anything_is_read(given, text, tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps(CONFIG | dict(quantization_config=given))
-    )
+    content = json.dumps(CONFIG | dict(quantization_config=given))
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=text):
         config_from_folder(tmp_path)
 
@@ -289,14 +288,17 @@ def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
         del parts["weight_scale"]
         return parts, numbers
 
-    with pytest.raises(
-        CheckpointError, match="no tensor 'model.layers.0.*weight_scale"
+    for name, other, message in (
+        ("lacking", lacking, "no tensor 'model.layers.0.*weight_scale"),
+        (
+            "plain",
+            lambda shape: ({"weight": torch.zeros(shape)}, torch.zeros(1)),
+            "is not quantized, and config.json says",
+        ),
+        ("coarse", compressed_packed(4, None, has_zeros=False), r"needs \(64, 4\)"),
     ):
-        opened("lacking", lacking)
-    with pytest.raises(CheckpointError, match="is not quantized, and config.json says"):
-        opened("plain", lambda shape: ({"weight": torch.zeros(shape)}, torch.zeros(1)))
-    with pytest.raises(CheckpointError, match=r"needs \(64, 4\)"):
-        opened("coarse", compressed_packed(4, None, has_zeros=False))
+        with pytest.raises(CheckpointError, match=message):
+            opened(name, other)
     zeros = opened("zeros", compressed_packed(4, GROUP, has_zeros=True))
     with pytest.raises(CheckpointError, match="which int4 cannot hold"):
         zeros.tensors["model.layers.0.self_attn.q_proj.weight"].whole()
@@ -340,9 +342,8 @@ def test_converted_model_is_read_back(kind, to, tmp_path, monkeypatch):
     config = tiny_config("2b", **SIZES | dict(hidden_size=128, head_dim=32))
     plain.mkdir()
     arrays = tiny_tensors(config)
-    save_file(
-        {k: torch.from_numpy(v) for k, v in arrays.items()}, plain / "model.safetensors"
-    )
+    given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    save_file(given, plain / "model.safetensors")
     (plain / "config.json").write_text(json.dumps(config | dict(torch_dtype="float32")))
     made = tmp_path / "made"
     command = ["convert", str(plain), str(made), "--to", to, "--quantize", kind]
@@ -368,11 +369,12 @@ def test_converted_model_is_read_back(kind, to, tmp_path, monkeypatch):
 def test_impossible_conversion_is_refused(tmp_path):
     write(tmp_path / "model", *FORMS["awq"][:2])
     quantized = open_checkpoint(tmp_path / "model")
-    to: Any = dict(quantization="int8", progress=False)
-    with pytest.raises(CheckpointError, match="is quantized already"):
-        write_checkpoint(quantized, tmp_path / "a", to="hf", **to)
-    with pytest.raises(CheckpointError, match="no place for scales"):
-        write_checkpoint(quantized, tmp_path / "a", to="kaggle", **to)
-    with pytest.raises(CheckpointError, match="two types for the same"):
-        write_checkpoint(quantized, tmp_path / "a", to="hf", dtype="float32", **to)
+    for options, message in (
+        (dict(to="hf"), "is quantized already"),
+        (dict(to="kaggle"), "no place for scales"),
+        (dict(to="hf", dtype="float32"), "two types for the same"),
+    ):
+        options = options | dict(quantization="int8", progress=False)
+        with pytest.raises(CheckpointError, match=message):
+            write_checkpoint(quantized, tmp_path / "a", **options)
     assert not (tmp_path / "a").exists()
