@@ -68,13 +68,6 @@ def test_sizes_follow_from_the_shapes(spelling):
     assert tree.is_model_first(SIZES)
 
 
-def test_stacks_are_recognized_by_names():
-    tree = tree_of(STACKS)
-    assert tree.num_stacks == 2
-    assert tree.sizes(GEMMA2).num_layers == 5
-    assert not tree.is_model_first(tree.sizes(GEMMA2))
-
-
 @pytest.mark.parametrize("num_rows", [256128, 256000])
 def test_published_trees_have_pad_rows(num_rows):
     tree = changed(LEAVES, {EMBEDDING: (num_rows, 72)})
@@ -117,28 +110,6 @@ def test_error_uses_the_spelling_of_the_file(spelling, changes, message):
         changed(LEAVES, changes, spelling).tensors(SIZES, 128)
 
 
-def test_tensor_outside_of_the_root_is_an_error():
-    tree = tree_of(LEAVES, "below a root")
-    array = next(iter(tree.arrays.values()))
-    arrays = {f"transformer.{path}": each for path, each in tree.arrays.items()}
-    tree = read_tree(Path("folder"), arrays | {"other.scale": array})
-    with pytest.raises(CheckpointError, match="'transformer/other/scale' is not part"):
-        tree.tensors(SIZES, 128)
-
-
-def test_wrong_type_is_an_error():
-    with pytest.raises(CheckpointError, match="has type int8, expected one of float32"):
-        tree_of(LEAVES, dtype=np.int8).tensors(SIZES, 128)
-
-
-def test_tensor_in_two_spellings_is_an_error():
-    tree = tree_of(LEAVES, "nested")
-    array = tree.arrays["layer_0/mlp/linear"]
-    arrays = {**tree.arrays, "layer_0/mlp/linear.w": array}
-    with pytest.raises(CheckpointError, match="holds tensor .*/linear.* twice"):
-        read_tree(Path("folder"), arrays)
-
-
 @pytest.mark.parametrize(
     "part", ["mlp/linear", "attn/q_einsum/w", "attn/kv_einsum/w", "mlp/gating_einsum"]
 )
@@ -152,19 +123,37 @@ def test_first_layer_must_have_the_arrays_that_determine_sizes(part, wrong):
         tree.is_model_first(tree.sizes(GEMMA2))
 
 
-@pytest.mark.parametrize(("old", "new"), [("type_0", "type_2"), ("type_1", "type_2")])
-def test_missing_stack_is_an_error(old, new):
-    leaves = {path.replace(old, new): shape for path, shape in STACKS.items()}
-    expected = f"no tensor 'stacked_layers/attention_{old}/"
-    with pytest.raises(CheckpointError, match=expected):
-        tree_of(leaves, "nested").sizes(GEMMA2)
-
-
-def test_stack_without_a_layer_axis_is_an_error():
+def test_stacks_are_recognized_by_names():
+    tree = tree_of(STACKS)
+    assert tree.num_stacks == 2
+    assert tree.sizes(GEMMA2).num_layers == 5
+    assert not tree.is_model_first(tree.sizes(GEMMA2))
     path = "stacked_layers/attention_type_1/mlp/linear"
     expected = r"attention_type_1/mlp/linear' has shape \(288, 72\), expected 3 axes"
     with pytest.raises(CheckpointError, match=expected):
         changed(STACKS, {path: (288, 72)}, "nested").sizes(GEMMA2)
+    for old in ("type_0", "type_1"):
+        leaves = {path.replace(old, "type_2"): shape for path, shape in STACKS.items()}
+        expected = f"no tensor 'stacked_layers/attention_{old}/"
+        with pytest.raises(CheckpointError, match=expected):
+            tree_of(leaves, "nested").sizes(GEMMA2)
+
+
+def test_other_trees_are_an_error():
+    with pytest.raises(CheckpointError, match="has type int8, expected one of float32"):
+        tree_of(LEAVES, dtype=np.int8).tensors(SIZES, 128)
+    square = Sizes.from_config(CONFIG | {"intermediate_size": 72})
+    with pytest.raises(CheckpointError, match="are both 72, so the orientation of"):
+        tree_of(LEAVES).tensors(square, 128)
+    nested = tree_of(LEAVES, "nested").arrays
+    array = nested["layer_0/mlp/linear"]
+    arrays = {**nested, "layer_0/mlp/linear.w": array}
+    with pytest.raises(CheckpointError, match="holds tensor .*/linear.* twice"):
+        read_tree(Path("folder"), arrays)
+    arrays = {f"transformer.{path}": each for path, each in nested.items()}
+    tree = read_tree(Path("folder"), arrays | {"other.scale": array})
+    with pytest.raises(CheckpointError, match="'transformer/other/scale' is not part"):
+        tree.tensors(SIZES, 128)
 
 
 def test_tree_without_embedding_or_layers_is_an_error():
@@ -176,9 +165,3 @@ def test_tree_without_embedding_or_layers_is_an_error():
     layers = {path: None for path in LEAVES if "layer_" in path}
     with pytest.raises(CheckpointError, match="no tensor of a layer, as transformer/"):
         changed(LEAVES, layers)
-
-
-def test_rejects_square_gating():
-    sizes = Sizes.from_config(CONFIG | {"intermediate_size": 72})
-    with pytest.raises(CheckpointError, match="are both 72, so the orientation of"):
-        tree_of(LEAVES).tensors(sizes, 128)

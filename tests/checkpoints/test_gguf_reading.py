@@ -95,29 +95,28 @@ def test_fused_queries_keys_and_values_are_split(tmp_path):
 
 
 def test_folder_with_one_gguf_file_is_read(tmp_path):
-    expected = write_gguf(tmp_path / "m.gguf")
+    path = tmp_path / "m.gguf"
+    expected = write_gguf(path)
     (tmp_path / "mmproj-m.gguf").write_bytes(b"a projector of images")
     (tmp_path / "README.md").write_text("hello")
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.format == "gguf" and checkpoint.folder == tmp_path
     assert checkpoint.tensors.keys() == expected.keys()
-    assert model_files(tmp_path) == {"model.gguf": tmp_path / "m.gguf"}
-    assert model_files(tmp_path / "m.gguf") == {"model.gguf": tmp_path / "m.gguf"}
-    assert read_config(tmp_path) == read_config(tmp_path / "m.gguf")
+    assert model_files(tmp_path) == model_files(path) == {"model.gguf": path}
+    assert read_config(tmp_path) == read_config(path)
     (tmp_path / "other.gguf").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"several models: name one .* m.gguf, o"):
         open_checkpoint(tmp_path)
+    # A file that a user names may be in any folder.
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "m.gguf").symlink_to(path)
+    with pytest.raises(CheckpointError, match="points outside its folder"):
+        open_checkpoint(tmp_path / "folder")
+    assert open_checkpoint(tmp_path / "folder" / "m.gguf").format == "gguf"
 
 
-def test_safetensors_take_precedence_over_gguf(tmp_path):
-    write_tiny(tmp_path, family="2b", num_hidden_layers=1)
-    write_gguf(tmp_path / "m.gguf")
-    assert open_checkpoint(tmp_path).format == "hf"
-    assert "model.gguf" not in model_files(tmp_path)
-    assert read_config(tmp_path)[0]["num_hidden_layers"] == 1
-
-
-def test_config_of_the_file_precedes_a_config_json_next_to_it(tmp_path):
+def test_precedence_of_files_next_to_a_gguf_file(tmp_path):
+    """The file's config precedes a config.json, and safetensors precede the file."""
     write_gguf(tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
@@ -126,17 +125,10 @@ def test_config_of_the_file_precedes_a_config_json_next_to_it(tmp_path):
     assert generation == {"top_k": 7}
     checkpoint = open_checkpoint(tmp_path)
     assert (checkpoint.config, checkpoint.generation_config) == (config, generation)
-
-
-def test_link_to_a_file_outside_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "folder").mkdir()
-    write_gguf(tmp_path / "elsewhere" / "m.gguf")
-    (tmp_path / "folder" / "m.gguf").symlink_to(tmp_path / "elsewhere" / "m.gguf")
-    with pytest.raises(CheckpointError, match="points outside its folder"):
-        open_checkpoint(tmp_path / "folder")
-    # A file that a user names may be in any folder.
-    assert open_checkpoint(tmp_path / "folder" / "m.gguf").format == "gguf"
+    write_tiny(tmp_path, family="2b", num_hidden_layers=1)
+    assert open_checkpoint(tmp_path).format == "hf"
+    assert "model.gguf" not in model_files(tmp_path)
+    assert read_config(tmp_path)[0]["num_hidden_layers"] == 1
 
 
 def test_shards_are_read_as_one_model(tmp_path):

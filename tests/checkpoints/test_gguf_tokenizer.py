@@ -55,13 +55,6 @@ def test_tokenizer_equals_the_bundled_one(path):
         assert found.decode(ids) == expected.decode(ids), text
 
 
-def test_pieces_for_images_are_left_out(path, monkeypatch):
-    module = "jaxspec_checkpoints.gguf.tokenizer"
-    monkeypatch.setattr(f"{module}.GEMMA3_VOCAB_SIZE", 8192 - 64)
-    monkeypatch.setattr(f"{module}.IMAGE_ROWS", 64)
-    assert Tokenizer.from_folder(path).vocab_size == 8192 - 64
-
-
 def test_rejects_chat_without_template(path):
     tokenizer = Tokenizer.from_folder(path)
     messages = [{"role": "user", "content": "x"}]
@@ -73,27 +66,22 @@ def test_rejects_chat_without_template(path):
     assert tokenizer.apply_chat_template(messages, chat_template=TEMPLATE) == expected
 
 
-def test_template_comes_from_the_metadata(tmp_path):
-    write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=TEMPLATE)
-    tokenizer = Tokenizer.from_folder(tmp_path / "m.gguf")
-    expected = Tokenizer.from_folder(BUNDLED)
+def test_template_comes_from_the_metadata_or_a_file_next_to_it(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tokenizer__chat_template=TEMPLATE)
+    tokenizer, expected = Tokenizer.from_folder(path), Tokenizer.from_folder(BUNDLED)
     messages = [{"role": "user", "content": "Tell me a story."}]
     found = tokenizer.apply_chat_template(messages)
     assert found == expected.apply_chat_template(messages)
     assert tokenizer.turn_end_ids == expected.turn_end_ids != ()
-    assert tokenizer.chat_template is not None
-    assert str(tmp_path / "m.gguf") in tokenizer.chat_template.source
-
-
-def test_files_next_to_a_gguf_file_take_precedence(tmp_path):
-    write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=TEMPLATE)
     text = json.dumps({"chat_template": "{{ messages[0]['content'] }}"})
     (tmp_path / "tokenizer_config.json").write_text(text)
-    found = Tokenizer.from_folder(tmp_path)
-    assert found.chat_template is not None
-    assert found.chat_template.text == "{{ messages[0]['content'] }}"
-    named = Tokenizer.from_folder(tmp_path / "m.gguf")
-    assert named.chat_template is not None and named.chat_template.text == TEMPLATE
+    beside, named = (
+        Tokenizer.from_folder(one).chat_template for one in (tmp_path, path)
+    )
+    assert beside is not None and beside.text == "{{ messages[0]['content'] }}"
+    assert named is not None and named.text == TEMPLATE
+    assert str(path) in named.source
 
 
 def test_conversion_writes_the_tokenizer(tmp_path):
@@ -163,20 +151,13 @@ def test_bad_tokenizer_metadata_are_an_error(path, changes, message):
         tokenizer_model(changed(path, **changes))
 
 
-def test_template_that_is_not_a_string_is_an_error(path):
-    file = read_gguf(path)
-    broken = replace(file, metadata={**file.metadata, "tokenizer.chat_template": 7})
-    with pytest.raises(CheckpointError, match="chat_template' must be a string, got 7"):
-        chat_template(broken)
-
-
 def processor_of(file: GgufFile) -> Any:
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(tokenizer_model(file))
     return processor
 
 
-def test_metadata_change_the_end_token_and_the_leading_space(path):
+def test_metadata_change_the_tokenizer(path, monkeypatch):
     token = read_gguf(path).metadata["tokenizer.ggml.tokens"].index("<end_of_turn>")
     found = processor_of(changed(path, eos_token_id=token, padding_token_id=None))
     # The end of a turn is not the end of a text.
@@ -184,6 +165,15 @@ def test_metadata_change_the_end_token_and_the_leading_space(path):
     for has_prefix, expected in ((True, "\u2581a"), (False, "a")):
         found = processor_of(changed(path, add_space_prefix=has_prefix))
         assert "".join(found.encode("a", out_type=str)) == expected
+    file = read_gguf(path)
+    broken = replace(file, metadata={**file.metadata, "tokenizer.chat_template": 7})
+    with pytest.raises(CheckpointError, match="chat_template' must be a string, got 7"):
+        chat_template(broken)
+    # Pieces for images are left out.
+    module = "jaxspec_checkpoints.gguf.tokenizer"
+    monkeypatch.setattr(f"{module}.GEMMA3_VOCAB_SIZE", 8192 - 64)
+    monkeypatch.setattr(f"{module}.IMAGE_ROWS", 64)
+    assert Tokenizer.from_folder(path).vocab_size == 8192 - 64
 
 
 def test_real_tokenizer_gives_the_ids_of_llama_cpp_and_huggingface(golden):

@@ -141,25 +141,23 @@ def test_manifest_that_disagrees_with_the_folder_is_refused(folder, change, expe
         open_own(folder, LAYOUTS)
 
 
-def test_config_is_checked_against_the_tensors(folder):
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 8}))
+def test_missing_or_linked_parts_are_named(folder, tmp_path):
+    config = folder / "config.json"
+    config.write_text(json.dumps(CONFIG | {"head_dim": 8}))
     with pytest.raises(CheckpointError, match="q_proj.weight' has shape"):
         open_own(folder, LAYOUTS)
-
-
-def test_missing_parts_are_named(folder):
+    config.write_text(json.dumps(CONFIG))
+    for name in ("weights", "jaxspec_checkpoint.json"):
+        (folder / name).rename(tmp_path / "elsewhere")
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match=f"{name} is a symlink .* outside"):
+            open_own(folder, LAYOUTS)
+        (folder / name).unlink()
+        (tmp_path / "elsewhere").rename(folder / name)
     (folder / "weights" / "_METADATA").unlink()
     (folder / "weights" / "manifest.ocdbt").unlink()
     with pytest.raises(CheckpointError, match="weights holds no arrays; found: d"):
         open_own(folder, LAYOUTS)
-    (folder / "config.json").unlink()
+    config.unlink()
     with pytest.raises(CheckpointError, match="no config.json; found: jaxspec_"):
-        open_own(folder, LAYOUTS)
-
-
-@pytest.mark.parametrize("name", ["weights", "jaxspec_checkpoint.json"])
-def test_parts_may_not_be_elsewhere(folder, tmp_path, name):
-    (folder / name).rename(tmp_path / "elsewhere")
-    (folder / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=f"{name} is a symlink .* outside"):
         open_own(folder, LAYOUTS)

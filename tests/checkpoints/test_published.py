@@ -12,22 +12,13 @@ NAMES = ("2b", "9b", "27b")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_config_is_the_published_one(name):
+def test_published_sizes_have_their_config_and_tensors(name):
     facts = FACTS[name]["config"]
     # Tuned models have the same config, except that 107 also ends their texts.
     assert published_config(name) == facts | {"eos_token_id": [1, 107]}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_size_is_found_by_its_config(name):
-    sizes = Sizes.from_config(FACTS[name]["config"])
+    sizes = Sizes.from_config(facts)
     assert GEMMA2.published_name(sizes) == name
     assert GEMMA2.is_model_first(sizes) == (name == "2b")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_canonical_tensors_are_the_published_ones(name):
-    sizes = Sizes.from_config(FACTS[name]["config"])
     assert tensor_shapes(sizes) == published_shapes(name, "hf")
 
 

@@ -91,6 +91,7 @@ def test_eagle3_head_starts_with_the_targets_logits():
 
 def draft_target(folder: Path) -> Target:
     """Return the tiny target, in a folder with a tokenizer."""
+    folder.mkdir()
     shutil.copy(bundled_target() / "tokenizer.model", folder)
     (folder / "config.json").write_text("{}")
     return dataclasses.replace(tiny.make_target(), folder=folder)
@@ -114,7 +115,7 @@ def draft_of(reference: Any, *, mask: int | None = None, **changes: Any) -> Draf
 def test_saved_draft_equals_huggingface(tmp_path, is_tied):
     changes: dict[str, Any] = dict(num_hidden_layers=2, tie_word_embeddings=is_tied)
     reference = make_hf_model(seed=4, **changes)
-    method, target = draft_of(reference, **changes), draft_target(tmp_path)
+    method, target = draft_of(reference, **changes), draft_target(tmp_path / "target")
     params = method.init(target, 0, None)
     assert type(params["embedding"]) is DenseMatrix
     (found,) = run_passes(target, method, params)
@@ -144,7 +145,8 @@ def test_parallel_draft_is_trained_on_an_engines_inputs(tmp_path):
     """
     changes = dict(num_hidden_layers=2, sliding_window=4)
     reference = make_hf_model(seed=4, **changes)
-    method, target = draft_of(reference, mask=3, **changes), draft_target(tmp_path)
+    method = draft_of(reference, mask=3, **changes)
+    target = draft_target(tmp_path / "target")
     params = method.init(target, 0, None)
     found = run_passes(target, method, params)
     for place in (0, 4, tiny.LENGTH - 1):
@@ -160,7 +162,7 @@ def test_parallel_draft_is_trained_on_an_engines_inputs(tmp_path):
 def test_new_draft_keeps_the_embeddings_inner_products(tmp_path):
     reference = make_hf_model(hidden_size=24, num_hidden_layers=2)
     method = DraftMethod(config=model_config(reference), hf_config={})  # pyright: ignore[reportArgumentType]
-    target = draft_target(tmp_path)
+    target = draft_target(tmp_path / "target")
     params = method.init(target, 0, None)
     ours = np.asarray(params["embedding"].values)
     theirs = np.asarray(target.embedding.values)  # pyright: ignore[reportAttributeAccessIssue]
