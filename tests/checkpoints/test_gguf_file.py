@@ -237,19 +237,6 @@ def test_damaged_files_are_refused(tmp_path, content, message):
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_limits_on_the_whole_header(tmp_path, monkeypatch):
-    strings = entry("k", ARRAY, array(STRING, 3, text("a") * 3))
-    path = write(tmp_path / "m.gguf", build([strings], []))
-    monkeypatch.setattr(gguf_file, "_MAX_STRINGS", 2)
-    with pytest.raises(CheckpointError, match="announces more than 2 strings"):
-        read_gguf(path)
-    monkeypatch.setattr(gguf_file, "_MAX_STRINGS", 3)
-    monkeypatch.setattr(gguf_file, "_PIECE_BYTES", 8)
-    monkeypatch.setattr(gguf_file, "_MAX_HEADER_BYTES", 40)
-    with pytest.raises(CheckpointError, match="header has more than 40 bytes"):
-        read_gguf(path)
-
-
 def test_every_truncation_is_noticed(tmp_path):
     for size in range(len(GOOD) - 4096 + 128 + 36):
         path = write(tmp_path / "m.gguf", GOOD[:size])
@@ -257,23 +244,33 @@ def test_every_truncation_is_noticed(tmp_path):
             read_gguf(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_limits_on_the_whole_header(tmp_path, monkeypatch):
+    content = with_array(STRING, 3, text("a") * 3)
+    path = write(tmp_path / "m.gguf", content)
+    for limits, message in (
+        (dict(_MAX_STRINGS=2), "announces more than 2 strings"),
+        (
+            dict(_MAX_STRINGS=3, _PIECE_BYTES=8, _MAX_HEADER_BYTES=40),
+            "header has more than 40 bytes",
+        ),
+    ):
+        for name, value in limits.items():
+            monkeypatch.setattr(gguf_file, name, value)
+        with pytest.raises(CheckpointError, match=message):
+            read_gguf(path)
+
+
+def test_impossible_names_of_shards_are_refused(tmp_path):
+    for name, message in (
         ("m-00003-of-00002.gguf", "no name of a shard"),
         ("m-00000-of-00002.gguf", "no name of a shard"),
         ("m-00001-of-99999.gguf", "at most 1024 shards"),
-    ],
-)
-def test_impossible_names_of_shards_are_refused(tmp_path, name, message):
-    with pytest.raises(CheckpointError, match=message):
-        read_gguf(write(tmp_path / name, GOOD))
-
-
-def test_tensor_in_two_shards_is_refused(tmp_path):
-    one = entry("split.count", U16, struct.pack("<H", 2))
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_gguf(write(tmp_path / name, GOOD))
+    count = entry("split.count", U16, struct.pack("<H", 2))
     for number in (1, 2):
-        content = build([one], [tensor("a", [8])])
+        content = build([count], [tensor("a", [8])])
         write(tmp_path / f"n-0000{number}-of-00002.gguf", content)
     with pytest.raises(CheckpointError, match="tensor 'a' is also in .*n-00001"):
         read_gguf(tmp_path / "n-00001-of-00002.gguf")

@@ -67,21 +67,21 @@ def test_kinds_of_heads_are_recognized(config, kind):
             "0.0.linear.weight 0.0.linear.bias 0.1.weight",
             "blocks.0.layers.0.weight blocks.0.layers.0.bias lm_heads.0.weight",
         ),
+        # Only listed tensors are left unread: EAGLE lists `lm_head.weight`, which in a
+        # Medusa head is a tensor.
+        *(
+            (dict(medusa_num_heads=1), name, name)
+            for name in (
+                *("lm_head.weight", "verifier_norm.bias"),
+                "layers.0.rotary_emb.inv_freqs",
+            )
+        ),
     ],
 )
 def test_spellings_of_tensor_names_are_recognized(tmp_path, config, theirs, ours):
     found = open_head(write(tmp_path, config, theirs.split()))
     assert found.tensors.keys() == set(ours.split())
     assert all(tensor.whole().shape == (2, 3) for tensor in found.tensors.values())
-
-
-@pytest.mark.parametrize(
-    "name", ["lm_head.weight", "verifier_norm.bias", "layers.0.rotary_emb.inv_freqs"]
-)
-def test_only_listed_tensors_are_left_unread(tmp_path, name):
-    """EAGLE lists `lm_head.weight` as unread; in a Medusa head it is a tensor."""
-    found = open_head(write(tmp_path, dict(medusa_num_heads=1), [name]))
-    assert found.tensors.keys() == {name}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_folders_without_a_supported_head_are_refused(tmp_path, config, names, m
         open_head(write(tmp_path, config, names))
 
 
-def test_a_model_of_one_layer_is_no_head(tmp_path):
+def test_models_and_pickles_are_no_heads(tmp_path):
     """A head of EAGLE's own code has a model's config.json, but also a tensor `fc`."""
     layer = dict(model_type="llama", num_hidden_layers=1)
     head = write(tmp_path / "head", layer, ["fc.weight", "layers.0.mlp.up_proj.weight"])
@@ -122,9 +122,6 @@ def test_a_model_of_one_layer_is_no_head(tmp_path):
     model = write(tmp_path / "model", layer, ["model.layers.0.mlp.up_proj.weight"])
     with pytest.raises(CheckpointError, match="holds no head"):
         read_head_config(model)
-
-
-def test_pickles_are_not_opened(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="medusa")))
     (tmp_path / "medusa_lm_head.pt").touch()
     with pytest.raises(CheckpointError, match="medusa_lm_head.pt, a pickle.*convert"):

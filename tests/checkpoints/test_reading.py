@@ -12,25 +12,32 @@ from tests.checkpoints.models import write_tiny
 
 
 def test_format_is_detected(tmp_path, monkeypatch):
-    write_tiny(tmp_path / "model", family="2b", num_hidden_layers=1)
-    assert open_checkpoint(str(tmp_path / "model")).format == "hf"
+    folder = tmp_path / "model"
+    tensors = write_tiny(folder, family="2b", num_hidden_layers=1)
+    assert open_checkpoint(str(folder)).format == "hf"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_checkpoint("~/model").format == "hf"
     # Other files in the folder do not matter.
-    (tmp_path / "model" / "README.md").write_text("hello")
-    (tmp_path / "model" / "logs").mkdir()
-    assert open_checkpoint(tmp_path / "model").format == "hf"
-
-
-def test_huggingface_goes_before_others(tmp_path):
-    tensors = write_tiny(tmp_path / "source", family="2b", num_hidden_layers=1)
-    source = open_checkpoint(tmp_path / "source")
-    write_checkpoint(source, tmp_path / "model", to="orbax", progress=False)
-    file = tmp_path / "source" / "model.safetensors"
-    shutil.copy(file, tmp_path / "model")
-    checkpoint = open_checkpoint(tmp_path / "model")
+    (folder / "README.md").write_text("hello")
+    (folder / "logs").mkdir()
+    assert open_checkpoint(folder).format == "hf"
+    # HuggingFace's format takes precedence.
+    made = tmp_path / "made"
+    write_checkpoint(open_checkpoint(folder), made, to="orbax", progress=False)
+    shutil.copy(folder / "model.safetensors", made)
+    checkpoint = open_checkpoint(made)
     assert checkpoint.format == "hf"
     assert set(checkpoint.tensors) == set(tensors)
+    for text in ("[" * 100_000, '{"a":' * 100_000):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json must be readable JS"):
+            open_checkpoint(folder)
+
+
+def test_an_adapter_without_its_model_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="LoRA adapter without its model"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -53,20 +60,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, name, message):
     if "too long" in message:
         with pytest.raises(CheckpointError, match=message):
             model_files(name)
-
-
-def test_an_adapter_without_its_model_is_named(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="LoRA adapter without its model"):
-        open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
-def test_json_that_is_nested_too_deep(tmp_path, text):
-    write_tiny(tmp_path, family="2b", num_hidden_layers=1)
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.json must be readable JSON"):
-        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

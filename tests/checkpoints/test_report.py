@@ -63,18 +63,12 @@ def test_reported_replication_equals_the_engines(tmp_path, family, num_devices, 
                 assert is_whole == (name.split(".")[-2] in whole), name
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        *((0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (5.2287e9, "5.23 GB")),
-        *((54_454_256_640, "54.5 GB"), (1_234_000_000_000, "1234 GB")),
-    ],
-)
-def test_sizes_are_readable(num_bytes, text):
-    assert size(num_bytes) == text
-
-
-def test_kv_heads_that_devices_cannot_split_evenly_are_replicated():
+def test_sizes_and_unevenly_split_heads_are_readable():
     changes = dict(num_attention_heads=12, num_key_value_heads=3)
     sizes = Sizes.from_config(tiny_config("2b") | changes)
     assert replicated(sizes, 4)["k_proj"] == "3 KV heads"
+    for num_bytes, text in (
+        *((0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (5.2287e9, "5.23 GB")),
+        *((54_454_256_640, "54.5 GB"), (1_234_000_000_000, "1234 GB")),
+    ):
+        assert size(num_bytes) == text

@@ -12,11 +12,6 @@ HUB_ID = "google/gemma-2-9b-it"
 HANDLE = "google/gemma-2/flax/gemma2-2b-it"
 
 
-@pytest.mark.parametrize("name", [HUB_ID, "a/b", "my_org/M.v2", HANDLE, HANDLE + "/3"])
-def test_names_are_assigned_to_services(name: str):
-    assert is_remote(name)
-
-
 NOT_REMOTE = (
     *("", "gemma", "./google/gemma", "/google/gemma", "google/", "a/b/c", "./a/b/c"),
     *("google/gemma 2", "google/..", "C:\\google\\gemma"),
@@ -25,11 +20,15 @@ NOT_REMOTE = (
 
 
 @pytest.mark.parametrize("name", NOT_REMOTE)
-def test_other_names_belong_to_no_service(name: str):
+def test_names_are_assigned_to_services(name: str):
+    for remote in (HUB_ID, "a/b", "my_org/Model.v2", HANDLE, HANDLE + "/3"):
+        assert is_remote(remote)
     assert not is_remote(name)
     if name:
         with pytest.raises(CheckpointError, match="owner/name.*owner/model/framework"):
             fetch(name)
+    with pytest.raises(CheckpointError, match="revision='main'.*fifth part"):
+        fetch(HANDLE, revision="main")
 
 
 @pytest.mark.parametrize("name", [HUB_ID, HANDLE, "plain", "./a/b/c", "~/model"])
@@ -54,8 +53,3 @@ def test_missing_extra_error_says_how_to_install_it(monkeypatch, name, library, 
     for words in (repr(name), f'pip install -e ".[{extra}]"', "pass its folder"):
         assert words in str(caught.value)
     assert library in str(caught.value.__cause__)
-
-
-def test_a_handle_has_no_revisions():
-    with pytest.raises(CheckpointError, match="revision='main'.*fifth part"):
-        fetch(HANDLE, revision="main")
