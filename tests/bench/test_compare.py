@@ -280,10 +280,7 @@ def entry(name: str, speed_up: float, **changes: Any) -> dict[str, Any]:
             [entry("chain", 0.9), entry("leaves", 1.0)],
             "use no drafts; leaves would be 1.00 times as fast as plain decoding.",
         ),
-        (
-            [entry("ngram", 1.3)],
-            "choose ngram, 1.30 times as fast as plain decoding.",
-        ),
+        ([entry("ngram", 1.3)], "choose ngram, 1.30 times as fast as plain decoding."),
     ],
 )
 def test_answer_names_what_to_choose(entries, message):

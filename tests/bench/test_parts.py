@@ -10,12 +10,7 @@ import pytest
 
 from jaxspec.bench import parts as module
 from jaxspec.bench.measure import Batch
-from jaxspec.bench.parts import (
-    copy_bandwidth,
-    cost_ratio,
-    measure_parts,
-    round_bytes,
-)
+from jaxspec.bench.parts import copy_bandwidth, cost_ratio, measure_parts, round_bytes
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.engines import (

@@ -84,11 +84,7 @@ def test_head_is_compared_by_bytes(tmp_path, head):
             "no tensor 'lm_head.weight', and config.json has tie_word_embeddings=fal",
         ),
         ("no", None, "must be true or false, got 'no'"),
-        (
-            True,
-            lambda table: table[:-1].copy(),
-            r"lm_head.weight' has shape \(8191, ",
-        ),
+        (True, lambda table: table[:-1].copy(), r"lm_head.weight' has shape \(8191, "),
     ],
 )
 def test_head_must_agree_with_the_config(tmp_path, said, head, message):

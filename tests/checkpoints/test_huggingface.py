@@ -108,10 +108,7 @@ def only(names: str, tensors: dict[str, Any], folder: Path) -> None:
             (partial(indexed, first=file), f"points outside its folder: '{file}'")
             for file in ("../outside.safetensors", "sub/x.safetensors")
         ),
-        (
-            lambda folder: indexed(folder, first=str(folder / FIRST)),
-            "points outside",
-        ),
+        (lambda folder: indexed(folder, first=str(folder / FIRST)), "points outside"),
         *(
             (partial(index_text, text), f"{INDEX} is not an index")
             for text in ("{}", '{"weight_map": []}', '{"weight_map": 1}')

@@ -14,12 +14,7 @@ from jaxspec.models import cpu
 from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.quantized import GroupedMatrix, Quantized, ScaledMatrix
-from jaxspec.models.weights import (
-    abstract_params,
-    declare,
-    load_params,
-    random_params,
-)
+from jaxspec.models.weights import abstract_params, declare, load_params, random_params
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from jaxspec_checkpoints import CheckpointError, Tensor, in_memory
 from jaxspec_checkpoints.quantization import (

@@ -252,10 +252,7 @@ def allows(schema: dict[str, Any], text: str) -> bool:
 
 
 ROM = {"name": "where", "parameters": {"place": "Rom"}}
-DEEP = {
-    "name": "where",
-    "parameters": {"place": "Rom", "more": [{"place": "Oslo"}]},
-}
+DEEP = {"name": "where", "parameters": {"place": "Rom", "more": [{"place": "Oslo"}]}}
 NOW = {"name": "time", "parameters": {}}
 
 

@@ -5,12 +5,7 @@ import json
 import pytest
 
 from jaxspec.errors import ConfigError, UnsupportedError
-from jaxspec.models.heads.config import (
-    CONFIGS,
-    Eagle3Config,
-    default_layers,
-    read_head,
-)
+from jaxspec.models.heads.config import CONFIGS, Eagle3Config, default_layers, read_head
 from tests.models.heads import torch_heads as theirs
 from tests.models.heads.targets import HEADS, target_config
 
@@ -90,11 +85,7 @@ def test_specforge_layer_numbers_are_converted():
             )
             for layers in ([1, 2], "all")
         ),
-        (
-            dict(target_hidden_size=32),
-            ConfigError,
-            "no embed_tokens.weight.* 32 wide",
-        ),
+        (dict(target_hidden_size=32), ConfigError, "no embed_tokens.weight.* 32 wide"),
     ],
 )
 def test_unsupported_variants_and_wrong_numbers_are_named(change, error, named):
