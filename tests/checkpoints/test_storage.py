@@ -67,6 +67,7 @@ def test_folders_of_older_versions_are_read(tmp_path):
     """Older versions have a msgpack file, not `_METADATA`, which is not needed."""
     folder, older = tmp_path / "tree", tmp_path / "older"
     tree = {"a": {"b": {"c": ARRAYS["c.w"]}, "d": ARRAYS["d.w"]}}
+    (tmp_path / "checkpoint").write_text("")
     for path in (tmp_path, tmp_path / "nowhere"):
         assert not is_orbax(path)
     save(folder, tree)
@@ -75,7 +76,6 @@ def test_folders_of_older_versions_are_read(tmp_path):
     (folder / "_METADATA").unlink()
     for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"):
         (older / name).unlink(missing_ok=True)
-    (older / "checkpoint").write_text("")
     assert not is_orbax(older)
     (older / "checkpoint").write_bytes(b"\x81")
     for path in (folder, older):
@@ -241,6 +241,7 @@ def test_orbax_restores_what_the_writer_wrote(tmp_path, monkeypatch, commit_byte
     np.testing.assert_array_equal(read(folder, "z"), np.zeros((4, 3)))
     metadata = json.loads((folder / "_METADATA").read_text())
     assert metadata["store_array_data_equal_to_fill_value"] is True
+    monkeypatch.undo()
     with pytest.raises(KeyboardInterrupt), ArrayWriter(tmp_path / "broken") as writer:
         name = writer.create(("a",), (4, 3), dtype=np.dtype("f4"), chunks=(2, 3))
         writer.write(name, (slice(None),), np.ones((4, 3), np.float32))

@@ -61,7 +61,8 @@ def test_every_pair_of_formats_is_bit_exact(tmp_path, family, first, second):
         before, options = tmp_path / name, {}
         check(before, to, tensors)
     shards = (tmp_path / "first").glob("*.safetensors")
-    assert first != "hf" or len(list(shards)) > 3
+    if (family, first) == ("9b", "hf"):
+        assert len(list(shards)) > 3
     # All files other than the weights are copied byte for byte.
     for name in SIDE_FILES:
         expected = (tmp_path / "source" / name).read_bytes()
