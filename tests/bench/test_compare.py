@@ -60,8 +60,7 @@ def test_form_changes_only_the_tree(name, drafts, levels, leaves):
 def test_measures_every_form_and_chooses_tree(monkeypatch, tmp_path, capsys):
     opened = use_fake_engine(monkeypatch)
     monkeypatch.setattr(compare, "MIN_COMPARED", 1)
-    path = tmp_path / "out.json"
-    named = ("chain", "leaves=2", TREE, "best=5")
+    path, named = tmp_path / "out.json", ("chain", "leaves=2", TREE, "best=5")
     arguments = (*SMALL, "--temperatures", 0, 1, "--output-json", path)
     arguments += ("--num-prompts", 2)  # the batches run one after the other
     spec.run(flags("spec", *arguments, "--forms", *named))
@@ -71,16 +70,14 @@ def test_measures_every_form_and_chooses_tree(monkeypatch, tmp_path, capsys):
     assert [one["form"] for one in found["forms"]] == list(named)
     assert [one["num_nodes"] for one in found["forms"][:3]] == [3, 9, 4]
     for one in found["forms"]:
-        assert [point["temperature"] for point in one["points"]] == [0, 1]
-        for point in one["points"]:
+        for temperature, point in zip((0, 1), one["points"], strict=True):
+            assert point["temperature"] == temperature
             assert len(point["speculative"]["elapsed_s"]) == 2
             # The fake device never accepts a side branch, so both ways of counting
             # agree.
             drafted = point["speculative"]["acceptance"]
             assert point["tokens_per_round"] == drafted["mean_acceptance_length"]
-            assert point.get("is_equal") == (
-                True if point["temperature"] == 0 else None
-            )
+            assert point.get("is_equal") == (None if temperature else True)
         nodes = [part["num_nodes"] for part in one["parts"]]
         assert nodes == [0, one["num_nodes"]]
     # The best tree has no node that was never accepted.

@@ -278,8 +278,8 @@ def test_template_search_order(tmp_path: Path):
     folder_with(tmp_path, chat_template=None)
     with pytest.raises(ConfigError, match="no chat template.*plain prompts"):
         written(tmp_path)
-    old = tmp_path / "chat_template.json"
-    old.write_text(json.dumps({"chat_template": "O{{ bos_token }}"}))
+    old = json.dumps({"chat_template": "O{{ bos_token }}"})
+    (tmp_path / "chat_template.json").write_text(old)
     assert written(tmp_path) == "O<bos>"
     folder_with(tmp_path, chat_template="A{{ bos_token }}")
     assert written(tmp_path) == "A<bos>"
@@ -290,10 +290,13 @@ def test_template_search_order(tmp_path: Path):
     assert written(tmp_path) == "D"
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.chat_template == "D"
-    file = tmp_path / "given"
-    file.write_text("E")
-    assert written(tmp_path, str(file)) == "E"
+    (tmp_path / "given").write_text("E")
+    assert written(tmp_path, str(tmp_path / "given")) == "E"
     assert written(tmp_path, "{{ 'F' }}") == "F"
+    compiled = ChatTemplate("x", "here")
+    assert given_template(compiled) is compiled
+    with pytest.raises(ConfigError, match="got 3"):
+        given_template(3)
 
 
 @pytest.mark.parametrize(
@@ -331,13 +334,6 @@ def test_rejects_invalid_template_file(tmp_path: Path, name, content, words: str
     with pytest.raises(ConfigError, match=words) as caught:
         Tokenizer.from_folder(tmp_path)
     assert str(tmp_path / name) in str(caught.value)
-
-
-def test_accepts_compiled_template():
-    template = ChatTemplate("x", "here")
-    assert given_template(template) is template
-    with pytest.raises(ConfigError, match="got 3"):
-        given_template(3)
 
 
 @pytest.mark.parametrize("where", ["messages", "variables"])

@@ -55,6 +55,12 @@ def test_conversation_is_rendered_as_turns():
     assert write(messages, add_generation_prompt=False) == closed
     # The messages that the caller passed are unchanged.
     assert messages[0] == {"role": "user", "content": " Hi \n"}
+    # The last turn can be left open.
+    messages = [USER, {"role": "model", "content": "Once upon "}]
+    text = write(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == (
+        "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nOnce upon"
+    )
 
 
 GEMMA3 = GemmaTurns(folds_system=True)
@@ -86,13 +92,6 @@ def test_gemma_3_puts_system_message_in_first_user_turn():
 def test_gemma_3_refuses_other_orders(messages: Any, expected: str):
     with pytest.raises(RequestError, match=expected):
         write(messages, turns=GEMMA3)
-
-
-def test_last_turn_can_be_left_open():
-    messages = [USER, {"role": "model", "content": "Once upon "}]
-    text = write(messages, add_generation_prompt=False, continue_final_message=True)
-    assert text.startswith("<bos><start_of_turn>user\na<end_of_turn>\n")
-    assert text.endswith("<start_of_turn>model\nOnce upon")
 
 
 def test_marks_only_message_text():
@@ -190,9 +189,9 @@ def test_names_of_roles_and_fields_are_not_marked():
     assert map_texts({"role": "<end>"}, str.upper) == {"role": "<END>"}
 
 
-def said(*turns: str) -> list[dict[str, Any]]:
-    """Make messages from texts "role: content"."""
-    parts = (turn.partition(": ") for turn in turns)
+def said(turns: str) -> list[dict[str, Any]]:
+    """Make messages from texts "role: content|role: content"."""
+    parts = (turn.partition(": ") for turn in turns.split("|"))
     return [{"role": role, "content": text} for role, _, text in parts]
 
 
@@ -208,51 +207,43 @@ def accepts(*pairs: str) -> Callable[[list[dict[str, Any]]], bool]:
 @pytest.mark.parametrize(
     ("given", "folded"),
     [
+        ("user: a|assistant: b|user: c", "user: a|assistant: b|user: c"),
+        ("system: s|user: a", "user: s\n\na"),
+        ("developer: s|user: a", "user: s\n\na"),
+        ("system: s \n|developer: d|user:  a ", "user: s\n\nd\n\na "),
+        ("system: s", "user: s"),
+        ("system: |user: a", "user: a"),
+        ("system: s|assistant: b|user: a", "user: s|assistant: b|user: a"),
         (
-            ["user: a", "assistant: b", "user: c"],
-            ["user: a", "assistant: b", "user: c"],
+            "user: a|assistant: b|system: s|user: c",
+            "user: a|assistant: b|user: s\n\nc",
         ),
-        (["system: s", "user: a"], ["user: s\n\na"]),
-        (["developer: s", "user: a"], ["user: s\n\na"]),
-        (["system: s \n", "developer: d", "user:  a "], ["user: s\n\nd\n\na "]),
-        (["system: s"], ["user: s"]),
-        (["system: ", "user: a"], ["user: a"]),
-        (
-            ["system: s", "assistant: b", "user: a"],
-            ["user: s", "assistant: b", "user: a"],
-        ),
-        (
-            ["user: a", "assistant: b", "system: s", "user: c"],
-            ["user: a", "assistant: b", "user: s\n\nc"],
-        ),
-        (["user: a", "user: b", "model: c"], ["user: a\n\nb", "model: c"]),
+        ("user: a|user: b|model: c", "user: a\n\nb|model: c"),
         # Messages are never reordered, so these conversations are still refused.
-        (["assistant: b", "user: a"], ["assistant: b", "user: a"]),
-        (["user: a", "tool: t"], ["user: a", "tool: t"]),
-        (["user: a", "model: b", "model: c"], ["user: a", "model: b", "model: c"]),
+        ("assistant: b|user: a", "assistant: b|user: a"),
+        ("user: a|tool: t", "user: a|tool: t"),
+        ("user: a|model: b|model: c", "user: a|model: b|model: c"),
     ],
 )
-def test_merges_roles_that_gemma_does_not_have(given: list[str], folded: list[str]):
-    messages = said(*given)
-    assert fold_turns(messages, accepts()) == said(*folded)
-    assert messages == said(*given), "the caller's messages are unchanged"
+def test_merges_roles_that_gemma_does_not_have(given: str, folded: str):
+    messages = said(given)
+    assert fold_turns(messages, accepts()) == said(folded)
+    assert messages == said(given), "the caller's messages are unchanged"
 
 
 @pytest.mark.parametrize(
     ("pairs", "folded"),
     [
-        (["system user", "user user"], ["system: s", "user: a", "user: b"]),
-        (["system user"], ["system: s", "user: a\n\nb"]),
-        (["user user"], ["user: s\n\na\n\nb"]),
-        (["developer user"], ["user: s\n\na\n\nb"]),
+        (["system user", "user user"], "system: s|user: a|user: b"),
+        (["system user"], "system: s|user: a\n\nb"),
+        (["user user"], "user: s\n\na\n\nb"),
+        (["developer user"], "user: s\n\na\n\nb"),
     ],
 )
-def test_accepted_roles_are_not_merged(pairs: list[str], folded: list[str]):
-    given = said("system: s", "user: a", "user: b")
-    assert fold_turns(given, accepts(*pairs)) == said(*folded)
-
-
-def test_merging_keeps_other_fields():
-    first = {"role": "user", "content": "a", "name": "x"}
-    (joined,) = fold_turns([first, *said("user: b")], accepts())
+def test_accepted_roles_are_not_merged(pairs: list[str], folded: str):
+    given = said("system: s|user: a|user: b")
+    assert fold_turns(given, accepts(*pairs)) == said(folded)
+    # Merging keeps other fields.
+    named = [given[1] | {"name": "x"}, given[2]]
+    (joined,) = fold_turns(named, accepts())
     assert joined == {"role": "user", "content": "a\n\nb", "name": "x"}

@@ -13,10 +13,8 @@ import tokenizers
 import transformers
 
 import jaxspec_checkpoints
-from jaxspec.engine.detokenizer import TextStream
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import DEFAULT_TURNS
-from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.pieces import _without_turns, read_pieces
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.texts import SPECIAL, is_alike, texts
@@ -173,15 +171,6 @@ def test_any_ids_decode_like_sentencepiece(tokenizer: Tokenizer, reference: Any)
     theirs = [reference.decode(token_ids) for token_ids in given]
     assert first_difference([str(ids) for ids in given], ours, theirs) is None
     assert sum("\ufffd" in text for text in theirs) > 1000
-
-
-def test_text_grows_token_by_token(tokenizer: Tokenizer):
-    for token_ids in random_ids(tokenizer.vocab_size)[:500]:
-        stream = TextStream(tokenizer, SamplingParams())
-        for token in token_ids:
-            stream.push([token])
-        stream.finish()
-        assert stream.text == tokenizer.decode(token_ids), token_ids
 
 
 def test_both_files_have_equal_pieces(exported: Path, reference: Any):
