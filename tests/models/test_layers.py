@@ -217,21 +217,12 @@ def test_devices_normalise_only_their_own_heads():
     )
     batch = batch_of(0, NUM_TOKENS)
     pages = jnp.zeros((NUM_PAGES, PAGE_SIZE, 2 * heads, HEAD_DIM))
+    given: Any = dict(batch=batch, num_q_heads=heads, scale=0.3)
+    given |= {name: norms[name] for name in ("q_norm", "k_norm")}
 
     def run(backend: Backend, params: Any, rows: Any) -> Any:
-        made, _ = attend(
-            params,
-            rows,
-            pages,
-            batch=batch,
-            tables=rope_tables(batch.positions, HEAD_DIM, 10_000.0),
-            num_q_heads=heads,
-            scale=0.3,
-            q_norm=norms["q_norm"],
-            k_norm=norms["k_norm"],
-            backend=backend,
-        )
-        return made
+        tables = rope_tables(batch.positions, HEAD_DIM, 10_000.0)
+        return attend(params, rows, pages, tables=tables, backend=backend, **given)[0]
 
     params = {
         name: DenseMatrix(jax.device_put(matrix, NamedSharding(mesh, placements[name])))

@@ -124,14 +124,14 @@ def test_every_tensor_is_read_to_its_parameter():
 
 
 def test_key_and_value_rows_alternate_by_head():
-    for layer in (0, 1):
+    params = load(CONFIG, TENSORS)
+    for layer in "01":
         prefix = f"model.layers.{layer}.self_attn."
-        fused = load(CONFIG, TENSORS)["layers"][str(layer)]["attention"]["kv_proj"]
-        heads = np.asarray(fused).reshape(2, 2, 8, 48)  # axes: head, key or value, row
-        key = TENSORS[prefix + "k_proj.weight"].reshape(2, 8, 48)
-        value = TENSORS[prefix + "v_proj.weight"].reshape(2, 8, 48)
-        np.testing.assert_array_equal(heads[:, 0], key)
-        np.testing.assert_array_equal(heads[:, 1], value)
+        fused = np.asarray(params["layers"][layer]["attention"]["kv_proj"])
+        heads = fused.reshape(2, 2, 8, 48)  # axes: head, key or value, row
+        for place, name in enumerate(("k_proj", "v_proj")):
+            expected = TENSORS[f"{prefix}{name}.weight"].reshape(2, 8, 48)
+            np.testing.assert_array_equal(heads[:, place], expected)
 
 
 @pytest.mark.parametrize(("hidden", "block"), [(64, 64), (320, 64), (384, 128)])
@@ -293,36 +293,26 @@ def test_repeated_heads_are_copies(make):
     config = make_config(**WIDE | dict(num_key_value_heads=2))
     heads = []
     for shards in (1, 8):
-        mesh = make_mesh(shards)
         if make == "load":
-            params = load(config, make_tensors(config), mesh=mesh)
+            params = load(config, make_tensors(config), mesh=make_mesh(shards))
         else:
-            params = make_random(config, seed=0, dtype=FLOAT32, mesh=mesh)
+            options: Any = dict(dtype=FLOAT32, mesh=make_mesh(shards))
+            params = make_random(config, seed=0, **options)
         layer = params["layers"]["1"]["attention"]["kv_proj"]
         heads.append(np.asarray(layer).reshape(-1, 2 * config.head_dim, 48))
     np.testing.assert_array_equal(heads[1], np.repeat(heads[0], 4, axis=0))
 
 
-def test_seed_decides_random_parameters():
+def test_seed_decides_random_parameters_on_any_mesh():
+    config = make_config(**WIDE)
     first, again, other = (
-        make_random(CONFIG, seed=seed, dtype=FLOAT32, mesh=make_mesh(1))
-        for seed in (3, 3, 4)
+        make_random(config, seed=seed, dtype=FLOAT32, mesh=mesh)
+        for seed, mesh in ((3, make_mesh(1)), (3, make_mesh(8, 2)), (4, make_mesh(1)))
     )
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert not np.array_equal(first["embedding"], other["embedding"])
-    layers = first["layers"]
-    assert not np.array_equal(
-        layers["0"]["attention"]["q_proj"], layers["1"]["attention"]["q_proj"]
-    )
-
-
-def test_random_parameters_are_the_same_on_any_mesh():
-    config = make_config(**WIDE)
-    first, second = (
-        make_random(config, seed=1, dtype=FLOAT32, mesh=mesh)
-        for mesh in (make_mesh(1), make_mesh(8, 2))
-    )
-    jax.tree.map(np.testing.assert_array_equal, first, second)
+    one, two = (first["layers"][layer]["attention"]["q_proj"] for layer in "01")
+    assert not np.array_equal(one, two)
 
 
 def test_random_parameters_need_no_extra_memory():

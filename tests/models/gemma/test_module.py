@@ -56,10 +56,8 @@ def test_module_logits_equal_huggingface(length, is_tied):
     reference = make_hf_model(
         num_hidden_layers=2, sliding_window=3, tie_word_embeddings=is_tied
     )
-    module, pages = (
-        make_module(reference),
-        init_kv_pages(model_config(reference), 8, 4, jnp.float32),
-    )
+    module = make_module(reference)
+    pages = init_kv_pages(model_config(reference), 8, 4, jnp.float32)
 
     @nnx.jit
     def forward(module, batch, pages):
@@ -91,9 +89,7 @@ def test_module_parameters_have_names_and_axes():
     kv_proj = module.layers[1].attention.kv_proj
     assert kv_proj.shape == (32, 48)
     assert module.config is config
-
-
-def test_module_has_two_lazy_import_paths():
+    # The class has two lazy import paths.
     assert jaxspec.models.gemma.Gemma is Gemma
     with pytest.raises(AttributeError, match="no attribute 'Gemma3'"):
         _ = jaxspec.models.Gemma3  # pyright: ignore[reportAttributeAccessIssue]

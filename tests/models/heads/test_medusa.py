@@ -41,41 +41,34 @@ def vllm_config(**changes):
 
 
 def blocks_of(tensors, head):
+    """Return the blocks of a head with vLLM's names, which has no biases."""
     return [(tensors[f"blocks.{head}.layers.{n}.weight"], 0) for n in range(BLOCKS)]
 
 
-@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
-def test_reads_vllms_names(tmp_path, prefix):
-    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=False)
-    named = {prefix + name: value for name, value in tensors.items()}
-    config, found = our_logits(theirs.write(tmp_path, vllm_config(), named))
-    assert config.lm_heads == HEADS
-    for head in range(HEADS):
-        lm_head = tensors[f"lm_heads.{head}.weight"]
-        wanted = theirs.medusa_logits(ROWS, blocks_of(tensors, head), lm_head)
-        np.testing.assert_allclose(found[head], wanted, atol=1e-4)
-
-
-def test_reads_the_papers_names_with_biases(tmp_path):
-    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=True)
-    content = dict(
-        medusa_num_heads=HEADS,
-        medusa_num_layers=BLOCKS,
-        hidden_size=theirs.HIDDEN,
-        vocab_size=theirs.VOCAB,
-    )
-    theirs.write(tmp_path, content, tensors)
-    # The name of the file in the code of Medusa's paper.
-    (tmp_path / "model.safetensors").rename(tmp_path / "medusa_lm_head.safetensors")
+@pytest.mark.parametrize("prefix", ["", "medusa_heads.", "papers"])
+def test_reads_names_of_vllm_and_of_the_paper(tmp_path, prefix):
+    is_papers = prefix == "papers"
+    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=is_papers)
+    if is_papers:
+        content = dict(medusa_num_heads=HEADS, medusa_num_layers=BLOCKS)
+        content |= dict(hidden_size=theirs.HIDDEN, vocab_size=theirs.VOCAB)
+        theirs.write(tmp_path, content, tensors)
+        # The name of the file in the code of Medusa's paper.
+        (tmp_path / "model.safetensors").rename(tmp_path / "medusa_lm_head.safetensors")
+    else:
+        named = {prefix + name: value for name, value in tensors.items()}
+        theirs.write(tmp_path, vllm_config(), named)
     config, found = our_logits(tmp_path)
-    assert config.has_bias
+    assert (config.lm_heads, config.has_bias) == (HEADS, is_papers)
     for head in range(HEADS):
-        blocks = [
-            (tensors[f"{head}.{n}.linear.weight"], tensors[f"{head}.{n}.linear.bias"])
-            for n in range(BLOCKS)
-        ]
-        lm_head = tensors[f"{head}.{BLOCKS}.weight"]
-        wanted = theirs.medusa_logits(ROWS, blocks, lm_head)
+        blocks, name = blocks_of(tensors, head), f"lm_heads.{head}.weight"
+        if is_papers:
+            names = [f"{head}.{n}.linear" for n in range(BLOCKS)]
+            blocks = [
+                (tensors[f"{one}.weight"], tensors[f"{one}.bias"]) for one in names
+            ]
+            name = f"{head}.{BLOCKS}.weight"
+        wanted = theirs.medusa_logits(ROWS, blocks, tensors[name])
         np.testing.assert_allclose(found[head], wanted, atol=1e-4)
 
 
