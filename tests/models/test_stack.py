@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.cpu import NativeMatrix, PanelMatrix
 from jaxspec.models.network import build_network
 from jaxspec.models.stack import put
@@ -25,6 +24,7 @@ from tests.support.oracles import (
     make_gemma3,
     make_hf_model,
     model_config,
+    sequence_batch,
 )
 from tests.support.programs import QUICK_COMPILER
 
@@ -90,18 +90,7 @@ def test_logits_equal_huggingface(shards):
     assert np.abs(found - hf_logits(reference(), PROMPT)).max() <= 1e-4
 
 
-def batch_of(num_tokens: int) -> TokenBatch:
-    """Return the first tokens of the prompt, as one sequence on pages 0 and 1."""
-    slots = jnp.arange(num_tokens, dtype=jnp.int32)
-    region = Region(
-        page_table=jnp.array([[0, 1]], jnp.int32),
-        kv_len=jnp.array([num_tokens], jnp.int32),
-        num_queries=num_tokens,
-    )
-    tokens = jnp.asarray(PROMPT[:num_tokens], jnp.int32)
-    return TokenBatch(
-        tokens=tokens, positions=slots, slot_mapping=slots, regions=(region,)
-    )
+FEW_TOKENS = sequence_batch(PROMPT[:8], [0, 1])
 
 
 @pytest.mark.parametrize("name", ["whole periods", "gemma 3"])
@@ -119,7 +108,7 @@ def test_every_layers_output_is_returned(name):
             compiler_options=QUICK_COMPILER,
         )
         pages = init_kv_pages(config, 4, 4, jnp.float32)
-        streams.append(run(batch_of(8), pages).streams)
+        streams.append(run(FEW_TOKENS, pages).streams)
     assert len(streams[0]) == config.num_layers + 1
     for one, other in zip(*streams, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -204,9 +193,9 @@ def test_products_in_the_loop_have_barriers(scan_layers, shards, num_apart):
     """
     config = model_config(reference(), scan_layers=scan_layers)
     params = made("abstract", scan_layers=scan_layers, shards=shards, dtype=jnp.float32)
-    batch, pages = batch_of(8), init_kv_pages(config, 4, 4, jnp.float32)
+    pages = init_kv_pages(config, 4, 4, jnp.float32)
     lowered = jax.make_jaxpr(
-        lambda params: build_network(config, params).forward(batch, pages)[0]
+        lambda params: build_network(config, params).forward(FEW_TOKENS, pages)[0]
     )(params)
     assert str(lowered).count("optimization_barrier") == num_apart
 

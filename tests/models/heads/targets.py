@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from jaxspec.models.backend import Backend
-from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.models.batch import TokenBatch
 from jaxspec.models.families import config_from_hf
 from jaxspec.models.heads import eagle, eagle3
 from jaxspec.models.heads.config import Eagle3Config, EagleConfig, MedusaConfig
@@ -19,6 +19,7 @@ from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.trimmed import LOWEST, to_target_vocab
 from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
+from tests.support.oracles import sequence_batch
 
 
 def target_config(**changes: Any) -> Any:
@@ -46,7 +47,6 @@ HEADS = {
     ),
 }
 PAGE_SIZE, PASSES, COUNT = 4, 3, 7
-TABLE = np.array([[5, 2, 7, 0]], np.int32)
 RANDOM = torch.Generator().manual_seed(2)
 EMBEDDING = torch.randn(theirs.VOCAB, theirs.HIDDEN, generator=RANDOM)
 
@@ -58,19 +58,8 @@ def load(folder: Path, **options: Any) -> Any:
 
 def rows_at(first: int, count: int) -> TokenBatch:
     """Return rows of one sequence, whose pages are in random order."""
-    positions = np.arange(first, first + count)
-    slots = TABLE[0][positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-    region = Region(
-        page_table=jnp.asarray(TABLE),
-        kv_len=jnp.array([first + count], jnp.int32),
-        num_queries=count,
-    )
-    return TokenBatch(
-        tokens=jnp.zeros(count, jnp.int32),
-        positions=jnp.asarray(positions, jnp.int32),
-        slot_mapping=jnp.asarray(slots, jnp.int32),
-        regions=(region,),
-    )
+    zeros = np.zeros(count)
+    return sequence_batch(zeros, [5, 2, 7, 0], page_size=PAGE_SIZE, start=first)
 
 
 @partial(jax.jit, static_argnums=0)
