@@ -13,7 +13,7 @@ VALUES = np.random.default_rng(0).standard_normal((37, 5), np.float32) * 100
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 36, 37, 100])
 @pytest.mark.parametrize("block_bytes", [1, 60, 2**25])
-def test_blocks_have_the_rows_asked_for(monkeypatch, rows, block_bytes):
+def test_blocks_have_the_requested_rows(monkeypatch, rows, block_bytes):
     """The rows are the same for any size of the blocks that are read at a time."""
     monkeypatch.setattr(tensor, "BLOCK_BYTES", block_bytes)
     (source,) = in_memory({"x": VALUES}).values()

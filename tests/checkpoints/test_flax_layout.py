@@ -47,27 +47,6 @@ def test_published_trees_have_views_of_all_tensors_and_small_chunks(name):
                 assert chunk == size, each
 
 
-@pytest.mark.parametrize("num_stacks", [0, 2])
-@pytest.mark.parametrize("is_model_first", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_views_agree_with_the_formulas(family, is_model_first, num_stacks):
-    config = tiny_config(family, num_hidden_layers=3)
-    tensors, sizes = tiny_tensors(config), Sizes.from_config(config)
-    form = dict(is_model_first=is_model_first, num_stacks=num_stacks)
-    leaves = flax_leaves(tensors, config, **form)
-    shapes = leaf_shapes(sizes, num_rows=512 + 128, **form)
-    assert shapes == {path: array.shape for path, array in leaves.items()}
-    for name, view in views(sizes, **form).items():
-        leaf, expected = leaves[view.leaf], tensors[name]
-        slab = leaf[view.index(0, leaf.shape[view.axis])]
-        rows = view.rows(slab)[: len(expected)]
-        np.testing.assert_array_equal(rows, expected, err_msg=name)
-        # The inverse views agree too, for some of the rows.
-        step = view.step(leaf.shape)
-        back = view.slab(expected[step : 3 * step], leaf.shape)
-        np.testing.assert_array_equal(back, leaf[view.index(1, 3)], err_msg=name)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_rows_can_be_read(family, monkeypatch):
     config = tiny_config(family, num_hidden_layers=1, vocab_size=24)

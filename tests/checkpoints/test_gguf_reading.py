@@ -47,7 +47,7 @@ def test_embedding_rows_past_the_vocabulary_are_dropped(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", WRITABLE, ids=lambda kind: kind.name)
 def test_tensors_equal_those_that_were_written(tmp_path, kind):
-    """Matrices of symmetric types stay packed."""
+    """Matrices of symmetric types remain packed."""
     expected = write_gguf(tmp_path / "m.gguf", default=kind)
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     assert checkpoint.format == "gguf"

@@ -77,14 +77,6 @@ def test_every_device_holds_its_shard(monkeypatch, block_bytes, spec, count, blo
         np.testing.assert_array_equal(shard.data, expected[shard.index])
 
 
-def test_vectors_are_placed():
-    given = in_memory({"norm": np.arange(16, dtype=np.float32)})["norm"]
-    sharding = NamedSharding(MESH, PartitionSpec("inner"))
-    placed = place([given], sharding=sharding, dtype=np.dtype(np.float32))
-    np.testing.assert_array_equal(placed, np.arange(16))
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(4,)}
-
-
 def test_rows_are_read_once_checked_and_copied():
     """Each row is read once, for any number of shards and of copies.
 
@@ -117,10 +109,15 @@ def test_rows_are_read_once_checked_and_copied():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_values_are_cast_on_the_way(source, dtype):
     values = np.linspace(-3, 3, 64).astype(source).reshape(16, 4)
-    given = in_memory({"part": values})["part"]
-    placed = put([given], dtype=np.dtype(dtype))
+    given = in_memory({"part": values, "norm": values[:, 0]})
+    placed = put([given["part"]], dtype=np.dtype(dtype))
     assert placed.dtype == dtype
     np.testing.assert_array_equal(placed, values.astype(dtype))
+    # A vector is split over the inner axis.
+    sharding = NamedSharding(MESH, PartitionSpec("inner"))
+    placed = place([given["norm"]], sharding=sharding, dtype=np.dtype(dtype))
+    np.testing.assert_array_equal(placed, values[:, 0].astype(dtype))
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(4,)}
 
 
 # The model has 2 GB in bfloat16, and its embedding is the largest tensor, as in the

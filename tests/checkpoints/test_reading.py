@@ -51,7 +51,7 @@ def test_an_adapter_without_its_model_is_named(tmp_path):
         ("~nobody-here/model", "^~nobody-here/model holds no check"),
     ],
 )
-def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, name, message):
+def test_other_paths_are_refused(tmp_path, monkeypatch, name, message):
     monkeypatch.chdir(tmp_path)
     Path("pytorch_model.bin").write_bytes(b"\x80\x04}.")
     Path("config.json").write_text("{}")

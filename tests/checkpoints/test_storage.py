@@ -219,7 +219,7 @@ def test_chunks_of_zeros_omitted_by_older_versions(tmp_path):
 def test_orbax_restores_what_the_writer_wrote(tmp_path, monkeypatch, commit_bytes):
     monkeypatch.setattr(storage, "_COMMIT_BYTES", commit_bytes)
     folder = tmp_path / "tree"
-    # Chunks of zeros are stored: a reader could not tell a lost one from one of zeros.
+    # Chunks of zeros are stored: a reader could not distinguish them from lost ones.
     given = {
         ("a", "b"): ARRAYS["a/b.w"],
         ("x.y",): ARRAYS["c.w"],
