@@ -74,12 +74,6 @@ def test_published_trees_have_pad_rows(num_rows):
     assert tree.sizes(GEMMA2).vocab_size == 256000
 
 
-@pytest.mark.parametrize("num_rows", [512, 513, 640])
-def test_pad_rows_are_cut_off(num_rows):
-    tree = changed(LEAVES, {EMBEDDING: (num_rows, 72)})
-    assert tree.tensors(SIZES, 128)["model.embed_tokens.weight"].shape == (512, 72)
-
-
 LINEAR = "layer_1/mlp/linear"
 ROWS = r"'transformer/embedder/input_embedding' has {} rows, expected vocab_size=512"
 SHAPE = r"has shape \(72, 288\).* asks for \(288, 72\)"

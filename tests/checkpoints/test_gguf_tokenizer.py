@@ -12,11 +12,10 @@ import sentencepiece
 from jaxspec.errors import ConfigError
 from jaxspec.text.tokenizer import Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, bundled_target, open_checkpoint
-from jaxspec_checkpoints.counting import count_tokens
 from jaxspec_checkpoints.gguf.file import GgufFile, read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import chat_template, tokenizer_model
 from jaxspec_checkpoints.writing import write_checkpoint
-from tests.checkpoints.gguf_files import real_gguf, write_gguf
+from tests.checkpoints.gguf_files import Q, real_gguf, write_gguf
 from tests.support.texts import SPECIAL, texts
 
 BUNDLED = bundled_target()
@@ -87,29 +86,21 @@ def test_template_comes_from_the_metadata_or_a_file_next_to_it(tmp_path):
 def test_conversion_writes_the_tokenizer(tmp_path):
     path, made = tmp_path / "m.gguf", tmp_path / "model"
     sampling = dict(general__sampling__top_k=64)
-    write_gguf(path, tokenizer__chat_template=TEMPLATE, **sampling)
+    write_gguf(path, tokenizer__chat_template=TEMPLATE, default=Q.Q8_0, **sampling)
     source = open_checkpoint(path)
     write_checkpoint(source, made, to="hf", progress=False)
     written = open_checkpoint(made)
     assert written.generation_config == source.generation_config
     assert written.generation_config["top_k"] == 64
+    assert written.config["torch_dtype"] == "float32"
+    for name, tensor in source.tensors.items():
+        np.testing.assert_array_equal(written.tensors[name].whole(), tensor.whole())
     found = Tokenizer.from_folder(made)
     assert found.digest == Tokenizer.from_folder(path).digest
     assert found.chat_template is not None and found.chat_template.text == TEMPLATE
     config = json.loads((made / "tokenizer_config.json").read_text())
     assert (config["bos_token"], config["eos_token"]) == ("<bos>", "<eos>")
     assert config["add_bos_token"] is True
-
-
-def test_tokens_of_a_gguf_are_counted(path, tmp_path):
-    text = "Once upon a time there was a dragon."
-    (tmp_path / "text.txt").write_text(text)
-    files = [tmp_path / "text.txt"]
-    counts = count_tokens(open_checkpoint(path), files, progress=False)
-    ids = Tokenizer.from_folder(path).encode(text)
-    assert counts.frequency.sum() == len(ids) - 1  # without <bos>
-    assert all(counts.frequency[token] for token in ids[1:])
-    assert counts.special[:3] == [0, 1, 2]
 
 
 def test_file_without_a_tokenizer_is_an_error(tmp_path):

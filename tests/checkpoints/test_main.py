@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec_checkpoints import bundled_target, open_checkpoint
+from jaxspec_checkpoints import open_checkpoint
 from jaxspec_checkpoints.__main__ import main
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from jaxspec_checkpoints.trimming import read_token_map
 from tests.checkpoints.gguf_files import Q, write_gguf
 from tests.checkpoints.models import write_tiny
-
-
-def test_inspect_prints_the_report(capsys):
-    assert main(["inspect", str(bundled_target())]) == 0
-    found = capsys.readouterr()
-    assert "parameters    16,131,456" in found.out
-    assert found.err == ""
 
 
 def test_convert_writes_the_format_and_type(tmp_path, capsys):
@@ -32,34 +25,37 @@ def test_convert_writes_the_format_and_type(tmp_path, capsys):
     assert {tensor.dtype.name for tensor in made.tensors.values()} == {"bfloat16"}
 
 
-def test_gguf_files_are_inspected_converted_and_counted(tmp_path, capsys):
-    source, texts = str(tmp_path / "m.gguf"), str(tmp_path / "some.txt")
+def test_gguf_files_are_inspected_and_converted(tmp_path, capsys):
+    source = str(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", default=Q.Q8_0)
     assert main(["inspect", source]) == 0
-    assert "gguf (llama.cpp GGUF)" in capsys.readouterr().out
+    found = capsys.readouterr()
+    assert "gguf (llama.cpp GGUF)" in found.out and found.err == ""
     assert main(["convert", source, str(tmp_path / "made"), "--to", "hf"]) == 0
     assert open_checkpoint(tmp_path / "made").format == "hf"
-    (tmp_path / "some.txt").write_text("some words, some more words")
-    assert main(["trim", source, texts]) == 1
-    assert "is a file: name the map's file with --output" in capsys.readouterr().err
-    assert main(["trim", source, texts, "--output", str(tmp_path / "map.json")]) == 0
-    assert len(read_token_map(tmp_path / "map.json", 8192)) == 8192
 
 
 def test_trim_writes_a_map_next_to_the_weights(tmp_path, capsys):
-    write_tiny(tmp_path / "draft", family="2b", vocab_size=8192)
+    draft, texts = tmp_path / "draft", str(tmp_path / "some.txt")
+    write_tiny(draft, family="2b", vocab_size=8192)
     (tmp_path / "some.txt").write_text("some words, some more words")
-    arguments = ["trim", str(tmp_path / "draft"), str(tmp_path / "some.txt")]
-    assert main(arguments) == 0
+    assert main(["trim", str(draft), texts]) == 0
     assert "draft_vocab_size   2,048 has 100.00 %" in capsys.readouterr().out
-    made = tmp_path / "draft" / TOKEN_MAP
+    made = draft / TOKEN_MAP
     assert len(read_token_map(made, 8192)) == 8192
-    assert main(arguments) == 1
+    assert main(["trim", str(draft), texts]) == 1
     assert "--output" in capsys.readouterr().err
-    assert main([*arguments, "--output", str(tmp_path / "other.json")]) == 0
-    assert (tmp_path / "other.json").read_bytes() == made.read_bytes()
+    # A GGUF file has the same tokenizer.
+    write_gguf(tmp_path / "m.gguf")
+    source, other = str(tmp_path / "m.gguf"), tmp_path / "other.json"
+    assert main(["trim", source, texts]) == 1
+    assert "is a file: name the map's file with --output" in capsys.readouterr().err
+    for model in (str(draft), source):
+        assert main(["trim", model, texts, "--output", str(other)]) == 0
+        assert other.read_bytes() == made.read_bytes()
+        other.unlink()
     # Converting a model copies its token map.
-    copy = [str(tmp_path / "draft"), str(tmp_path / "copy"), "--to", "orbax"]
+    copy = [str(draft), str(tmp_path / "copy"), "--to", "orbax"]
     assert main(["convert", *copy]) == 0
     assert (tmp_path / "copy" / TOKEN_MAP).read_bytes() == made.read_bytes()
 

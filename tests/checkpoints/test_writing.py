@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, writing
 from jaxspec_checkpoints.writing import FORMATS, write_checkpoint
@@ -146,19 +145,6 @@ def test_full_disk_is_reported_before_writing(
     convert(source, tmp_path / "model", "hf", dtype=dtype)
 
 
-@pytest.mark.parametrize("to", FORMATS)
-def test_overflow_error_names_the_tensor_and_no_output_is_left(tmp_path, to):
-    source = tmp_path / "there" / "source"
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors = write_tiny(source, family="2b")
-    tensors[name][3, 4] = 1e6
-    save_file(tensors, source / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"'{name}' holds 1000000.0, too large"):
-        convert(source, tmp_path / "model", to, dtype="float16")
-    assert {path.name for path in tmp_path.iterdir()} == {"there"}
-    convert(source, tmp_path / "model", to, dtype="bfloat16")
-
-
 class Bar:
     """A progress bar that calls a function after a number of writes."""
 
@@ -260,21 +246,6 @@ def test_nothing_opens_before_the_last_step(tmp_path, source, monkeypatch, to):
     convert(source, tmp_path / "model", to)
     assert open_checkpoint(tmp_path / "model").format == to
     assert seen == [sorted(path.name for path in (tmp_path / "model").iterdir())]
-
-
-@pytest.mark.parametrize("to", FORMATS)
-def test_damaged_source_leaves_nothing(tmp_path, source, to):
-    """A wrong hash is found only after the tensor's last byte: nothing may remain."""
-    own = tmp_path / "there" / "own"
-    convert(source, own, "orbax")
-    path = own / "jaxspec_checkpoint.json"
-    manifest = json.loads(path.read_text())
-    name = "model.layers.1.mlp.up_proj.weight"
-    manifest["tensors"][name]["sha256"] = "0" * 64
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=f"{name}: the bytes have sha256"):
-        convert(own, tmp_path / "model", to)
-    assert {path.name for path in tmp_path.iterdir()} == {"there"}
 
 
 KILLED = """
