@@ -78,16 +78,23 @@ def test_many_files_arrive_as_an_archive(kaggle: KaggleStandIn, origin: Path):
 def test_destination_of_the_caller_is_used(
     kaggle: KaggleStandIn, origin: Path, tmp_path: Path
 ):
-    folder = fetch(f"{HANDLE}/1", cache_dir=tmp_path / "elsewhere")
-    assert folder.parent == tmp_path / "elsewhere"
+    place = tmp_path / "elsewhere"
+    folder = fetch(f"{HANDLE}/1", cache_dir=place)
+    assert folder.parent == place
     assert not (tmp_path / "cache").exists()
     check_same(folder, origin)
-    newest = fetch(HANDLE, cache_dir=str(tmp_path / "elsewhere"))
+    newest = fetch(HANDLE, cache_dir=str(place))
     assert newest != folder
     kaggle.asked.clear()
-    assert fetch(f"{HANDLE}/1", cache_dir=tmp_path / "elsewhere") == folder
-    assert fetch(HANDLE, cache_dir=tmp_path / "elsewhere") == newest
+    assert fetch(f"{HANDLE}/1", cache_dir=place) == folder
+    assert fetch(HANDLE, cache_dir=place) == newest
     assert calls_of(kaggle) == ["GetModelInstance"]
+    # Files of a killed download are kept, and named.
+    shutil.rmtree(folder / ".complete")
+    kept = files_of(folder)
+    message = fetch_message(f"{HANDLE}/1", cache_dir=place)
+    assert str(folder) in message and "delete the folder" in message
+    assert files_of(folder) == kept
 
 
 def test_a_login_is_used_and_sent_to_kaggle_only(
@@ -146,18 +153,6 @@ def test_interrupted_download_is_fetched_again(
     kaggle.asked.clear()
     check_same(fetch(**given), origin)
     assert "model.safetensors" in kaggle.fetched
-
-
-def test_partial_files_of_a_killed_download_are_replaced(
-    kaggle: KaggleStandIn, tmp_path: Path
-):
-    folder = fetch(f"{HANDLE}/2", cache_dir=tmp_path)
-    shutil.rmtree(folder / ".complete")
-    kept = files_of(folder)
-    message = fetch_message(f"{HANDLE}/2", cache_dir=tmp_path)
-    assert str(folder) in message
-    assert "delete the folder" in message
-    assert files_of(folder) == kept
 
 
 class NotebookStandIn(KaggleStandIn):
