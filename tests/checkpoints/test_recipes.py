@@ -126,9 +126,7 @@ def numbered_documents() -> tuple[list[np.ndarray], set[tuple[int, int]]]:
     return documents, pairs
 
 
-def test_packing_keeps_every_token_and_joins_no_documents(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_packing_keeps_every_token_and_joins_no_documents(monkeypatch):
     documents, pairs = numbered_documents()
     rows = corpus.PackedRows({"math": documents}, length=16, seed=3)
     counts = pairs_of(*rows.batch(40))
@@ -244,9 +242,7 @@ def test_last_tokens_of_repeated_phrases() -> None:
 
 
 @pytest.mark.slow
-def test_unlikelihood_step_reduces_repetitions(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unlikelihood_step_reduces_repetitions(monkeypatch, tmp_path):
     monkeypatch.setattr(loops, "NUM_WRITTEN", 4)
     monkeypatch.setattr(loops, "MAX_NEW", 64)
     config, state = micro_config(num_hidden_layers=1), tmp_path / "target.safetensors"

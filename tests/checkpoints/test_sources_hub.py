@@ -117,9 +117,7 @@ ORBAX = (
 
 
 @pytest.mark.parametrize("below", ["", "weights/"])
-def test_every_file_of_an_orbax_folder_is_fetched(
-    hub: HubStandIn, tmp_path: Path, below: str
-):
+def test_every_file_of_an_orbax_folder_is_fetched(hub, tmp_path, below):
     tree = {"transformer/layer_0/mlp": {"w": jnp.ones((4, 3))}}
     names = set(ORBAX)
     storages: Any = [{}, {"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}]
@@ -152,9 +150,7 @@ def test_the_token_goes_to_the_hub_only(hub, origin, tmp_path, monkeypatch):
     assert sent == {"127.0.0.1": {f"Bearer {TOKEN}"}, "localhost": {""}}
 
 
-def test_offline_mode_uses_a_cached_copy_or_is_an_error(
-    hub: HubStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_offline_mode_uses_a_cached_copy_or_is_an_error(hub, origin, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     message = fetch_message(NAME)
     assert "HF_HUB_OFFLINE is set and the cache has no whole copy" in message

@@ -75,9 +75,7 @@ def test_many_files_arrive_as_an_archive(kaggle: KaggleStandIn, origin: Path):
     assert kaggle.fetched == {name}
 
 
-def test_destination_of_the_caller_is_used(
-    kaggle: KaggleStandIn, origin: Path, tmp_path: Path
-):
+def test_destination_of_the_caller_is_used(kaggle, origin, tmp_path):
     place = tmp_path / "elsewhere"
     folder = fetch(f"{HANDLE}/1", cache_dir=place)
     assert folder.parent == place
@@ -97,9 +95,7 @@ def test_destination_of_the_caller_is_used(
     assert files_of(folder) == kept
 
 
-def test_a_login_is_used_and_sent_to_kaggle_only(
-    kaggle: KaggleStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_login_is_used_and_sent_to_kaggle_only(kaggle, origin, monkeypatch):
     kaggle.needs_consent, kaggle.accepted = True, False
     message = fetch_message(HANDLE)
     assert "not logged in, or have not accepted its licence (401)" in message
@@ -163,9 +159,7 @@ class NotebookStandIn(KaggleStandIn):
         return 200, {}, b'{"wasSuccessful": false}'
 
 
-def test_a_notebook_that_cannot_attach_the_model(
-    refused_by_kaggle: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_notebook_that_cannot_attach_the_model(refused_by_kaggle, monkeypatch):
     stand_in = NotebookStandIn(files={})
     with serve(stand_in):
         monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")

@@ -309,9 +309,7 @@ def test_template_search_order(tmp_path: Path):
         ("{% if %}", "tokenizer_config.json, line 1, must be a Jinja"),
     ],
 )
-def test_rejects_folder_with_invalid_template(
-    tmp_path: Path, template: Any, words: str
-):
+def test_rejects_folder_with_invalid_template(tmp_path, template, words):
     folder_with(tmp_path, chat_template=template)
     with pytest.raises(ConfigError) as caught:
         Tokenizer.from_folder(tmp_path)
