@@ -114,7 +114,7 @@ def test_few_comparisons_choose_no_tree(monkeypatch, capsys):
 
 
 def parts(num_levels: int, num_nodes: int, draft_ms: float, verify_ms: float) -> Parts:
-    seconds = dict(draft_s=draft_ms / 1e3, verify_s=verify_ms / 1e3, accept_s=0.0)
+    seconds: Any = dict(draft_s=draft_ms / 1e3, verify_s=verify_ms / 1e3, accept_s=0.0)
     sizes = dict(num_seqs=1, num_draft_tokens=num_levels, num_nodes=num_nodes)
     return Parts(**sizes, **seconds, num_bytes=1)
 

@@ -1,6 +1,7 @@
 """Prompts of benchmarks: files and their errors, and random prompts."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_random_prompts_have_length_and_seed():
 
 def test_prefixes_are_shared():
     tokenizer = WordTokenizer(len(WORDS))
-    sizes = dict(prefix_len=20, suffix_len=3, num_prefixes=2)
+    sizes: Any = dict(prefix_len=20, suffix_len=3, num_prefixes=2)
     dataset = Dataset(name="prefix_repetition", **sizes)
     found = [prompt.token_ids(tokenizer) for prompt in dataset.prompts(4)]
     assert [len(tokens) for tokens in found] == [23] * 4

@@ -247,12 +247,21 @@ ANSWERS = [
     # One request: 4 tokens in 2 chunks, at 0.1 and 0.4 s. The other: 1 token at 1.2 s,
     # requested at 1 s.
     Answer(
-        **dict(start_s=50.0, ttft_s=0.1, inter_token_s=[0.3], latency_s=0.4),
-        **dict(num_prompt_tokens=10, num_output_tokens=4, text="abcd"),
+        start_s=50.0,
+        ttft_s=0.1,
+        inter_token_s=[0.3],
+        latency_s=0.4,
+        num_prompt_tokens=10,
+        num_output_tokens=4,
+        text="abcd",
     ),
     Answer(
-        **dict(start_s=51.0, ttft_s=0.2, latency_s=0.2),
-        **dict(num_prompt_tokens=20, num_output_tokens=1, text="e"),
+        start_s=51.0,
+        ttft_s=0.2,
+        latency_s=0.2,
+        num_prompt_tokens=20,
+        num_output_tokens=1,
+        text="e",
     ),
     Answer(start_s=50.5, error="boom"),
 ]

@@ -192,7 +192,7 @@ def test_answer_names_what_pays(cells, messages):
 
 
 def run_of(elapsed_s: float, decode_s: float, *, token: int = 1, **changes: Any) -> Run:
-    sizes = dict(num_tokens=16, num_rounds=4, host_s=0.008, num_seqs=2)
+    sizes: Any = dict(num_tokens=16, num_rounds=4, host_s=0.008, num_seqs=2)
     values: dict[str, Any] = dict(
         elapsed_s=elapsed_s,
         num_prompt_tokens=6,

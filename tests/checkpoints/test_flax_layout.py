@@ -1,6 +1,7 @@
 """Every canonical tensor is a view of the right part of the right Flax array."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ NAMES = ("2b", "9b", "27b")
 def test_published_trees_have_views_of_all_tensors_and_small_chunks(name):
     sizes = Sizes.from_config(FACTS[name]["config"])
     shapes, is_model_first = published_shapes(name, "flax"), name == "2b"
-    form = dict(num_rows=256128, is_model_first=GEMMA2.is_model_first(sizes))
+    form: Any = dict(num_rows=256128, is_model_first=GEMMA2.is_model_first(sizes))
     assert leaf_shapes(sizes, **form) == shapes
     found = views(sizes, is_model_first=is_model_first)
     assert {view.leaf for view in found.values()} == set(shapes)

@@ -140,7 +140,7 @@ def test_missing_values_default_to_llama_cpps():
     assert config["sliding_window"] == 4096 and config["rope_theta"] == 10000.0
     assert config["attn_logit_softcapping"] == 50.0
     assert config["final_logit_softcapping"] == 30.0
-    given = dict(rope__freq_base_swa=500.0, final_logit_softcapping=20.0)
+    given: Any = dict(rope__freq_base_swa=500.0, final_logit_softcapping=20.0)
     config, _ = config_of(attention__sliding_window_pattern=3, **given)
     assert config["sliding_window_pattern"] == 3
     assert config["rope_local_base_freq"] == 500.0

@@ -158,7 +158,9 @@ def test_shards_are_read_as_one_model(tmp_path):
 
 def test_unsupported_models_are_refused(tmp_path):
     path = tmp_path / "m.gguf"
-    change = dict(gemma2__rope__scaling__type="yarn", gemma2__rope__scaling__factor=2.0)
+    change: Any = dict(
+        gemma2__rope__scaling__type="yarn", gemma2__rope__scaling__factor=2.0
+    )
     write_gguf(path, has_tokenizer=False, **change)
     message = "rope.scaling.type.*'linear' or 'none', got 'yarn'"
     with pytest.raises(CheckpointError, match=message) as caught:

@@ -85,7 +85,7 @@ def test_template_comes_from_the_metadata_or_a_file_next_to_it(tmp_path):
 
 def test_conversion_writes_the_tokenizer(tmp_path):
     path, made = tmp_path / "m.gguf", tmp_path / "model"
-    sampling = dict(general__sampling__top_k=64)
+    sampling: Any = dict(general__sampling__top_k=64)
     write_gguf(path, tokenizer__chat_template=TEMPLATE, default=Q.Q8_0, **sampling)
     source = open_checkpoint(path)
     write_checkpoint(source, made, to="hf", progress=False)

@@ -154,7 +154,7 @@ def of_compressed(form: str, **weights: Any) -> dict[str, Any]:
 IN_GROUPS = dict(num_bits=4, strategy="group", group_size=GROUP)
 AWQ = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True)
 GPTQ = dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=True)
-COMPRESSED = dict(method="compressed-tensors")
+COMPRESSED: Any = dict(method="compressed-tensors")
 FP8 = torch.float8_e4m3fn
 FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
     "w8a16": (
@@ -246,8 +246,8 @@ def test_published_matrices_equal_those_dequantized_in_torch(name, tmp_path):
     assert num_quantized == 7
     config = config_from_folder(tmp_path / "model")
     assert config.quantization == scheme
-    given = dict(dtype=jnp.dtype("float32"), mesh=make_mesh(1))
-    params = load_params(config, checkpoint.tensors, **given)
+    options: Any = dict(dtype=jnp.dtype("float32"), mesh=make_mesh(1))
+    params = load_params(config, checkpoint.tensors, **options)
     q_proj = params["layers"]["0"]["attention"]["q_proj"]
     expected_q = expected["model.layers.0.self_attn.q_proj.weight"]
     np.testing.assert_array_equal(q_proj.rows(jnp.arange(len(expected_q))), expected_q)
@@ -374,7 +374,7 @@ def test_impossible_conversion_is_refused(tmp_path):
         (dict(to="kaggle"), "no place for scales"),
         (dict(to="hf", dtype="float32"), "two types for the same"),
     ):
-        options = options | dict(quantization="int8", progress=False)
+        options: Any = options | dict(quantization="int8", progress=False)
         with pytest.raises(CheckpointError, match=message):
             write_checkpoint(quantized, tmp_path / "a", **options)
     assert not (tmp_path / "a").exists()

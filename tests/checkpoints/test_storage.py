@@ -227,7 +227,7 @@ def test_orbax_restores_what_the_writer_wrote(tmp_path, monkeypatch, commit_byte
     }
     with ArrayWriter(folder) as writer:
         for keys, values in given.items():
-            form = dict(dtype=values.dtype, chunks=(1, *values.shape[1:]))
+            form: Any = dict(dtype=values.dtype, chunks=(1, *values.shape[1:]))
             name = writer.create(keys, values.shape, **form)
             for start in range(len(values)):
                 part = slice(start, start + 1)

@@ -75,8 +75,9 @@ def test_every_storage_layout_holds_the_matrix(form):
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, products, atol=1e-4)
     if form is PanelMatrix:
+        layout: Any = one
         panels = expected.reshape(3, cpu.XLA_WIDTH, 40).swapaxes(1, 2)
-        np.testing.assert_array_equal(one.panels, panels)
+        np.testing.assert_array_equal(layout.panels, panels)
 
 
 @pytest.mark.parametrize("shape", [(192, 40), (384, 1536), (3072, 384)])

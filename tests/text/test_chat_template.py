@@ -79,7 +79,7 @@ def chat(template: Any, turns: list[tuple[str, str]], **given: Any) -> Any:
     )
 
 
-def special_of(token_ids: list[int]) -> list[int]:
+def special_of(token_ids: Any) -> list[int]:
     return [token for token in token_ids if PLAIN.is_special(token)]
 
 
@@ -89,7 +89,7 @@ def test_templates_render_like_transformers(hf: Any, turns: Any, is_opened: bool
     """A template of None means that of the model's folder."""
     for template in (GEMMA, ALL_AT_ONCE, None):
         for tokenize in (False, True):
-            given = dict(add_generation_prompt=is_opened, chat_template=template)
+            given: Any = dict(add_generation_prompt=is_opened, chat_template=template)
             given["tokenize"] = tokenize
             theirs = hf.apply_chat_template(
                 messages_of(turns), return_dict=False, **given
