@@ -284,3 +284,21 @@ def test_tensors_that_the_tree_cannot_hold_are_not_written(tmp_path):
     expected = f"'{name}' is float16, but shares 'layer_1/attn/kv_einsum/w'.* float32"
     with pytest.raises(CheckpointError, match=expected):
         write(tmp_path, config, tensors)
+
+
+def test_memory_of_a_read_tensor_is_freed(tmp_path):
+    """Reading a whole tensor frees its cached chunk: later reads open the files.
+
+    An array may be a single chunk. The embedding is read up to its padding rows, which
+    would otherwise keep its chunk in the cache.
+    """
+    write_mount(tmp_path, use_ocdbt=False)
+    tensors = open_kaggle(tmp_path, LAYOUTS).tensors
+    for tensor in tensors.values():
+        tensor.whole()
+    for path in (tmp_path / "variant").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    for tensor in tensors.values():
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            tensor.read(0, 1)

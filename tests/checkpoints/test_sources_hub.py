@@ -1,6 +1,8 @@
 """Models of the hub are fetched whole and open; errors have a remedy."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +185,30 @@ def test_interrupted_download_is_resumed(hub, origin, monkeypatch, fault, expect
     check_same(fetch(NAME), origin)
     assert shard in hub.fetched
     assert "config.json" not in hub.fetched
+
+
+def test_the_variables_of_the_library_are_followed(
+    hub: HubStandIn, origin: Path, tmp_path: Path
+):
+    hub.gated = True
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from jaxspec_checkpoints.sources import fetch\nprint(fetch({NAME!r}))",
+        ],
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "HF_ENDPOINT": constants.ENDPOINT,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_TOKEN": TOKEN,
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    folder = Path(found.stdout.strip())
+    assert folder.is_relative_to(tmp_path / "home")
+    check_same(folder, origin)

@@ -34,7 +34,6 @@ def test_rows_are_selected_by_number(whole):
     found = rows_of(dataclasses.replace(whole, read=read), KEPT)
     assert found.shape == (len(KEPT), 8)
     np.testing.assert_array_equal(found.whole(), VALUES[KEPT])
-    assert max(reads) <= max(1, trimming.BLOCK_BYTES // 32)
     # Damage is found in rows that are not selected.
     digest = hashlib.sha256(VALUES.tobytes()).hexdigest()
     sound = rows_of(dataclasses.replace(whole, sha256=digest), KEPT)
@@ -44,6 +43,7 @@ def test_rows_are_selected_by_number(whole):
         damaged.whole()
     for start, stop in [(0, 8), (2, 3), (3, 7), (7, 8)]:
         np.testing.assert_array_equal(found.read(start, stop), VALUES[KEPT[start:stop]])
+    assert max(reads) <= max(1, trimming.BLOCK_BYTES // 32)
 
 
 @pytest.mark.parametrize("group_size", [None, 4])
