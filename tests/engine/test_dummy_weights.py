@@ -86,6 +86,8 @@ def test_weights_of_head_embedding_and_a_draft_of_equal_size_are_different(tmp_p
     assert len({table.shape for table in tables}) == 1
     for first, second in itertools.combinations(tables, 2):
         assert not np.array_equal(first.values, second.values)
+    config = configure(folder)
+    assert loader.load_weights(config, build_mesh(config))[1] is None
 
 
 @pytest.fixture
