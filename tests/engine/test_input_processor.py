@@ -40,6 +40,7 @@ def test_parameters_are_in_the_request():
     assert request.max_total == 8
     assert request.stop_ids == (EOS, 7)
     assert (request.seed, request.rule) == ((1, 3), COUPLED)
+    assert make(seed=-1 - 2**40).seed == (2**32 - 1 - 2**8, 2**32 - 1)
     assert request.controls is None
     assert request.features == Features()
     assert request.can_read_prefix_cache

@@ -1,5 +1,6 @@
 """Outputs of requests for one or several texts, and the origins of tokens."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,9 +136,11 @@ def test_rejects_ids_of_running_requests_and_texts():
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request(name, PROMPT, params)
-    assert run_all(engine).keys() == {"a", "0_b"}
-    engine.add_request("a", PROMPT, SamplingParams(max_tokens=1))
-    run_all(engine)
+    engine.step()
+    engine.abort_request("a")
+    for _ in range(2):  # an id is free after an abort and after the end
+        engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
+        assert list(run_all(engine)["a"][-1].outputs[0].token_ids) == said(9)
     assert_idle(engine)
 
 
@@ -227,44 +230,58 @@ def test_all_tokens_are_the_targets_without_drafts():
     assert run_one(engine, SamplingParams(max_tokens=5)).token_origins is None
 
 
-def ask_all_kinds(engine: LLMEngine, **given: Any) -> dict[str, list[list[str]]]:
-    """Return the origins by output kind and text, after checking every output."""
+def ask_all_kinds(
+    engine: LLMEngine, **given: Any
+) -> dict[str, dict[int, list[CompletionOutput]]]:
+    """Return the parts by output kind and text, after checking their origins."""
     for kind in KINDS:
         engine.add_request(kind.name, PROMPT, wanting(output_kind=kind, **given))
-    by_kind = {}
+    by_kind: dict[str, dict[int, list[CompletionOutput]]] = {}
     for name, outputs in run_all(engine).items():
-        texts: list[list[str]] = [[] for _ in range(given.get("n", 1))]
-        for output in outputs:
-            for part in output.outputs:
-                origins = check(part)
-                if name == "DELTA":
-                    origins = texts[part.index] + origins
-                texts[part.index] = origins
-        by_kind[name] = texts
+        for part in itertools.chain(*(output.outputs for output in outputs)):
+            check(part)
+            texts = by_kind.setdefault(name, {})
+            texts.setdefault(part.index, []).append(part)
     return by_kind
+
+
+def check_kinds(by_kind: dict[str, dict[int, list[CompletionOutput]]]) -> None:
+    """Check that deltas add up to the final output, and cumulative ones start it."""
+    for index, (final,) in by_kind["FINAL_ONLY"].items():
+        deltas = by_kind["DELTA"][index]
+        assert "".join(part.text for part in deltas) == final.text
+        assert sum((list(part.token_ids) for part in deltas), []) == final.token_ids
+        for part in by_kind["CUMULATIVE"][index]:
+            assert final.text.startswith(part.text)
+            assert final.token_ids[: len(part.token_ids)] == part.token_ids
+        assert by_kind["CUMULATIVE"][index][-1].token_ids == final.token_ids
 
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_in_every_kind_of_output(include: bool):
     # The stop string seems to start twice before it matches, so text is held back.
     text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
+    stop = letters([5, 6, 7, 5, 6, 9])
     for seed in range(12):
         engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=5)
         by_kind = ask_all_kinds(
-            engine,
-            max_tokens=30,
-            stop=letters([5, 6, 7, 5, 6, 9]),
-            include_stop_str_in_output=include,
+            engine, max_tokens=30, stop=stop, include_stop_str_in_output=include
         )
-        assert all(len(origins) == 9 for (origins,) in by_kind.values())
+        check_kinds(by_kind)
+        for ((*_, last),) in (texts.values() for texts in by_kind.values()):
+            assert last.stop_reason == stop
+        final = by_kind["FINAL_ONLY"][0][0]
+        assert final.text == letters(text[3:] if include else text[3:6])
+        assert len(final.token_ids) == 9
 
 
 def test_several_texts_of_one_prompt():
     for seed in range(4):
         engine, _ = make_fake_engine(seed=seed, num_draft_tokens=3)
         by_kind = ask_all_kinds(engine, max_tokens=13, n=3, temperature=0.5)
-        lengths = {len(one) for texts in by_kind.values() for one in texts}
-        assert lengths == {13}
+        check_kinds(by_kind)
+        lengths = [len(one.token_ids) for (one,) in by_kind["FINAL_ONLY"].values()]
+        assert lengths == [13] * 3
 
 
 def test_origins_of_a_preempted_request():

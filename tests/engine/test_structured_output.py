@@ -31,11 +31,11 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.engines import StubTokenizer
 
-VOCAB, EOS, NUM_PROMPT, WINDOW, DRAFTS = 40, 1, 5, 18, 3
+VOCAB, NUM_PROMPT, WINDOW, DRAFTS = 40, 5, 18, 3
+EOS, OTHER_END = 1, 2
 WORDS = 2
 FORM = StructuredOutputsParams(regex=r"([%-*]{2,4}-)+[0-5]{0,6}")
 COMPILER = GrammarCompiler(StubTokenizer(VOCAB), VOCAB, (EOS,))
-EOS, OTHER_END = 1, 2
 STUB = GrammarCompiler(StubTokenizer(16), 16, (EOS, OTHER_END))
 # The stub tokenizer decodes the tokens 4 to 15 to these characters.
 LETTERS = "%&'()*+,-./0"
@@ -167,22 +167,16 @@ def test_matcher_follows_new_tokens_up_to_its_window():
     answer = ask(masks, (state, text, [4, 5, 12]))
     np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 5, 12]))
     masks, state = opened()
-    with pytest.raises(
-        AssertionError, match="tokens before the newest ones are missing"
-    ):
+    with pytest.raises(AssertionError, match="tokens before the newest ones are miss"):
         ask(masks, (state, [*text, 4], [4, 5, 12]))
 
 
 def test_rows_without_grammar_and_unknown_ids_allow_everything():
     masks, state = opened()
-    answer = ask(
-        masks,
-        (0, [9], [4, 4, 4]),
-        (state, [], [4, 5, 12]),
-        (state.grammar_id + 7, [9], [4, 4, 4]),
-    )
+    unknown, drafts = state.grammar_id + 7, [4, 5, 12]
+    answer = ask(masks, (0, [9], drafts), (state, [], drafts), (unknown, [9], drafts))
     assert (answer[[0, 2]] == EVERYTHING).all()
-    np.testing.assert_array_equal(answer[1], fresh_masks([], [4, 5, 12]))
+    np.testing.assert_array_equal(answer[1], fresh_masks([], drafts))
 
 
 def test_state_is_dropped_with_its_last_reference():
@@ -457,6 +451,8 @@ PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
         (dict(json=SCHEMA, disable_any_whitespace=True), {}, 0),
         (dict(json=SCHEMA, whitespace_pattern="\n?"), {}, 1),
         (dict(json=SCHEMA, whitespace_pattern=UNBOUNDED), {}, None),
+        (dict(json=SCHEMA, whitespace_pattern=""), {}, 0),
+        (dict(json=SCHEMA), dict(whitespace_pattern=""), 0),
         # As in vLLM, a schema may contain its own options for white space.
         (dict(json=GUIDED), {}, None),
         (dict(json=GUIDED), dict(disable_any_whitespace=True), None),
@@ -480,30 +476,50 @@ def test_white_space_in_json_follows_the_options(params, config, longest, bundle
     assert max(map(len, re.findall(r"\s+", between)), default=0) == longest, text
 
 
+def accepts(
+    tokenizer: Tokenizer,
+    text: str,
+    schema: dict[str, Any],
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> bool:
+    """Return whether a schema allows a text, or the start of one."""
+    engine_options = StructuredOutputsConfig(**config or {})
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (EOS,), engine_options)
+    matcher = compiler.matcher(StructuredOutputsParams(json=schema, **options))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return num_taken(matcher, tokens) == len(tokens)
+
+
 @pytest.mark.parametrize("indent", [None, 1, 2, 4, "\t"])
 def test_json_may_have_line_breaks(indent, bundled):
     value = {"name": "", "age": 3, "tags": ["a", "\u00e9"]}
     text = json.dumps(value, indent=indent, ensure_ascii=False)
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
-    for written in (text, text.replace("\n", "\r\n")):
-        matcher = compiler.matcher(StructuredOutputsParams(json=SCHEMA))
-        tokens = bundled.encode(written, add_special_tokens=False)
-        assert num_taken(matcher, tokens) == len(tokens)
+    assert accepts(bundled, text, SCHEMA)
+    assert accepts(bundled, text.replace("\n", "\r\n"), SCHEMA)
 
 
-def test_additional_properties_follow_the_engine_option(bundled):
-    config = StructuredOutputsConfig(disable_additional_properties=True)
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
-    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
-    matcher = compiler.matcher(StructuredOutputsParams(json=schema))
-    tokens = bundled.encode('{"b"', add_special_tokens=False)
-    assert num_taken(matcher, tokens) < len(tokens)
+CLOSED = {"disable_additional_properties": True}
+OPEN_ENDED = '{"properties":{"a":{"b":1}'
 
 
-def test_additional_properties_of_data_are_unchanged(bundled):
-    """It has values that look like schemas, and a property named like a keyword."""
-    config = StructuredOutputsConfig(disable_additional_properties=True)
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+@pytest.mark.parametrize(
+    ("text", "options", "is_accepted"),
+    [
+        ('{"properties":  {}', {}, False),
+        (OPEN_ENDED, {}, True),
+        (OPEN_ENDED, CLOSED, False),
+        (OPEN_ENDED, {"config": CLOSED}, False),
+        ('{"properties":{"b"', {"config": CLOSED}, False),
+        ('{"b"', {"config": CLOSED}, False),
+        ('{"properties":{"a":{}}}', CLOSED, True),
+        # Values that look like schemas, and a property named like a keyword.
+        ('{"const": {"type": "object"}, "enum": {"properties": {}}', CLOSED, True),
+    ],
+)
+def test_additional_properties_of_schemas_follow_the_options(
+    text, options, is_accepted, bundled
+):
     schema = {
         "type": "object",
         "properties": {
@@ -512,50 +528,13 @@ def test_additional_properties_of_data_are_unchanged(bundled):
             "properties": {"type": "object", "properties": {"a": {"type": "object"}}},
         },
     }
-    for text, is_accepted in (
-        ('{"const": {"type": "object"}, "enum": {"properties": {}}', True),
-        ('{"properties": {"a": {}}}', True),
-        ('{"properties": {"a": {"b"', False),
-        ('{"properties": {"b"', False),
-    ):
-        matcher = compiler.matcher(StructuredOutputsParams(json=schema))
-        tokens = bundled.encode(text, add_special_tokens=False)
-        assert (num_taken(matcher, tokens) == len(tokens)) == is_accepted
+    assert accepts(bundled, text, schema, **options) == is_accepted
 
 
 def test_rejects_bad_whitespace_pattern(bundled):
-    config = StructuredOutputsConfig(whitespace_pattern="(")
-    with pytest.raises(
-        ConfigError, match=r"(?s)not a regular expression: .*unclosed group"
-    ):
-        GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
-
-
-def test_white_space_and_additional_properties_of_json(bundled):
-    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
-
-    def accepts(text: str, **options: Any) -> bool:
-        form = StructuredOutputsParams(json=schema, **options)
-        matcher = compiler.matcher(form)
-        tokens = bundled.encode(text, add_special_tokens=False)
-        return num_taken(matcher, tokens) == len(tokens)
-
-    spaced, open_ended = '{"a": {}}', '{"a":{"b":1}}'
-    assert accepts(spaced) and accepts(open_ended)
-    assert not accepts(spaced, disable_any_whitespace=True)
-    assert not accepts('{"a":  {}}')
-    assert not accepts('{"a":  {}}', whitespace_pattern=" ?")
-    assert accepts('{"a":  {}}', whitespace_pattern=" {0,2}")
-    assert accepts('{"a":{}}', whitespace_pattern="")
-    assert not accepts(spaced, whitespace_pattern="")
-    assert not accepts(spaced, whitespace_pattern="", disable_any_whitespace=True)
-    config = StructuredOutputsConfig(whitespace_pattern="")
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
-    assert accepts('{"a":{}}') and not accepts(spaced)
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
-    assert not accepts(open_ended, disable_additional_properties=True)
-    assert accepts('{"a":{}}', disable_additional_properties=True)
+    message = r"(?s)not a regular expression: .*unclosed group"
+    with pytest.raises(ConfigError, match=message):
+        accepts(bundled, "", SCHEMA, {"whitespace_pattern": "("})
 
 
 @pytest.mark.parametrize(
@@ -579,14 +558,6 @@ def test_bad_structured_outputs_are_rejected_with_the_reason(given, message):
     with pytest.raises(RequestError, match=message) as caught:
         STUB.matcher(StructuredOutputsParams(**given))
     assert caught.value.parameter == "structured_outputs"
-
-
-def test_matchers_of_one_grammar_are_independent():
-    form = StructuredOutputsParams(regex="%&'")
-    first = STUB.matcher(form)
-    assert first.read(4)
-    second = STUB.matcher(form)
-    assert allowed(first) == {5} and allowed(second) == {4}
 
 
 def test_grammar_cache_is_limited_in_bytes(monkeypatch):
@@ -616,9 +587,7 @@ def test_lexer_at_its_limit_is_dropped_from_the_cache():
     lexer = weakref.ref(matcher._lexer)
     matcher._spend(1.0)
     assert grammar.num_bytes < before + 2**20
-    assert allowed(matcher) == allowed(
-        STUB.matcher(StructuredOutputsParams(regex="[%&]{9}"))
-    )
+    assert allowed(matcher) == {4, 5}
     del matcher
     gc.collect()
     assert lexer() is None
