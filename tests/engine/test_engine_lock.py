@@ -13,7 +13,7 @@ from jaxspec.engine.engine_lock import EngineLock, exclusive
 LIMIT_S = 20.0
 
 
-def is_free(lock: EngineLock) -> bool:
+def is_free(lock: EngineLock, wait_s: float = LIMIT_S) -> bool:
     """Return whether another thread can acquire the lock."""
 
     def enter() -> None:
@@ -22,14 +22,14 @@ def is_free(lock: EngineLock) -> bool:
 
     thread = threading.Thread(target=enter, daemon=True)
     thread.start()
-    thread.join(0.5)
+    thread.join(wait_s)
     return not thread.is_alive()
 
 
 def test_reentrant_and_free_after_the_last_release():
     lock = EngineLock()
     with lock, lock:
-        assert not is_free(lock)
+        assert not is_free(lock, 0.1)
     assert is_free(lock)
 
 

@@ -23,7 +23,7 @@ from jaxspec.engine.scheduling.programs import GREEDY
 from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import Features, StepShape, TokenControls
+from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
@@ -32,7 +32,6 @@ from tests.support.fake_engines import (
     EOS,
     PROMPT,
     TEXT,
-    admissions,
     assert_idle,
     letters,
     make_fake_engine,
@@ -365,23 +364,6 @@ def test_rejects_unsupported_options(option: dict[str, Any]):
     nothing: dict[str, Any] = dict.fromkeys(option)
     engine.add_request("0", PROMPT, SamplingParams(max_tokens=1), **nothing)
     run_all(engine)
-
-
-def test_controls_are_sent_to_the_device():
-    engine, runner = make_fake_engine()
-    params = SamplingParams(max_tokens=2, presence_penalty=0.5, logit_bias={3: 1})
-    run_one(engine, params)
-    expected = TokenControls(presence_penalty=0.5, bias=((3, 1.0),))
-    assert [one.controls for one in admissions(runner)] == [expected]
-    assert runner.plans[0][1].features.has_controls
-
-
-def test_lower_priorities_run_first():
-    engine, _ = make_fake_engine(scheduling_policy="priority", max_num_seqs=1)
-    params = SamplingParams(max_tokens=3)
-    for name, priority in [("late", 5), ("first", -1), ("second", 0)]:
-        engine.add_request(name, PROMPT, params, priority=priority)
-    assert list(run_all(engine)) == ["first", "second", "late"]
 
 
 def test_metrics_count_requests_tokens_and_drafts():
