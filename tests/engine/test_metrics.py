@@ -458,9 +458,7 @@ def test_engine_warns_of_low_acceptance(
 ):
     monkeypatch.setattr("jaxspec.engine.metrics._COMPARED", 20)
     monkeypatch.setattr("jaxspec.engine.metrics._LOW_ACCEPTANCE", 1.0)
-    engine, _ = make_fake_engine(
-        num_draft_tokens=3, disable_log_stats=disable_log_stats
-    )
+    engine, _ = make_fake_engine(disable_log_stats=disable_log_stats)
     engine.add_request("0", PROMPT, SamplingParams(max_tokens=80))
     run_all(engine)
     (warning,) = warnings_of(caplog)
@@ -517,9 +515,7 @@ def test_log_shows_changes_since_the_last_log(caplog: pytest.LogCaptureFixture):
 def test_leaves_are_counted_separately():
     """Acceptance by position excludes side leaves, so that it has vLLM's meaning."""
     name = "jaxspec:spec_decode_num_accepted_leaves"
-    metrics, stats = make_metrics(
-        num_draft_tokens=3, speculative_keys={"num_side_leaves": 2}
-    )
+    metrics, stats = make_metrics(speculative_keys={"num_side_leaves": 2})
     ones = np.ones(2, int)
     stats.record_round(3 * ones, np.array([1, 3]), np.array([3, 4]), np.array([1, 0]))
     # A sequence that had already ended on the device does not count.
