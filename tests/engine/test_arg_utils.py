@@ -532,18 +532,6 @@ def test_generations_do_not_draft_for_each_other(target: str, draft: str, messag
     assert refused.value.parameter == "speculative_model"
 
 
-def test_gemma_3_sampling_is_read_from_its_files(tmp_path: Path):
-    content = published_config("google/gemma-3-1b-it")
-    assert content is not None
-    model = write_config(tmp_path / "gemma3", content)
-    stated = dict(bos_token_id=2, do_sample=True, eos_token_id=[1, 106], top_k=64)
-    stated |= dict(top_p=0.95, cache_implementation="hybrid", pad_token_id=0)
-    (Path(model) / "generation_config.json").write_text(json.dumps(stated))
-    config = configure(model)
-    assert config.generation_defaults == {"top_k": 64, "top_p": 0.95}
-    assert config.model_config.eos_token_ids == (1, 106)
-
-
 def test_batch_invariance_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     for value, given, expected in (
         ("1", False, True),

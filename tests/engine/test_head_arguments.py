@@ -37,11 +37,10 @@ LAYER: dict[str, Any] = dict(
     rms_norm_eps=1e-6,
     rope_theta=10000.0,
 )
+EAGLE3: dict[str, Any] = dict(draft_vocab_size=96, target_layers=(1, 2, 3))
 CONFIGS: dict[str, Any] = {
     "eagle": EagleConfig(**SIZES | LAYER),
-    "eagle3": Eagle3Config(
-        **SIZES | LAYER | dict(draft_vocab_size=96, target_layers=(1, 2, 3))
-    ),
+    "eagle3": Eagle3Config(**SIZES | LAYER | EAGLE3),
     "medusa": MedusaConfig(**SIZES, num_heads=3),
 }
 

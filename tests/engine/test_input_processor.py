@@ -185,6 +185,7 @@ def test_rejects_too_many_end_tokens(monkeypatch):
 
 
 def test_rejects_bad_structured_output_and_too_many_texts():
+    wrong: dict[str, Any]
     for wrong in ({"regex": "(a"}, {"json": {"type": "strin"}}):
         with pytest.raises(RequestError, match="structured_outputs.* cannot be used"):
             make(structured_outputs=StructuredOutputsParams(**wrong))

@@ -69,17 +69,16 @@ def test_damage_of_either_model_is_found_before_a_weight_is_read(tmp_path, argum
     pair = {"model": tmp_path / "a", "speculative_model": tmp_path / "b"}
     for folder in pair.values():
         write_tiny(folder, family="2b", num_hidden_layers=1, **VOCABULARY)
-    config = configure(*pair.values())
     path = pair[argument] / "model.safetensors"
     tensors = load_file(path)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ConfigError, match="not a readable safetensors") as error:
-        loader.make_runner(config)
+        loader.make_runner(configure(*pair.values()))
     assert error.value.parameter == argument
     del tensors["model.norm.weight"]
     save_file(tensors, path)
     with pytest.raises(ConfigError, match=f"^{argument}: .*'model.norm.weight'"):
-        loader.make_runner(config)
+        loader.make_runner(configure(*pair.values()))
 
 
 def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):

@@ -13,7 +13,7 @@ from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice
-from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
+from jaxspec.metrics import Counter, Gauge, Histogram, Vector
 from jaxspec.sampling_params import SamplingParams
 from tests.support.fake_engines import PROMPT, make_fake_engine, run_all
 from tests.support.loops import make_config
@@ -68,7 +68,7 @@ def make_metrics(**changes: Any) -> tuple[EngineMetrics, EngineStats]:
     return EngineMetrics(make_config(**changes), stats), stats
 
 
-def values(metrics: list[Metric]) -> dict[str, Any]:
+def values(metrics: list[Any]) -> dict[str, Any]:
     """Return values by name and labels, such as "request_success length".
 
     Names have no prefix "vllm:"; a histogram is its count and sum.
@@ -307,7 +307,7 @@ def test_round_and_host_times_are_measured_separately(monkeypatch: pytest.Monkey
     while engine.has_unfinished_requests():
         engine.step()
         num_steps += 1
-    found = {one.name: one for one in engine.get_metrics()}
+    found: dict[str, Any] = {one.name: one for one in engine.get_metrics()}
     host, rounds = (found[f"jaxspec:{one}_time_seconds"] for one in ("host", "round"))
     # The host prepares a round before it reads the result of the previous one.
     assert (rounds.buckets["0.015"], rounds.buckets["0.03"]) == (0, rounds.count)
