@@ -176,7 +176,7 @@ MUTANTS = {
         "blocks.cc",
         "slot >= num_slots",
         "slot > num_slots",
-        "test_decoder_blocks.py::test_numbers_out_of_range_write_nothing",
+        "test_native_fuzz.py::test_only_existing_slots_are_written",
         WRITTEN,
     ),
     "row numbers are not clamped": (

@@ -12,7 +12,7 @@ from tests.kernels.rejection_aot import collectives
 from tests.kernels.rejection_rounds import (
     Round,
     by_force,
-    by_whole_rows,
+    by_loops,
     forced_counts,
     make_round,
     sliced,
@@ -62,11 +62,11 @@ def padded(one: Round) -> tuple:
 
 
 @pytest.mark.parametrize("shape", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)])
-def test_verdicts_are_those_of_whole_rows(shape):
+def test_verdicts_equal_those_of_loops(shape):
     run = compiled(shape)
     for seed in range(5):
         one = make_round(seed=seed)
-        np.testing.assert_array_equal(run(*padded(one)), by_whole_rows(one))
+        np.testing.assert_array_equal(run(*padded(one)), by_loops(one))
 
 
 def test_devices_agree_on_forced_drafts():
@@ -86,7 +86,7 @@ def test_point_mass_needs_no_array():
     one = Round(**{**vars(one), "tokens": tokens, "draft": certain})
     tokens, _, *rest = padded(one)
     found = on_mesh((8,), has_probs=False)(tokens, None, *rest)
-    np.testing.assert_array_equal(found, by_whole_rows(one))
+    np.testing.assert_array_equal(found, by_loops(one))
 
 
 @pytest.mark.parametrize("bad", [-np.inf, np.nan])

@@ -12,7 +12,6 @@ from jaxspec.program import controls
 from jaxspec.program.plan import MAX_BAD_WORD_LEN, NO_TOKEN, TokenControls
 from jaxspec.program.rows import Active
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
-from tests.kernels import dense
 from tests.support.distributions import controlled
 from tests.support.rows import make_active, make_control_rows
 
@@ -232,7 +231,7 @@ def test_frequency_penalty_stops_repeated_drafts(penalty, text):
         token_pages=jnp.full_like(made.token_pages, 40),
         tokens=[[40] * len(made.tokens[0])],
     )
-    best = dense.argmax(jnp.asarray(made.adjusted(Backend())[0])).tolist()
+    best = made.adjusted(Backend())[0].argmax(axis=1).tolist()
     count = [token == 1 for token in best].index(False)
     assert [1] * count + [best[count]] == text
 

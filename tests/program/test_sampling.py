@@ -15,8 +15,8 @@ from jaxspec.program.sampling import forbid_early_stop, sample_draft
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import SamplingValues, sample
-from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
+from tests.kernels.rejection_rounds import coupled_noise
 from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.enumeration import LARGEST_UNIFORM
 from tests.support.rows import make_active
@@ -278,14 +278,12 @@ def test_every_row_follows_its_own_rule():
         uniform = randomness.uniform(active.seed, start, role, distance)
         # The coupled rule's noise depends on the position itself, for draft model and
         # target alike.
-        noise = dense.exponential(
-            active.seed, start + distance, randomness.SAMPLE, VOCAB
-        )
+        noise = coupled_noise(active.seed, start + distance, VOCAB)
         inverted = [
             np.searchsorted(np.cumsum(distribution), float(u), side="right")
             for distribution, u in zip(distributions, uniform, strict=True)
         ]
-        raced = (np.stack(distributions) / np.asarray(noise)).argmax(axis=1)
+        raced = (np.stack(distributions) / noise).argmax(axis=1)
         expected = np.where(RULES == COUPLED, raced, inverted)
         expected[TEMPERATURE == 0] = LOGITS[TEMPERATURE == 0].argmax(axis=1)
         np.testing.assert_array_equal(drawn, expected)

@@ -13,7 +13,6 @@ import pytest
 from jaxspec.config.engine import ModelConfig
 from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.models.backend import Backend
-from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
 from jaxspec.program.propose import (
     Proposal,
@@ -25,8 +24,8 @@ from jaxspec.program.propose import (
 from jaxspec.program.rows import Active
 from jaxspec.program.token_batch import make_token_batch
 from jaxspec.program.tree.tree import Tree
-from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
+from tests.kernels.rejection_rounds import coupled_noise
 from tests.support.distributions import filtered_distribution
 from tests.support.engines import make_micro
 from tests.support.oracles import PagedModel, hf_logits, load_ours, model_config
@@ -159,8 +158,8 @@ def check_ranked(
         if rule == COUPLED:
             place = active.num_tokens + depth
             size = round_.reference.config.vocab_size
-            noise = dense.exponential(active.seed, place, randomness.SAMPLE, size)
-            scores = scores / 0.8 - np.log(np.asarray(noise, np.float64)[0])
+            noise = coupled_noise(active.seed, place, size)
+            scores = scores / 0.8 - np.log(noise[0])
         ranked = np.argsort(-scores).tolist()
         said = [
             int(drafts[node])
