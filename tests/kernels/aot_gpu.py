@@ -6,7 +6,6 @@ plugin compiles for a described chip; `ptxas -v` reports a kernel's resources. N
 runs: no figure here is a time.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from jaxspec_kernels.bits import ScaledPages
 from jaxspec_kernels.paged_attention import gpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
+from tests.kernels.aot_tpu import no_compilation_cache
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "jaxspec" / "engine" / "memory" / "targets" / "h200.txtpb"
@@ -149,18 +149,6 @@ def mesh(chips: int = 1) -> Mesh:
     return Mesh(np.array(topology.devices), ("x",))
 
 
-@contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """Disable jax's cache: it cannot read programs for described chips."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-
-
 def compile_for_h200(
     function: Callable[..., Any],
     shapes: Sequence[Any],
@@ -184,7 +172,7 @@ def compile_for_h200(
     wanted = {"xla_dump_emitter_re": "ptx"} if jax.__version_info__ >= (0, 11) else {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        uncached(),
+        no_compilation_cache(),
         warnings.catch_warnings(),
         # jax reads the chip's generation from this mesh, not from a device.
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),

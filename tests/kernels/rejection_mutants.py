@@ -21,6 +21,7 @@ from jaxspec_kernels.rejection_sampling import (
     tpu,
 )
 from jaxspec_kernels.rejection_sampling.reference import Kernels
+from tests.kernels.aot_tpu import no_compilation_cache
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
@@ -28,7 +29,6 @@ from tests.kernels.rejection_rounds import (
     by_loops,
     make_round,
     sliced,
-    uncached,
     verdict_of,
     with_kind,
 )
@@ -96,7 +96,7 @@ def check_slices() -> None:
     """Check that two devices, with half of the columns each, find the same verdicts."""
     run = sliced(by_reference(tile=64), vocab_size=VOCAB)
     arrays, numbers, verdict = rounds()[1]
-    with uncached():
+    with no_compilation_cache():
         found = run(*arrays, numbers)
     np.testing.assert_array_equal(found, verdict)
 

@@ -3,8 +3,7 @@
 Each rule is written as its paper states it, for one sequence with whole rows.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -36,16 +35,6 @@ KINDS = GREEDY, STANDARD, BLOCK, COUPLED
 COLUMNS = 50
 TILE = 16  # four tiles, of which the last overlaps the third
 RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED, "greedy": GREEDY}
-
-
-@contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """Compile without jax's persistent cache."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, before)
 
 
 def sliced(

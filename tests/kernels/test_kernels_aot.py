@@ -335,12 +335,11 @@ def compile_write(
         heads = (seqs, queries, 2 * case.kv_heads, case.head_dim)
         given += [shape(heads, jnp.bfloat16)]
         given += [shape((seqs, 512), jnp.int32), shape((seqs,), jnp.int32)]
+    abstract = one.mesh.abstract_mesh if is_gpu else jax.sharding.get_abstract_mesh()
     with (
         aot_tpu.no_compilation_cache(),
         warnings.catch_warnings(),
-        jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh)
-        if is_gpu
-        else warnings.catch_warnings(),
+        jax.sharding.use_abstract_mesh(abstract),
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         jitted = jax.jit(write, donate_argnums=0, out_shardings=results)

@@ -19,6 +19,7 @@ from jaxspec_kernels.rejection_sampling import cpu, gpu, passes, reference, tpu
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Kernels
+from tests.kernels.aot_tpu import no_compilation_cache
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     by_force,
@@ -26,7 +27,6 @@ from tests.kernels.rejection_rounds import (
     forced_counts,
     make_round,
     sliced,
-    uncached,
 )
 
 # Three tiles; the last one is incomplete and has padding.
@@ -265,7 +265,7 @@ def test_slices_of_the_vocabulary_agree_on_the_verdict(backend):
     """Two devices agree; `test_rejection_sampling_sharded.py` tests eight."""
     one = make_round(16, vocab=290, seed=1)
     run = sliced(VERDICTS[backend], check_vma=False)
-    with uncached():
+    with no_compilation_cache():
         found = run(*one.arrays, one.numbers)
     np.testing.assert_array_equal(found, by_loops(one))
 

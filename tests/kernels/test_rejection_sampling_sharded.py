@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec_kernels.rejection_sampling import reference
 from jaxspec_kernels.rejection_sampling.reference import Kernels
+from tests.kernels.aot_tpu import no_compilation_cache
 from tests.kernels.rejection_aot import collectives
 from tests.kernels.rejection_rounds import (
     Round,
@@ -16,7 +17,6 @@ from tests.kernels.rejection_rounds import (
     forced_counts,
     make_round,
     sliced,
-    uncached,
 )
 
 # Seven columns per device; the last device holds one token and six pads.
@@ -30,7 +30,7 @@ def _no_cache():
     XLA:CPU lets independent collectives of an executable that it has loaded run at the
     same time, under one key, and crashes (jaxlib 0.10.2). It orders those it compiled.
     """
-    with uncached():
+    with no_compilation_cache():
         yield
 
 
