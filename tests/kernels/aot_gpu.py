@@ -9,7 +9,7 @@ runs: no figure here is a time.
 import dataclasses
 import functools
 import importlib.metadata
-import json
+import os
 import re
 import shutil
 import subprocess
@@ -31,7 +31,7 @@ from jaxspec_kernels.bits import ScaledPages
 from jaxspec_kernels.paged_attention import gpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
-from tests.kernels.aot_tpu import no_compilation_cache
+from tests.kernels.aot_tpu import no_compilation_cache, use_compilers, write_record
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "jaxspec" / "engine" / "memory" / "targets" / "h200.txtpb"
@@ -303,26 +303,19 @@ def versions() -> dict[str, str]:
 
 def main(names: list[str]) -> None:
     """Compile the named programs and print them; without names, write the file."""
-    # The compilers are in a separate folder: see `aot` in the Makefile.
-    sys.path.append(str(Path(sys.prefix) / "aot"))
-    jax.config.update("jax_platforms", "cpu")
+    use_compilers()
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
-    lines = []
-    for name in names or PROGRAMS:
-        row = json.dumps(compile_program(PROGRAMS[name]).row())
-        lines.append(f"{json.dumps(name)}: {row}")
-        print(lines[-1], flush=True)
-    if not names:
-        # A line for every program, so that diffs show which ones changed.
-        head = {
-            "device": "NVIDIA H200, compiled for and not run",
-            "command": "python -m tests.kernels.aot_gpu",
-            "versions": versions(),
-        }
-        text = json.dumps(head)[:-1] + ', "programs": {\n' + ",\n".join(lines) + "\n}}"
-        RESULTS.write_text(text + "\n")
+    rows = ((name, compile_program(PROGRAMS[name]).row()) for name in names or PROGRAMS)
+    write_record(
+        Path(os.devnull) if names else RESULTS,
+        "programs",
+        rows,
+        device="NVIDIA H200, compiled for and not run",
+        command="python -m tests.kernels.aot_gpu",
+        versions=versions(),
+    )
 
 
 if __name__ == "__main__":

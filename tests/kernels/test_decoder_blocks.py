@@ -71,15 +71,16 @@ class Layer:
         """Call the operation; `changes` override its settings."""
         settings = self.settings(batch)._replace(**changes)
 
-        def run(stream: jax.Array, pages: Any) -> Any:
-            return attention_block(
-                stream, pages, settings, implementation=implementation
-            )
+        def run(stream: jax.Array, pages: Any, **matrices: Any) -> Any:
+            given = settings._replace(**matrices)
+            return attention_block(stream, pages, given, implementation=implementation)
 
         if implementation == "reference":
             # Compiling its operations one by one would take 1 s.
             run = jax.jit(run, compiler_options=UNOPTIMISED)
-        return run(batch.stream, self.held(batch))
+        names = "q_proj", "kv_proj", "o_proj"
+        matrices = {name: getattr(settings, name) for name in names}
+        return run(batch.stream, self.held(batch), **matrices)
 
     def network(self, hidden: int, block: int, activation: str = GELU) -> FeedForward:
         """Return all arguments of the feed-forward block but the residual stream."""
@@ -265,13 +266,17 @@ def test_feed_forward_equals_the_reference(layer, activation, hidden, block):
     network = layer.network(hidden, block, activation)
 
     def run(implementation: str, rows: jax.Array) -> np.ndarray:
-        def call(rows: jax.Array) -> jax.Array:
-            return feed_forward_block(rows, network, implementation=implementation)
+        def call(rows: jax.Array, **matrices: Any) -> jax.Array:
+            given = network._replace(**matrices)
+            return feed_forward_block(rows, given, implementation=implementation)
 
         if implementation == "reference":
             # Compiling its operations one by one would take 1 s.
             call = jax.jit(call, compiler_options=UNOPTIMISED)
-        return np.asarray(call(rows))
+        names = "gate_up_proj", "down_proj"
+        return np.asarray(
+            call(rows, **{name: getattr(network, name) for name in names})
+        )
 
     found, expected = run("cpu", stream), run("reference", stream)
     most = 2e-2 if layer.dtype == "bfloat16" else 2e-5

@@ -85,17 +85,24 @@ def test_every_program_for_a_tpu_is_recorded_and_fits():
 @pytest.mark.aot
 @for_tpu
 @pytest.mark.parametrize(
-    ("name", "chip"),
+    ("name", "chip", "kept"),
     members(
         "attention_tpu",
         itertools.product(
             ("9b/tp1/verify", "27b/tp1/prefill", "27b/tp8/decode", "2b/tp8/decode"),
             CHIPS,
+            ("float8_e4m3fn", "int8"),
         ),
-        is_example=lambda both: both[0] != "27b/tp1/prefill" and both[1] == "v5e",
+        is_example=lambda one: (
+            one
+            in (
+                ("9b/tp1/verify", "v5e", "float8_e4m3fn"),
+                ("9b/tp1/verify", "v5e", "int8"),
+                ("2b/tp8/decode", "v5e", "int8"),
+            )
+        ),
     ),
 )
-@pytest.mark.parametrize("kept", ["float8_e4m3fn", "int8"])
 def test_attention_on_a_tpu_reads_eight_bits_in_place(name, chip, kept):
     """8-bit pages are read in place, and so are their scales.
 

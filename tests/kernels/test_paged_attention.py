@@ -104,7 +104,7 @@ def _scaled_rows() -> Iterator[Any]:
         yield row("tpu", name, dtype, slow=name not in FAST_ON_TPU)
 
 
-@pytest.mark.parametrize(("backend", "name", "dtype"), _scaled_rows())
+@pytest.mark.parametrize(("backend", "name", "dtype"), [*_scaled_rows()])
 def test_real_heads_and_queries_equal_float64(backend, name, dtype):
     call = build(SCALED_CASES[name], dtype=dtype)
     if backend == "cpu":
@@ -434,7 +434,7 @@ def _lane_cases() -> Iterator[Any]:
         yield pytest.param(case, 48, marks=marks, id=f"{heads} heads")
 
 
-@pytest.mark.parametrize(("case", "block_tokens"), _lane_cases())
+@pytest.mark.parametrize(("case", "block_tokens"), [*_lane_cases()])
 def test_int8_in_lanes_equals_float64(case, block_tokens):
     kept: dict[str, Any] = {"query_dtype": "bfloat16"} if case.head_dim > 8 else {}
     call, arrays = build_quantized(case, IN_LANES, **kept)

@@ -272,10 +272,15 @@ def test_draft_equal_to_the_target_is_fully_accepted(rule: str, name: str):
         assert (found.num_accepted == tree.main_chain.num_nodes).all()
 
 
-def test_side_leaves_raise_the_number_of_accepted_tokens():
-    """This holds for every rule."""
-    for rule in ("standard", "block", "coupled"):
-        chain = play(Tree.chain(3), rule)[1][0]
-        leaves = play(MANY_LEAVES, rule)[1][0]
-        np.testing.assert_array_equal(leaves.num_accepted, chain.num_accepted)
-        assert num_side_drafts(leaves).mean() > 0.1
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "standard",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("block", "coupled")),
+    ],
+)
+def test_side_leaves_raise_the_number_of_accepted_tokens(rule: str):
+    chain = play(Tree.chain(3), rule)[1][0]
+    leaves = play(MANY_LEAVES, rule)[1][0]
+    np.testing.assert_array_equal(leaves.num_accepted, chain.num_accepted)
+    assert num_side_drafts(leaves).mean() > 0.1
