@@ -43,13 +43,6 @@ def test_numbers_depend_on_their_own_key_only():
         np.testing.assert_array_equal(noise_of(*key, 16)[0], noise[at])
 
 
-def test_index_defaults_to_the_first_token():
-    seeds, positions = seeds_of(np.arange(9)), jnp.arange(9, dtype=jnp.int32)
-    plain = randomness.uniform(seeds, positions, SAMPLE)
-    first = randomness.uniform(seeds, positions, SAMPLE, jnp.zeros(9, jnp.int32))
-    np.testing.assert_array_equal(plain, first)
-
-
 @pytest.mark.parametrize("role", [DRAFT, ACCEPT, SAMPLE])
 def test_uniforms_are_uniform_and_below_one(role):
     for numbers in (

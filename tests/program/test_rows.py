@@ -250,14 +250,3 @@ def test_gathered_sequences_equal_their_rows():
     )
     assert active.num_tokens.tolist() == [20]
     assert active.last_tokens.tolist() == [history[2, 18:20].tolist()]
-
-
-def test_repeated_sequences_are_adjacent():
-    row = jnp.array([2, 0], jnp.int32)
-    repeated = jax.jit(
-        lambda *args: gather(*args).repeat(3), compiler_options=UNOPTIMISED
-    )
-    active = repeated(used_rows(), used_tokens(), row)
-    assert active.row.tolist() == [2, 2, 2, 0, 0, 0]
-    assert active.seed.shape == (6, 2)
-    assert active.top_k.shape == (6,)
