@@ -257,8 +257,8 @@ def verify_block(
     """
     joint, accepted, scale = 1.0, 0, 1.0
     for index, token in enumerate(drafts):
-        chance = draft[index, token] or 1.0  # 0 for tokens that were not drawn from it
-        joint = min(1.0, joint * target[index, token] / chance)
+        probability = draft[index, token] or 1.0  # 0: the token was not drawn from it
+        joint = min(1.0, joint * target[index, token] / probability)
         accept = joint
         if index + 1 < len(drafts):
             more = np.maximum(joint * target[index + 1] - draft[index + 1], 0).sum()
