@@ -101,7 +101,8 @@ def _programs() -> dict[str, Program]:
 PROGRAMS = _programs()
 
 
-def _topology(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
+def described_devices(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
+    """Return the chips of a topology, for compilation only."""
     # libtpu would ask a metadata server, which is missing here. Other test processes
     # may load libtpu at the same time.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -115,13 +116,13 @@ def _topology(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
 @cache
 def sharding(chip: str) -> SingleDeviceSharding:
     """Return a sharding on a described chip, for compilation only."""
-    return SingleDeviceSharding(_topology(*CHIPS[chip])[0])
+    return SingleDeviceSharding(described_devices(*CHIPS[chip])[0])
 
 
 @cache
 def mesh(topology: str, shape: tuple[int, int, int]) -> Mesh:
     """Return a mesh of described chips with the axes of step programs."""
-    devices = np.array(_topology(topology)).reshape(shape)
+    devices = np.array(described_devices(topology)).reshape(shape)
     return Mesh(devices, ("data", "replica", "model"))
 
 
