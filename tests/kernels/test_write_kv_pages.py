@@ -48,6 +48,10 @@ def kept_as(pool: Any) -> tuple[np.ndarray, ...]:
 
 def stored(values: np.ndarray, storage: str) -> Any:
     """Return values as a pool with this storage type represents them."""
+    if storage == "uint16":
+        return jnp.asarray(values.astype(jnp.bfloat16).view(np.uint16))
+    if storage in ("float32", "bfloat16"):
+        return jnp.asarray(values.astype(jnp.dtype(storage)))
     return to_storage(jnp.asarray(values), POOLS[storage])
 
 
