@@ -182,15 +182,6 @@ def test_greedy_texts_equal_huggingface(kind, size, tmp_path):
         assert stats.num_draft_tokens == num_drafted > num_before + 100
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", references.SIZES)
-def test_greedy_texts_without_a_draft_equal_huggingface(size, tmp_path):
-    model = references.reference(size)
-    folder = references.write(model, size, tmp_path / "target", kind="hf")
-    with make_llm(folder) as llm:
-        assert texts_of(llm) == expected_texts(size)
-
-
 @pytest.mark.parametrize(
     "size",
     [

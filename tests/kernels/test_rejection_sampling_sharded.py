@@ -12,9 +12,7 @@ from tests.kernels.aot_tpu import no_compilation_cache
 from tests.kernels.rejection_aot import collectives
 from tests.kernels.rejection_rounds import (
     Round,
-    by_force,
     by_loops,
-    forced_counts,
     make_round,
     sliced,
 )
@@ -67,15 +65,6 @@ def test_verdicts_equal_those_of_loops(shape):
     for seed in range(5):
         one = make_round(seed=seed)
         np.testing.assert_array_equal(run(*padded(one)), by_loops(one))
-
-
-def test_devices_agree_on_forced_drafts():
-    one = make_round(seed=3)
-    counts = forced_counts(one)
-    *arrays, numbers = padded(one)
-    numbers |= {"num_forced": jnp.asarray(counts)}
-    found = on_mesh((8,))(*arrays, numbers)
-    np.testing.assert_array_equal(found, by_force(one, counts))
 
 
 def test_point_mass_needs_no_array():
