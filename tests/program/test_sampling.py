@@ -262,7 +262,8 @@ def test_point_mass_drafts_have_no_probabilities():
     assert probs is None
 
 
-def test_early_stop_is_forbidden_below_min_tokens_only():
+@pytest.mark.parametrize("has_branch", [True, False])
+def test_early_stop_is_forbidden_below_min_tokens_only(has_branch):
     active = make_active(
         4,
         min_total=[12, 12, 12, 12],
@@ -270,7 +271,8 @@ def test_early_stop_is_forbidden_below_min_tokens_only():
         is_active=[True, True, False, True],
     )
     position = jnp.array([11, 12, 11, 11], jnp.int32)
-    found = forbid_early_stop(jnp.asarray(LOGITS[:4]), position, active)
+    logits = jnp.asarray(LOGITS[:4])
+    found = forbid_early_stop(logits, position, active, has_branch=has_branch)
     expected = LOGITS[:4].copy()
     expected[0, [1, 5]] = -np.inf
     np.testing.assert_array_equal(found, expected)
