@@ -135,7 +135,7 @@ class Round:
         is_finite = logits.max(axis=-1, keepdims=True) > -np.inf
         controls: Any = self.temperature[seq], self.top_k[seq], self.top_p[seq]
         found = filtered_distribution(
-            np.where(is_finite, logits, 0), *controls, self.min_p[seq]
+            np.where(is_finite, logits, 0), *controls, min_p=self.min_p[seq]
         )
         return np.where(is_finite, found, 0)
 

@@ -54,7 +54,7 @@ def test_excluded_tokens_are_neither_accepted_nor_drawn(rule, bad):
 def test_row_without_finite_logits_accepts_nothing_and_returns_token_zero(
     rule, bad, top_p
 ):
-    kept = dict(top_p=top_p, top_k=2, min_p=0.1) if top_p < 1 else {}
+    kept: Any = dict(top_p=top_p, top_k=2, min_p=0.1) if top_p < 1 else {}
     assert verdict_of([bad] * 4, [1], rule=rule, v=0.5, **kept) == (0, 0)
 
 
@@ -110,7 +110,7 @@ def test_padding_of_the_vocabulary_may_hold_anything(rule):
         logits = [0.0, 1.0, pad, pad]
         found = verdict_of(logits, [2], rule=rule, vocab_size=2, v=LARGEST_UNIFORM)
         assert found[0] == 0 and found[1] < 2
-        kept = dict(top_k=1, top_p=0.9, min_p=0.1) if rule != GREEDY else {}
+        kept: Any = dict(top_k=1, top_p=0.9, min_p=0.1) if rule != GREEDY else {}
         assert verdict_of(logits, [1], rule=rule, vocab_size=2, **kept) == (1, 1)
 
 

@@ -82,7 +82,7 @@ def write(folder, content: str | dict[str, Any]) -> None:
 def test_only_measured_shapes_have_sizes(folder):
     write(folder, table())
     found = sizes()
-    assert found == {"block_tokens": 256}
+    assert found is not None and found == {"block_tokens": 256}
     found["block_tokens"] = 1  # a caller cannot change the table
     (folder / "test-chip-9.json").unlink()  # it is read once
     assert sizes() == {"block_tokens": 256}

@@ -165,7 +165,7 @@ def test_admitted_controls_are_kept_in_their_rows():
     assert kept.is_controlled.tolist() == [True, False, True, True]
     changes = changed_rows(rows, after)
     assert changes["controls.bad_words"] == changes["controls.allowed"] == [0, 2]
-    np.testing.assert_array_equal(kept.penalties[2], np.float32([-0.5, 1.25, 1.1]))
+    np.testing.assert_array_equal(kept.penalties[2], np.array([-0.5, 1.25, 1.1], "f4"))
     pads = [NO_TOKEN] * (MAX_BIAS - 2)
     assert kept.bias_ids[2].tolist() == [5, 69, *pads]
     assert kept.bias_values[2, :2].tolist() == [-100.0, 2.5]

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,8 @@ def test_no_products_outside_of_the_two_forms(chunk, features):
         max_prompt_tokens=chunk,
         features=features,
     )
-    program = engine_of().runner.executable(shape).as_text()
+    runner: Any = engine_of().runner
+    program = runner.executable(shape).as_text()
     assert " dot(" in program and '"jaxspec_multiply"' in program
     assert has_products(program, entry_of(program)) == (chunk > 0)
 

@@ -87,7 +87,7 @@ def make_context(
     active: Active, tree: Tree, pool: PoolShape, **changes: Any
 ) -> ProposerContext:
     """Return what a proposer reads of a launch without prompts, on one device."""
-    given = dict(
+    given: dict[str, Any] = dict(
         active=active,
         token_pages=jnp.zeros((1, pool.page_size), jnp.int32),
         tree=tree,
