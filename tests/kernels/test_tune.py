@@ -68,21 +68,17 @@ def test_the_tuner_writes_a_table_that_is_read(folder):
     assert str(folder) not in path.read_text()
     micros = written["measured_us"]["paged_attention"]["reference"][key]
     assert micros == {"heuristic": 65.0, "tuned": 1.0}
-
-
-def test_tuner_continues_where_it_stopped(folder):
-    path, asked = folder / "cpu.json", []
+    # The tuner continues where it stopped.
+    asked = []
 
     def timer(sizes: tuning.Sizes, step: Any, work: Any) -> float:
         asked.append(sizes)
         return 1.0
 
     tune.main(arguments(path), timer=timer)
-    num_asked = len(asked)
-    tune.main(arguments(path), timer=timer)
-    assert len(asked) == num_asked
+    assert not asked
     tune.main(arguments(path, "--again"), timer=timer)
-    assert len(asked) == 2 * num_asked
+    assert asked
 
 
 def no_table(*_: Any) -> Any:
