@@ -146,11 +146,8 @@ def test_outputs_are_in_the_order_of_prompts(llm: LLM):
     assert texts(outputs) == ["ba", "dc", "fe"]
     # A second call continues counting the request ids.
     assert texts(llm.generate("gh", use_tqdm=False)) == ["hg"]
-    assert [int(name) for name in engine_of(llm).params] == [0, 1, 2, 3]
-
-
-def test_no_prompts_give_no_outputs(llm: LLM):
     assert llm.generate([], use_tqdm=False) == []
+    assert [int(name) for name in engine_of(llm).params] == [0, 1, 2, 3]
 
 
 def test_one_or_several_sampling_params_are_accepted(llm: LLM):
@@ -191,12 +188,6 @@ def test_bad_prompt_leaves_nothing_running(llm: LLM):
     assert engine_of(llm).num_steps == 0
 
 
-def test_interrupted_call_leaves_nothing_running(llm: LLM):
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["a", "interrupt"], use_tqdm=False)
-    assert not engine_of(llm).waiting
-
-
 def test_deprecated_prompt_token_ids_are_accepted(llm: LLM):
     with pytest.warns(DeprecationWarning, match="prompt_token_ids="):
         outputs = llm.generate(prompt_token_ids=[[97, 98], [99]], use_tqdm=False)
@@ -205,16 +196,6 @@ def test_deprecated_prompt_token_ids_are_accepted(llm: LLM):
         llm.generate(["a", "b"], prompt_token_ids=[97], use_tqdm=False)
     with pytest.raises(RequestError, match="prompts must be"):
         llm.generate(use_tqdm=False)
-
-
-def test_progress_bar_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]):
-    llm.generate(["ab", "cd"])
-    shown = capsys.readouterr().err
-    assert "Processed prompts: 100%" in shown
-    assert "est. speed input: " in shown
-    assert " toks/s, output: " in shown
-    llm.generate(["ab"], use_tqdm=False)
-    assert capsys.readouterr().err == ""
 
 
 TURN = {"role": "user", "content": "hi"}
@@ -264,7 +245,7 @@ def test_conversations_can_be_enqueued(llm: LLM):
     assert [output.request_id for output in outputs] == request_ids
 
 
-def test_chat_options_reach_the_template(llm: LLM):
+def test_options_reach_the_template_or_are_rejected(llm: LLM):
     llm.chat([TURN], use_tqdm=False, chat_template="<bos>{{ messages[0].content }}!")
     assert engine_of(llm).prompts[0]["prompt"] == "<bos>hi!"
     tool = {"type": "function", "function": {"name": "weather"}}
@@ -272,8 +253,12 @@ def test_chat_options_reach_the_template(llm: LLM):
     assert '{"name": "weather", ' in engine_of(llm).prompts[1]["prompt"]
     with pytest.raises(RequestError, match="tools"):
         llm.chat([TURN], use_tqdm=False, tools=[{}])
-    with pytest.raises(NotImplementedError, match="lora_request"):
-        llm.chat([TURN], use_tqdm=False, lora_request="x")
+    for call in (llm.chat, llm.generate, llm.enqueue):
+        with pytest.raises(NotImplementedError, match="lora_request"):
+            call([TURN], lora_request="x")
+    for name in ("encode", "embed"):
+        with pytest.raises(NotImplementedError, match="support|pooling"):
+            getattr(llm, name)(["a"])
     unknown: Any = {"chat_templat": "x"}
     with pytest.raises(TypeError, match="chat_templat"):
         llm.chat([TURN], use_tqdm=False, **unknown)
@@ -312,18 +297,6 @@ def test_leaving_the_context_shuts_down(llm: LLM):
     assert engine_of(llm).is_shut_down
 
 
-@pytest.mark.parametrize("name", ["encode", "embed"])
-def test_methods_for_other_models_are_rejected(llm: LLM, name: str):
-    with pytest.raises(NotImplementedError, match="support|pooling"):
-        getattr(llm, name)(["a"])
-
-
-@pytest.mark.parametrize("option", [{"lora_request": "x"}])
-def test_unsupported_options_are_rejected(llm: LLM, option: dict[str, Any]):
-    with pytest.raises(NotImplementedError, match=next(iter(option))):
-        llm.generate("a", **option)
-
-
 def test_each_prompt_gets_its_priority(llm: LLM):
     llm.generate(["a", "b"], use_tqdm=False, priority=[3, -1])
     llm.generate(["a"], use_tqdm=False)
@@ -348,8 +321,6 @@ def test_enqueued_prompts_wait_for_their_own_call(llm: LLM):
     with pytest.raises(RequestError, match="bad prompt"):
         llm.enqueue(["a", "bad"])
     assert not engine_of(llm).waiting
-    with pytest.raises(NotImplementedError, match="lora_request"):
-        llm.enqueue("a", lora_request="x")
 
 
 def test_error_names_lost_enqueued_prompts(llm: LLM):
@@ -396,7 +367,10 @@ def test_progress_bar_names_programs_being_compiled(
     shown = capsys.readouterr().err
     assert "Compiling 4 sequences" in shown
     assert shown.rstrip().rsplit("\r", 1)[-1].startswith("Processed prompts: 100%")
+    assert " toks/s, output: " in shown
     assert engine_of(llm).announce is None
+    llm.generate(["ab"], use_tqdm=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_all_programs_can_be_compiled_at_the_start(

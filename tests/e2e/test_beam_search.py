@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-import jaxspec.llm
 from jaxspec.errors import RequestError
 from jaxspec.llm import LLM
 from jaxspec.sampling_params import BeamSearchParams, SamplingParams
-from tests.support.engines import MICRO, StubTokenizer, make_engine
+from tests.support.engines import MICRO, StubTokenizer, make_engine, make_llm
 from tests.support.oracles import hf_logits, make_hf_model
 
 VOCAB, END = 16, 1
@@ -26,15 +25,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def llm(model: Any) -> Iterator[LLM]:
-    engine = make_engine(model, has_one_shape=True, max_logprobs=VOCAB)
-    with pytest.MonkeyPatch.context() as patch:
-
-        class Made:
-            from_engine_args = staticmethod(lambda args: engine)
-
-        patch.setattr(jaxspec.llm, "LLMEngine", Made)
-        made = LLM("folder")
-    with made:
+    with make_llm(make_engine(model, has_one_shape=True, max_logprobs=VOCAB)) as made:
         yield made
 
 

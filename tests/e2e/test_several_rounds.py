@@ -34,18 +34,6 @@ def looped() -> LLMEngine:
     )
 
 
-@functools.cache
-def single() -> LLMEngine:
-    """Return an engine whose launches run single rounds."""
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        has_one_shape=True,
-        **pair.SETTINGS,
-    )
-
-
 def counts_of(engine: LLMEngine) -> dict[str, Any]:
     """Return the counters that do not depend on time."""
     stats = vars(engine.stats).copy()
@@ -81,35 +69,30 @@ def play(
     return texts, counts_of(made), ran
 
 
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [dict(temperature=0, ignore_eos=True)] * 4,
+    "ends": [dict(temperature=0, stop_token_ids=FREQUENT)] * 6,
+    "lengths": [
+        dict(temperature=0, ignore_eos=True, max_tokens=count)
+        for count in (1, 2, 5, 9, 23, 60)
+    ],
+    "plain": [
+        dict(temperature=0, ignore_eos=True, extra_args={"num_speculative_tokens": 0})
+    ]
+    * 2,
+    "seeded": [dict(seed=number, temperature=0.9) for number in range(4)],
+    "sampled": [dict(temperature=1.0, top_p=0.9)] * 6,
+}
+
+
 def params_of(kind: str) -> list[SamplingParams]:
-    changes: list[dict[str, Any]] = {
-        "greedy": [dict(temperature=0, ignore_eos=True)] * 4,
-        "ends": [dict(temperature=0, stop_token_ids=FREQUENT)] * 6,
-        "lengths": [
-            dict(temperature=0, ignore_eos=True, max_tokens=count)
-            for count in (1, 2, 5, 9, 23, 60)
-        ],
-        "plain": [
-            dict(
-                temperature=0,
-                ignore_eos=True,
-                extra_args={"num_speculative_tokens": 0},
-            )
-        ]
-        * 2,
-        "seeded": [dict(seed=number, temperature=0.9) for number in range(4)],
-        "sampled": [dict(temperature=1.0, top_p=0.9) for _ in range(6)],
-    }[kind]
     values: dict[str, Any] = dict(max_tokens=60, output_kind=FINAL)
-    return [SamplingParams(**(values | one)) for one in changes]
-
-
-KINDS = ("greedy", "ends", "lengths", "plain", "seeded", "sampled")
+    return [SamplingParams(**(values | one)) for one in KINDS[kind]]
 
 
 @functools.cache
 def expected(kind: str) -> tuple[list[Any], dict[str, Any]]:
-    texts, counts, ran = play(single(), 1, params_of(kind))
+    texts, counts, ran = play(pair.engine(), 1, params_of(kind))
     assert set(ran) == {(1, 1)}
     return texts, counts
 
@@ -129,12 +112,13 @@ def test_texts_and_counts_equal_single_rounds(kind):
     assert num_stopped > 0, "no sequence ended in the middle"
 
 
-@pytest.mark.parametrize("rule", ["standard", "block"])
-def test_every_rule_samples_as_in_single_rounds(rule):
+def test_block_rule_samples_as_in_single_rounds():
     params = params_of("sampled")
-    changes = dict(rejection_sample_method=rule)
-    one = play(single(), 1, params, **changes)[:2]
-    assert play(looped(), STEPS, params, **changes)[:2] == one
+    one, several = (
+        play(engine, num_rounds, params, rejection_sample_method="block")[:2]
+        for engine, num_rounds in ((pair.engine(), 1), (looped(), STEPS))
+    )
+    assert several == one
 
 
 @pytest.mark.parametrize(
@@ -171,7 +155,7 @@ def test_request_can_be_aborted_between_rounds():
         while made.has_unfinished_requests():
             outputs += made.step()
     assert [one.request_id for one in outputs] == ["b"]
-    alone = tokens_of(generate(with_settings(single()), [prompts[1]], [params[1]]))
+    alone = tokens_of(generate(pair.engine(), [prompts[1]], [params[1]]))
     assert tokens_of(outputs) == alone
     made.scheduler.check_idle()
 
@@ -184,7 +168,7 @@ def test_preemption_and_prefix_hits_change_nothing():
     params = SamplingParams(
         temperature=0, max_tokens=50, ignore_eos=True, output_kind=FINAL
     )
-    expected = tokens_of(generate(with_settings(single()), prompts, params))
+    expected = tokens_of(generate(pair.engine(), prompts, params))
     made = with_settings(looped())
     with at_most(made, STEPS) as ran:
         for _ in range(2):
