@@ -14,22 +14,14 @@ import jaxspec as jaxspec_package
 from jaxspec import __main__ as command_line
 from jaxspec.cli import chat, generate
 from jaxspec.engine.model_folders import model_folder
-from tests.support.programs import quick_environment
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 
 
 def jaxspec(*arguments: str, lines: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command line as users do, but with the tests' program cache."""
-    return subprocess.run(
-        [sys.executable, "-m", "jaxspec", *arguments],
-        input=lines,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=quick_environment(),
-        check=False,
-    )
+    return run_python("-m", "jaxspec", *arguments, input=lines)
 
 
 def test_bundled_pair_generates():
@@ -64,13 +56,7 @@ def test_help_lists_commands_without_importing_jax(arguments):
         "except SystemExit as end: assert not end.code\n"
         "assert 'jax' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
+    done = run_python("-c", code, *arguments, check=True)
     commands = done.stdout.partition("subcommands:")[2]
     named = re.findall(r"^    (\w+)", commands, re.MULTILINE)
     assert named == [

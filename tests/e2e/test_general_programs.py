@@ -11,7 +11,7 @@ from jaxspec.engine.scheduling.programs import EveryProgram, Shapes
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
-from tests.support.engines import generate, make_engine, tokens_of
+from tests.support.engines import generate, tokens_of
 
 PROMPTS = pair.prompts(6, seed=11)
 PARAMS = [
@@ -106,13 +106,7 @@ def test_batch_invariant_requests_run_in_one_program():
 
     Logprobs then do not depend on the batch.
     """
-    engine = make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        batch_invariant=True,
-        **pair.SETTINGS,
-    )
+    engine = pair.own_engine(batch_invariant=True, has_one_shape=False)
     assert tokens_of(generate(engine, PROMPTS, PARAMS)) == plain_texts()
     # The other program is for draft prefill.
     assert engine.runner.num_compiles == 2

@@ -95,13 +95,7 @@ def made(kind: str) -> LLMEngine:
     """Return an engine; engines of all draft models share executables."""
     if kind != "noisy":
         return with_draft(made("noisy"), pair.draft(kind))
-    return make_engine(
-        pair.target(),
-        pair.draft(kind),
-        num_draft_tokens=3,
-        runner=GrammarRunner,
-        **SETTINGS,
-    )
+    return pair.own_engine(runner=GrammarRunner, **SETTINGS)
 
 
 @pytest.fixture(scope="module", params=["noisy", slow("unrelated")])

@@ -3,12 +3,14 @@
 The models are float32, and prompts are chosen so that rounding cannot change a token.
 """
 
+from typing import Any
+
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
-from tests.support.engines import generate, make_engine, tokens_of, with_settings
+from tests.support.engines import generate, tokens_of, with_settings
 
 LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
@@ -79,13 +81,7 @@ def hundred() -> tuple[list[list[int]], list[list[int]]]:
 @pytest.fixture(scope="module")
 def widest() -> LLMEngine:
     """Return an engine whose K is the maximum; requests set a smaller one."""
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=8,
-        has_one_shape=True,
-        **pair.settings(max_num_seqs=8, num_pages=8 * 28),
-    )
+    return pair.own_engine(num_draft_tokens=8, max_num_seqs=8, num_pages=8 * 28)
 
 
 @pytest.mark.long_suite(name="lossless")
@@ -109,12 +105,8 @@ def test_hundred_texts_with_every_draft_length(num_draft_tokens, hundred, widest
 def test_hundred_texts_in_batches_of_three(hundred):
     """Batches grow and shrink; each batch size has its own executable."""
     prompts, texts = hundred
-    engine = make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=5,
-        **pair.settings(max_num_seqs=3, num_pages=3 * 28),
-    )
+    sizes: dict[str, Any] = dict(max_num_seqs=3, num_pages=3 * 28)
+    engine = pair.own_engine(num_draft_tokens=5, has_one_shape=False, **sizes)
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts
     assert 0.3 < engine.stats.acceptance_rate < 0.9
 

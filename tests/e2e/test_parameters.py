@@ -17,7 +17,6 @@ from tests.support.distributions import controlled
 from tests.support.engines import (
     StubTokenizer,
     generate,
-    make_engine,
     tokens_of,
     with_settings,
 )
@@ -30,13 +29,7 @@ PLAIN = {"num_speculative_tokens": 0}
 
 @functools.cache
 def general_engine() -> LLMEngine:
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        runner=pair.GeneralRunner,
-        **pair.SETTINGS,
-    )
+    return pair.own_engine(runner=pair.GeneralRunner)
 
 
 def run(

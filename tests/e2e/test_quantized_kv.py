@@ -80,10 +80,9 @@ def make(kind: str, has_draft: bool, **changes: Any) -> LLMEngine:
         kv_cache_dtype=kind, num_pages=24, max_model_len=96, runner=OneProgramRunner
     )
     if has_draft:
-        settings |= dict(draft=pair.draft("noisy"), num_draft_tokens=pair.NUM_DRAFT)
-    else:
-        names = "tree", "num_draft_tokens", "draft_tensor_parallel_size"
-        changes = {name: one for name, one in changes.items() if name not in names}
+        return pair.own_engine(**(settings | changes))
+    names = "tree", "num_draft_tokens", "draft_tensor_parallel_size"
+    changes = {name: one for name, one in changes.items() if name not in names}
     return make_engine(pair.target(), **(settings | changes))
 
 

@@ -14,7 +14,7 @@ from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.e2e import lossless
 from tests.support import pair
-from tests.support.engines import generate, make_engine, tokens_of, with_settings
+from tests.support.engines import generate, tokens_of, with_settings
 from tests.support.rounds import STEPS, at_most
 
 FINAL = RequestOutputKind.FINAL_ONLY
@@ -24,14 +24,7 @@ FREQUENT = [45, 41]
 
 @functools.cache
 def looped() -> LLMEngine:
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        num_scheduler_steps=STEPS,
-        has_one_shape=True,
-        **pair.SETTINGS,
-    )
+    return pair.own_engine(num_scheduler_steps=STEPS)
 
 
 def counts_of(engine: LLMEngine) -> dict[str, Any]:
