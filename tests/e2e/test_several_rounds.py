@@ -1,6 +1,5 @@
 """Launches of several rounds return the texts and counts of single-round launches."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,11 +7,8 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling import prefill_budget
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.e2e import lossless
 from tests.support import pair
 from tests.support.engines import generate, tokens_of, with_settings
 from tests.support.rounds import STEPS, at_most
@@ -170,38 +166,3 @@ def test_preemption_and_prefix_hits_change_nothing():
     assert made.stats.num_preemptions > 0
     assert made.stats.num_prefix_hits > 0
     made.scheduler.check_idle()
-
-
-@pytest.mark.slow
-def test_every_path_equals_plain_decoding(monkeypatch):
-    """Paths are those of `test_lossless`: chunked prompts, preemption, prefix hits."""
-    # Programs with room for prompts have no loop over rounds.
-    cut = dataclasses.replace(
-        lossless.SHORT,
-        num_prompts=16,
-        num_tokens=64,
-        batches=(16,),
-        has_one_program=False,
-    )
-    engine_for, planned = lossless.engine_for, list[int]()
-
-    def with_loops(*arguments: Any) -> LLMEngine:
-        engine = engine_for(*arguments)
-        config = dataclasses.replace(engine.config, num_scheduler_steps=STEPS)
-        launch = engine.runner.launch
-
-        def note(plan: StepPlan, shape: StepShape) -> Any:
-            planned.append(plan.num_rounds)
-            return launch(plan, shape)
-
-        monkeypatch.setattr(engine.runner, "launch", note)
-        return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
-
-    monkeypatch.setattr(lossless, "engine_for", with_loops)
-    monkeypatch.setattr(prefill_budget, "MAX_LAUNCH_S", 60.0)
-    for one in lossless.play(cut):
-        assert max(planned) > 1, one
-        assert one.num_equal == one.num_prompts, one
-        assert (one.num_preemptions > 0) == (one.path == "preempted"), one
-        assert (one.num_cached_tokens > 0) == (one.path == "prefix"), one
-        planned.clear()
