@@ -178,8 +178,8 @@ def test_memory_on_the_chips_of_kaggle(capsys):
     pair = dict(folders=folders, DEVICE="v5e-8")
     space = run_cells("kaggle_tpu", "memory", "pages", **pair)
     whole = space["plans"][8]
-    # Each chip has two of the 27B's 16 KV heads, and a copy of one of the 2B's four. The
-    # heads take 376,832 and 106,496 bytes per token.
+    # Each chip has two of the 27B's 16 KV heads, and one of the 2B's four. All heads
+    # take 376,832 and 106,496 bytes per token.
     assert whole.facts.target.page_bytes == 16 * 376_832 // 8
     assert whole.facts.draft.page_bytes == 16 * 106_496 // 4
     # The row of the table for about eight requests of 8,192 tokens.
