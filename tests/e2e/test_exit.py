@@ -8,8 +8,7 @@ import pytest
 from tests.support.processes import run_python
 from tests.support.programs import quick_environment
 
-# Number of times that each script runs: in `make test`, and in the slow test.
-FEW, MANY = 2, 50
+MANY = 50  # number of times that each script runs in the slow test
 
 ASYNC = """
 import asyncio, sys
@@ -107,7 +106,7 @@ def run(script: str, cache: Path | None = None) -> "subprocess.CompletedProcess[
     return run_python("-c", script, env=environment, timeout=300)
 
 
-CASES = [(name, FEW) for name in IN_MAKE_TEST] + [
+CASES = [(name, 1) for name in IN_MAKE_TEST] + [
     pytest.param(name, MANY, marks=pytest.mark.slow) for name in SCRIPTS
 ]
 

@@ -480,7 +480,19 @@ def test_silent_leader_is_not_reported_as_wrong_secret(
         assert time.monotonic() - start > 0.9
 
 
-def test_difference_is_reported_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("rank", "changes", "messages"),
+    [
+        (
+            *(2, {"max_model_len": "64"}),
+            ("node_rank=2", "max_model_len: 64 there, and 128 at the leader"),
+        ),
+        (1, {}, ("Two processes have node_rank=1: 127.0.0.1:",)),
+    ],
+)
+def test_difference_or_duplicate_rank_is_reported_to_all(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch, rank: int, changes: Any, messages: Any
+):
     accept, has_one = channel._accept, threading.Event()
 
     def accepted(*arguments: Any) -> None:
@@ -489,7 +501,7 @@ def test_difference_is_reported_to_all(hosts: Any, monkeypatch: pytest.MonkeyPat
 
     def find_last() -> Leader:
         assert has_one.wait(10)
-        return Leader.find(hosts(2), FACTS | {"max_model_len": "64"})
+        return Leader.find(hosts(rank), FACTS | changes)
 
     monkeypatch.setattr(channel, "_accept", accepted)
     results = together(
@@ -499,19 +511,7 @@ def test_difference_is_reported_to_all(hosts: Any, monkeypatch: pytest.MonkeyPat
     )
     for result in results:
         assert isinstance(result, ConfigError), result
-        assert "node_rank=2" in str(result)
-        assert "max_model_len: 64 there, and 128 at the leader" in str(result)
-
-
-def test_rejects_duplicate_rank(hosts: Any):
-    results = together(
-        lambda: Followers.gather(hosts(0), FACTS),
-        lambda: Leader.find(hosts(1), FACTS),
-        lambda: Leader.find(hosts(1), FACTS),
-    )
-    for result in results:
-        assert isinstance(result, ConfigError), result
-        assert "Two processes have node_rank=1: 127.0.0.1:" in str(result)
+        assert all(message in str(result) for message in messages)
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
