@@ -84,15 +84,6 @@ def pair(target: str = "9b", draft: str | None = "2b", **changes: Any) -> Engine
     return EngineArgs(model=f"google/gemma-2-{target}", **(drafts | changes))
 
 
-@pytest.mark.parametrize("size", WEIGHT_BYTES)
-def test_published_model_needs_no_file(size: str):
-    facts = plan_for(pair(size, None), "h200").facts
-    assert facts.target == ModelBytes(
-        weight_bytes=WEIGHT_BYTES[size], page_bytes=16 * KV_BYTES[size]
-    )
-    assert facts.draft == ModelBytes()
-
-
 def test_packaged_file_is_planned_as_stored(monkeypatch):
     """Plan with the sizes in the file of `jaxspec/gemma-3-270m`, which is quantized."""
     tiny = EngineArgs(model="jaxspec/tiny-gemma2")

@@ -206,16 +206,6 @@ def run_together(config: EngineConfig, count: int, **changes: Any) -> Loop:
     return run_traffic(config, make_requests(config, count, **(values | changes)))
 
 
-def test_requests_are_admitted_first_come_first_served():
-    loop = run_together(make_config(max_num_seqs=2), 7)
-    admitted = [
-        admission.seed[0]
-        for launch in loop.launches
-        for admission in launch.plan.admissions
-    ]
-    assert admitted == list(range(7))
-
-
 def test_decoding_does_not_wait_for_prompts():
     """Running requests decode in the launches that prefill a long prompt."""
     loop = Loop(make_config(num_draft_tokens=0, max_num_batched_tokens=32), seed=0)
@@ -238,11 +228,6 @@ def test_decoding_does_not_wait_for_prompts():
     both = loop.launches[before : before + 3]
     assert [len(launch.plan.tiles) for launch in both] == [1, 1, 1]
     assert [launch.decoding for launch in both] == [[first]] * 3
-
-
-def test_a_chunk_holds_no_more_than_the_budget():
-    loop = run_together(make_config(max_num_seqs=8, num_pages=200), 8)
-    assert max(len(launch.plan.tiles) for launch in loop.launches) == 64 // TILE
 
 
 def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
