@@ -42,6 +42,15 @@ class Backend:
         return None if self.mesh is None else self.mesh.devices.flat[0].device_kind
 
     @property
+    def branches_wait(self) -> bool:
+        """Whether a conditional stops the host until the device has reached it.
+
+        It does on a GPU, where XLA reads the predicate on the host. Work that takes
+        less than this wait is done without a conditional there.
+        """
+        return resolve("paged_attention", self.implementation) == "gpu"
+
+    @property
     def has_blocks(self) -> bool:
         """Whether each half of a layer may run as one operation.
 

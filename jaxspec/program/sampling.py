@@ -72,12 +72,16 @@ def forbid_early_stop(
     position: Int[Array, " token"],
     active: Active,
     axes: tuple[str, ...] | None = None,
+    *,
+    has_branch: bool = True,
 ) -> Float[Array, "token vocab"]:
     """Mask stop ids at positions below the request's `min_tokens`.
 
     Args:
         active: One entry per row of `logits`.
         axes: Mesh axes that split the vocabulary, inside `shard_map`.
+        has_branch: Skip the write, and its copy of the logits, if no position is below.
+            The result is the same.
     """
     is_early = active.is_active & (position < active.min_total)
     vocab = logits.shape[1]
@@ -89,6 +93,8 @@ def forbid_early_stop(
         row = jnp.arange(logits.shape[0])[:, None]
         return logits.at[row, column].set(-jnp.inf, mode="drop")
 
+    if not has_branch:
+        return forbid()
     return jax.lax.cond(is_early.any(), forbid, lambda: logits)
 
 
@@ -123,7 +129,9 @@ def sample_draft(
     def draw(logits: Array, whole: tuple) -> tuple[Array, Array | None]:
         active, position, sampling_values, numbers = whole
         return sample(
-            forbid_early_stop(logits, position, active, axes),
+            forbid_early_stop(
+                logits, position, active, axes, has_branch=not backend.branches_wait
+            ),
             sampling_values,
             rule=active.rule,
             uniform=None if sampling_values is None else numbers.uniform[:, 0],

@@ -132,7 +132,11 @@ def verify_group(
     offset = jnp.array([tuple(range(width))], jnp.int32)
     position = (active.num_tokens[:, None] + offset).reshape(-1)
     logits = forbid_early_stop(
-        logits.reshape(count * width, -1), position, active.repeat(width), axes
+        logits.reshape(count * width, -1),
+        position,
+        active.repeat(width),
+        axes,
+        has_branch=not backend.branches_wait,
     )
     logits = logits.reshape(count, width, -1)
     return rejection_sampling(

@@ -346,7 +346,8 @@ def test_race_agrees_more_the_closer_the_distributions_are():
         assert agreement <= 1 - distance + 2.5 / count**0.5
 
 
-def test_early_stop_is_forbidden_below_min_tokens_only():
+@pytest.mark.parametrize("has_branch", [True, False])
+def test_early_stop_is_forbidden_below_min_tokens_only(has_branch):
     active = make_active(
         4,
         min_total=[12, 12, 12, 12],
@@ -354,7 +355,8 @@ def test_early_stop_is_forbidden_below_min_tokens_only():
         is_active=[True, True, False, True],
     )
     position = jnp.array([11, 12, 11, 11], jnp.int32)
-    found = forbid_early_stop(jnp.asarray(LOGITS[:4]), position, active)
+    logits = jnp.asarray(LOGITS[:4])
+    found = forbid_early_stop(logits, position, active, has_branch=has_branch)
     expected = LOGITS[:4].copy()
     expected[0, [1, 5]] = -np.inf
     np.testing.assert_array_equal(found, expected)
