@@ -232,9 +232,10 @@ def test_options_reach_the_template_or_are_rejected(llm: LLM):
     assert '{"name": "weather", ' in engine_of(llm).prompts[1]["prompt"]
     with pytest.raises(RequestError, match="tools"):
         llm.chat([TURN], use_tqdm=False, tools=[{}])
+    prompts: Any = [TURN]
     for call in (llm.chat, llm.generate, llm.enqueue):
         with pytest.raises(NotImplementedError, match="lora_request"):
-            call([TURN], lora_request="x")
+            call(prompts, lora_request="x")
     for name in ("encode", "embed"):
         with pytest.raises(NotImplementedError, match="support|pooling"):
             getattr(llm, name)(["a"])

@@ -13,9 +13,8 @@ from jaxspec.outputs import (
 
 def output(text: str, token_ids: list[int], **fields: Any) -> RequestOutput:
     """Return an output of one completion with the given fields."""
-    completion = CompletionOutput(
-        **(dict(index=0, text=text, token_ids=token_ids) | fields)
-    )
+    values: dict[str, Any] = dict(index=0, text=text, token_ids=token_ids) | fields
+    completion = CompletionOutput(**values)
     return RequestOutput(
         request_id="7",
         prompt="p",

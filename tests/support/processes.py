@@ -16,7 +16,9 @@ def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProces
     Args:
         options: Arguments of `subprocess.run` that differ.
     """
-    values = dict(capture_output=True, text=True, cwd=ROOT, env=quick_environment())
+    values: Any = dict(
+        capture_output=True, text=True, cwd=ROOT, env=quick_environment()
+    )
     return subprocess.run([sys.executable, *map(str, arguments)], **(values | options))
 
 

@@ -133,7 +133,7 @@ def test_best_choice_has_the_most_tokens_per_second(rate, best):
 
 
 # One level of this tree takes two thirds of the whole tree's time.
-TREE = dict(times=[0.010, 0.0105, 0.016, 0.017], is_whole_tree=True)
+TREE: Any = dict(times=[0.010, 0.0105, 0.016, 0.017], is_whole_tree=True)
 
 
 @pytest.mark.parametrize(
