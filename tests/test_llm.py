@@ -289,6 +289,12 @@ def test_enqueued_prompts_wait_for_their_own_call(llm: LLM):
     assert texts(llm.generate(["gh"], use_tqdm=False)) == ["hg"]
     assert texts(llm.wait_for_completion(use_tqdm=False)) == ["ba", "dc", "fe"]
     assert llm.wait_for_completion(use_tqdm=False) == []
+    num_steps = engine_of(llm).num_steps
+    for call in (llm.enqueue, llm.generate):
+        with pytest.raises(RequestError, match="bad prompt"):
+            call(["a", "bad", "b"])
+        assert not engine_of(llm).waiting
+    assert engine_of(llm).num_steps == num_steps
     ids = llm.enqueue(["a", "b", "c"])
     llm.llm_engine.abort_request([ids[1]])
     with pytest.raises(RequestError, match=f"Requests {ids[1]} ended without an outpu"):

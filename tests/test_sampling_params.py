@@ -208,7 +208,7 @@ def test_only_greedy_disables_filters(temperature):
         (dict(logprob_token_ids=[5, 9], logprobs=0), "logprobs must be 2, the number"),
         (
             dict(logprob_token_ids=[*range(129)]),
-            "logprob_token_ids must be at most",
+            "logprob_token_ids must be at most 128 ids",
         ),
     ],
 )
@@ -329,3 +329,9 @@ def test_clone_is_independent():
     assert clone != params
     assert copy.copy(params) == params
     assert pickle.loads(pickle.dumps(params)) == params
+
+
+def test_error_has_parameter_and_value():
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(top_p=1.5)
+    assert (caught.value.parameter, caught.value.value) == ("top_p", 1.5)

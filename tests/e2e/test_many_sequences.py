@@ -4,11 +4,17 @@
 are still verified in several groups.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxspec.engine.program_cache import ProgramCache
+from jaxspec.engine.scheduling.launch import Launch
+from jaxspec.engine.scheduling.programs import FIRST_CHUNK
+from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.program import target_pass, verify
+from jaxspec.program.plan import TILE
 from jaxspec.sampling_params import SamplingParams
 from tests.support.engines import (
     OneProgramRunner,
@@ -68,3 +74,32 @@ def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
     assert tokens_of(outputs) == expected
     assert engine.stats.num_draft_tokens > count
     assert 0 < engine.stats.acceptance_rate < 1
+
+
+@pytest.mark.slow
+def test_launch_prefills_up_to_the_token_budget(monkeypatch):
+    """This budget exceeds the largest program that an engine compiles at its start."""
+    random, target = np.random.default_rng(0), make_micro()
+    prompts = [random.integers(4, 16, 250).tolist() for _ in range(16)]
+    params = [
+        SamplingParams(temperature=0.8, seed=number, max_tokens=4, ignore_eos=True)
+        for number in range(16)
+    ]
+    settings: dict[str, Any] = dict(
+        max_num_seqs=16, max_model_len=256, num_pages=1024, runner=OneProgramRunner
+    )
+    few = make_engine(target, max_num_batched_tokens=512, **settings)
+    expected = tokens_of(generate(few, prompts, params))
+    budget = 2 * FIRST_CHUNK
+    engine = make_engine(target, max_num_batched_tokens=budget, **settings)
+    read = []
+    plan = Scheduler.plan
+
+    def note(scheduler: Scheduler) -> Launch | None:
+        launch = plan(scheduler)
+        read.append(0 if launch is None else len(launch.plan.tiles))
+        return launch
+
+    monkeypatch.setattr(Scheduler, "plan", note)
+    assert tokens_of(generate(engine, prompts, params)) == expected
+    assert max(read) * TILE == budget

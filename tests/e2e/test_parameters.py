@@ -268,3 +268,16 @@ def test_logprobs_in_outputs_of_every_kind_add_up():
         whole.add(one, aggregate=True)
     assert whole.outputs[0] == final.outputs[0]
     assert whole.prompt_logprobs == final.prompt_logprobs
+
+
+def test_logprobs_end_with_the_text():
+    free = ask(temperature=0, logprobs=1)
+    for cut in range(2, 8):
+        stop = free.text[cut : cut + 2]
+        found = ask(temperature=0, logprobs=1, stop=[stop])
+        count = free.text.index(stop) + 2
+        assert found.token_ids == free.token_ids[:count]
+        assert found.logprobs == (free.logprobs or [])[:count]
+        pairs = zip(found.logprobs or [], found.token_ids, strict=True)
+        own = [entry[token].logprob for entry, token in pairs]
+        assert found.cumulative_logprob == pytest.approx(sum(own), abs=1e-5)

@@ -57,6 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         content = published_config(name)
         assert content is not None
         write_config(root / name, content | {"vocab_size": num_rows})
+    (root / "empty").mkdir()
     return root
 
 
@@ -376,7 +377,16 @@ CONFIG_ERRORS: list[tuple[Any, ...]] = [
     ({"max_model_len": "8k"}, "'8k'", "an integer"),
     ({"block_size": 0}, "got 0", "at least 1"),
     ({"block_size": 12}, "block_size", "12", "a power of two"),
-    ({"num_gpu_blocks_override": 63}, "num_gpu_blocks_override", "got 63"),
+    (
+        {"num_gpu_blocks_override": 63},
+        "num_gpu_blocks_override",
+        "got 63",
+        "at least 64",
+    ),
+    ({"model": "empty"}, "found: an empty folder"),
+    ({"seed": "x"}, "'x'", "an integer"),
+    ({"speculative_model_quantization": "int8"}, "was given without a draft model"),
+    ({"model": "gemma-3-270m-it", "dtype": "float16"}, "dtype", "exceeds 65,504"),
     (
         {"num_gpu_blocks_override": 64, "max_num_seqs": 65},
         "got 65",

@@ -63,6 +63,23 @@ async def test_request_starts_when_the_first_output_is_awaited(serving):
     assert len(await outputs_of(serving, "same", max_tokens=4)) > 0
 
 
+@pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
+@served()
+async def test_slow_reader_gets_all_text_in_fewer_outputs(serving, kind):
+    params = SamplingParams(max_tokens=20, output_kind=kind)
+    outputs = []
+    async for output in serving.generate(PROMPT, params, "slow"):
+        outputs.append(output)
+        if len(outputs) == 1:
+            # The other requests continue meanwhile.
+            assert (await outputs_of(serving, "other"))[-1].finished
+            while await serving.get_num_unfinished_requests():
+                await asyncio.sleep(0.005)
+    assert len(outputs) == 2
+    texts = [output.outputs[0].text for output in outputs]
+    assert ("".join(texts) if kind is DELTA else texts[-1]) == letters(said(20))
+
+
 @served(delay_s=0.005)
 async def test_closing_a_stream_early_aborts_its_request(serving):
     params = SamplingParams(max_tokens=None, ignore_eos=True)

@@ -251,7 +251,9 @@ def test_every_call_of_a_matcher_may_panic(use, monkeypatch):
 
 def test_early_stop_of_the_library_is_a_failure():
     matcher: Any = make_matcher(grammar_of_regex("[a-z]{9}"))
-    stopped = MagicMock()
+    stopped = MagicMock(
+        spec=["is_stopped", "is_error", "stop_reason", "compute_bitmask"]
+    )
     stopped.is_stopped.return_value, stopped.is_error.return_value = True, False
     stopped.stop_reason.return_value = "MaxTokensTotal"
     stopped.compute_bitmask.return_value = bytes(vocabulary().end_mask.nbytes)

@@ -138,7 +138,9 @@ def test_prompt_for_several_texts_is_encoded_once():
 
 def test_parameters_are_checked_again_and_copied():
     given = SamplingParams(stop_token_ids=[5])
+    given.top_k = -1
     assert intake().prepare("0", [2], given).requests[0].params is not given
+    assert given.top_k == -1
     given.top_p = 3.0
     with pytest.raises(RequestError, match="top_p"):
         intake().prepare("0", [2], given)

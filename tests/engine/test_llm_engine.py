@@ -512,8 +512,13 @@ def test_warm_up_compiles_every_program_of_traffic():
     asked = []
     runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
     engine.warm_up()
+    assert set(asked) == set(engine.scheduler.shapes.all(with_on_demand=True))
     for number in range(7):
-        engine.add_request(str(number), [2] * (9 * number + 1), SamplingParams())
+        params = SamplingParams(
+            temperature=float(number % 3) / 2,
+            extra_args={"num_speculative_tokens": number % 3},
+        )
+        engine.add_request(str(number), [2] * (9 * number + 1), params)
     run_all(engine)
     assert {shape for _, shape in runner.plans} <= set(asked)
     assert len(set(asked)) == len(asked)
@@ -544,3 +549,20 @@ def test_warm_up_compiles_programs_of_special_requests():
     engine.warm_up(10, [SamplingParams(logprobs=1, prompt_logprobs=0)])
     decoding = dataclasses.replace(form, num_prompt_logprobs=most)
     assert {shape.features for shape in asked} == {*plain, form, decoding}
+
+
+def test_compiled_programs_are_announced():
+    engine, runner = make_fake_engine()
+    announced: list[str] = []
+    engine.announce_compiles(announced.append)
+    (shape, *_) = engine.scheduler.shapes.all()
+    runner.compiler.get(shape)
+    assert announced == [f"Compiling {shape.name}", ""]
+
+
+def test_lower_priorities_run_first():
+    engine, _ = make_fake_engine(scheduling_policy="priority", max_num_seqs=1)
+    params = SamplingParams(max_tokens=3)
+    for name, priority in [("late", 5), ("first", -1), ("second", 0)]:
+        engine.add_request(name, PROMPT, params, priority=priority)
+    assert list(run_all(engine)) == ["first", "second", "late"]

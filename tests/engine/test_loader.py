@@ -1,6 +1,7 @@
 """An engine loads weights from its files, at the start and again after sleep."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -216,7 +217,7 @@ def test_load_format_must_match_the_folder(tmp_path, to, right, wrong):
 
 def test_tokenizer_of_a_gguf_file(tmp_path):
     """A draft needs no tokenizer, but if it has one, it must be the target's."""
-    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    tensors = write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
     path = tmp_path / "m.gguf"
     write_gguf(path, tiny_config("2b", **VOCABULARY), has_tokenizer=False)
     assert loader.read_tokenizer(configure(tmp_path / "hf", path)).vocab_size == 8192
@@ -225,8 +226,13 @@ def test_tokenizer_of_a_gguf_file(tmp_path):
     own = configure(path, tokenizer=str(tmp_path / "hf"))
     assert loader.read_tokenizer(own).vocab_size == 8192
     assert loader.read_tokenizer(configure(path, load_format="dummy")).vocab_size == 0
-    write_gguf(path, tiny_config("2b", **VOCABULARY))
+    write_gguf(path, tiny_config("2b", **VOCABULARY), tensors)
     loader.read_tokenizer(configure(tmp_path / "hf", path))
+    found = loader.make_runner(configure(path, path)).params
+    expected = loader.make_runner(configure(tmp_path / "hf", tmp_path / "hf")).params
+    # GGUF files store norms as 1 + w in float32.
+    check = functools.partial(np.testing.assert_allclose, rtol=0, atol=1.2e-7)
+    jax.tree.map(check, found, expected)
     path.write_bytes(path.read_bytes().replace(b"<pad>", b"<dap>"))
     message = r"id 0 is '<pad>' for the target \(.*hf\) and '<dap>'"
     with pytest.raises(ConfigError, match=message):

@@ -1,5 +1,7 @@
 """While better programs are compiled, requests run in others and get the same texts."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -133,4 +135,30 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
     used = [launch.shape for launch in loop.launches]
     assert used[:3] == [prompt, draft_prefill, own]
     assert set(used[2:]) == {own}
+    loop.assert_said_the_truth(request)
+
+
+def test_larger_chunk_is_requested_while_a_small_one_serves():
+    base = make_config(
+        max_num_seqs=1,
+        num_pages=200,
+        max_num_batched_tokens=512,
+        max_model_len=600,
+        num_draft_tokens=0,
+    )
+    long = dataclasses.replace(base.model_config, max_position_embeddings=1024)
+    config = dataclasses.replace(base, model_config=long)
+    (request,) = make_requests(config, 1)
+    request.prompt_token_ids, request.max_total = [3] * 500, 510
+    programs = ComingPrograms(pause=10**9)
+    loop = Loop(config, 0, programs=programs)
+    shapes = loop.scheduler.shapes.all()
+    small = min(shapes, key=lambda one: one.max_prompt_tokens or 10**9)
+    programs.add(small)
+    loop.scheduler.add(request)
+    for _ in range(2):
+        loop.step()
+    assert loop.launches[-1].shape == small
+    assert max(shape.max_prompt_tokens for shape in programs.asked) == 512
+    loop.run()
     loop.assert_said_the_truth(request)

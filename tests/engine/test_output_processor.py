@@ -396,7 +396,10 @@ def test_fast_path_gives_the_same_outputs_as_the_slow_path(ids, sizes):
         outputs.append(rounds_of.push(request, [7, 8], is_done=True))
         # All values except times.
         ways.append(
-            [[(one.finished, one.outputs) for one in output] for output in outputs]
+            [
+                [(one.finished, one.outputs, one.request_id) for one in output]
+                for output in outputs
+            ]
         )
         texts = [part.text for found in outputs for o in found for part in o.outputs]
         assert "".join(texts) == TOKENIZER.decode([*ids, 7, 8])

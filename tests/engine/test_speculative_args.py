@@ -68,8 +68,14 @@ def ngram(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
         ),
         # Acceptance forced to given rates.
         (
-            config(SAME | {"rejection-sample-method": "synthetic"}),
-            SAME | {"rejection_sample_method": "synthetic"},
+            config(
+                SAME
+                | {"rejection-sample-method": "synthetic"}
+                | {"synthetic-acceptance-length": 3.5}
+            ),
+            SAME
+            | {"rejection_sample_method": "synthetic"}
+            | {"synthetic_acceptance_length": 3.5},
         ),
         # All drafts in one pass: vLLM's key, and our method's name.
         (config(SAME, parallel_drafting=True), PARD),

@@ -93,14 +93,7 @@ def test_every_program_for_a_tpu_is_recorded_and_fits():
             CHIPS,
             ("float8_e4m3fn", "int8"),
         ),
-        is_example=lambda one: (
-            one
-            in (
-                ("9b/tp1/verify", "v5e", "float8_e4m3fn"),
-                ("9b/tp1/verify", "v5e", "int8"),
-                ("2b/tp8/decode", "v5e", "int8"),
-            )
-        ),
+        is_example=lambda one: one[0] != "27b/tp1/prefill" and one[1] == "v5e",
     ),
 )
 def test_attention_on_a_tpu_reads_eight_bits_in_place(name, chip, kept):

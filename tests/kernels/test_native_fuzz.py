@@ -81,7 +81,7 @@ def test_sequence_out_of_range_does_not_change_others(
     assert np.isfinite(np.asarray(found, np.float32)).all()
 
 
-@fuzzed
+@settings(fuzzed, max_examples=40)
 @given(data=st.data(), has_masks=st.booleans(), seed=SEEDS)
 @pytest.mark.parametrize("pages", ["float32", "int8"])
 def test_only_existing_slots_are_written(pages, data, has_masks, seed):

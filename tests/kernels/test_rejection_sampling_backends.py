@@ -5,6 +5,7 @@ rules, with the reference.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -383,3 +384,12 @@ def test_cpu_inverts_the_cumulative_sum(is_certain):
     assert (own > 0).all()
     np.testing.assert_array_less(goal, here + 1e-6)
     np.testing.assert_array_less(here - own, goal + 1e-6)
+
+
+def test_nan_is_no_token_on_cpu():
+    one = make_round(16, vocab=50, seed=2, is_filtered=False)
+    logits = one.logits.copy()
+    logits[:, :, 7], logits[:, :, 9] = np.nan, -np.inf
+    one = replace(one, logits=logits)
+    found = decide("cpu", 50)(*one.arrays, **one.numbers)
+    np.testing.assert_array_equal(found, by_loops(one))

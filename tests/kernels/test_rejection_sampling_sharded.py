@@ -12,7 +12,9 @@ from tests.kernels.aot_tpu import no_compilation_cache
 from tests.kernels.rejection_aot import collectives
 from tests.kernels.rejection_rounds import (
     Round,
+    by_force,
     by_loops,
+    forced_counts,
     make_round,
     sliced,
 )
@@ -98,3 +100,11 @@ def test_collectives_carry_a_few_numbers_per_row():
     # Only searches exchange more than single numbers per row, per draft or per device.
     few = max(seqs * (drafts + 1), seqs * 8)
     assert sum(size > few for size in found) == 2
+
+
+def test_devices_agree_on_forced_drafts():
+    one = make_round(seed=3)
+    counts = forced_counts(one)
+    *arrays, numbers = padded(one)
+    found = on_mesh((8,))(*arrays, numbers | {"num_forced": jnp.asarray(counts)})
+    np.testing.assert_array_equal(found, by_force(one, counts))

@@ -58,7 +58,13 @@ def best_is_64(sizes: tuning.Sizes, step: Any, work: Any) -> float:
 def test_the_tuner_writes_a_table_that_is_read(folder):
     device = jax.devices()[0].device_kind
     path = folder / tuning.file_name(device)
-    tune.main(arguments(path), timer=best_is_64)
+    first: list[Any] = []
+
+    def best_noted(*given: Any) -> float:
+        first.append(given)
+        return best_is_64(*given)
+
+    tune.main(arguments(path), timer=best_noted)
     key = attention_key(CASES["tiny/decode"], "float32")
     found = tuning.sizes("paged_attention", "reference", device, key)
     assert found == {"block_tokens": 64}
@@ -78,7 +84,7 @@ def test_the_tuner_writes_a_table_that_is_read(folder):
     tune.main(arguments(path), timer=timer)
     assert not asked
     tune.main(arguments(path, "--again"), timer=timer)
-    assert asked
+    assert len(asked) == len(first)
 
 
 def no_table(*_: Any) -> Any:

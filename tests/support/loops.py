@@ -153,8 +153,10 @@ class Loop:
         """Add requests, and run until all have ended."""
         for request in requests:
             self.scheduler.add(request)
-        while self.step():
-            pass
+        for _ in range(20_000):
+            if not self.step():
+                return
+        raise AssertionError("requests do not end")
 
     def step(self) -> bool:
         launch = self.scheduler.plan()

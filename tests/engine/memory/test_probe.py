@@ -557,7 +557,9 @@ def config_of(**changes: Any) -> Any:
     return EngineArgs(**(TINY | drafts | sizes | changes)).create_engine_config()
 
 
-@pytest.mark.parametrize(("dtype", "num_devices"), [("float32", 2), ("bfloat16", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "num_devices"), [("float32", 2), ("bfloat16", 1), ("bfloat16", 2)]
+)
 def test_counted_bytes_equal_array_bytes(dtype: str, num_devices: int):
     config = config_of(dtype=dtype, tensor_parallel_size=num_devices)
     made = make_runner(config)

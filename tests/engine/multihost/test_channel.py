@@ -275,13 +275,15 @@ def test_all_followers_receive_the_same_order(
         assert first == second == [*range(1, 61)]
 
 
-def test_end_of_a_follower_is_reported_and_ends_waits(hosts: Any):
+@pytest.mark.parametrize("reason", ["no memory is left", ""])
+def test_end_of_a_follower_is_reported_and_ends_waits(hosts: Any, reason: str):
     with three(hosts) as (followers, leaders, losses):
         number = followers.send("compile", {})
-        leaders[1].fail("no memory is left")
-        assert losses.has_one.wait(10)
-        assert "node_rank=2" in losses[0] and "no memory is left" in losses[0]
+        if reason:
+            leaders[1].fail(reason)
         leaders[1].close()
+        assert losses.has_one.wait(10)
+        assert "node_rank=2" in losses[0] and reason in losses[0]
         with pytest.raises(EngineDeadError, match=r"node_rank=2 \(127.0.0.1:\d+\) has"):
             followers.wait(number)
         with pytest.raises(EngineDeadError, match="node_rank=2"):

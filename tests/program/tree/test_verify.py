@@ -18,6 +18,7 @@ from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support import round_models
+from tests.support.distributions import check_counts
 from tests.support.round_models import DRAFT, FAR, LENGTH, TARGET, VOCAB, Found
 
 SEQS = 4_000
@@ -145,12 +146,16 @@ def test_draft_equal_to_the_target_is_fully_accepted(rule: str, name: str):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [
-        "standard",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("block", "coupled")),
-    ],
+    ("rule", "name"), [("standard", "many leaves"), ("block", "branched")]
 )
+def test_words_follow_the_distribution_of_the_target(rule: str, name: str):
+    words, rounds = play(TREES[name], rule)
+    assert (num_side_drafts(rounds[0]) > 0).mean() > 0.05
+    expected = round_models.word_distribution()
+    check_counts(round_models.count_words(words), expected, (rule, name))
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
 def test_side_leaves_raise_the_number_of_accepted_tokens(rule: str):
     chain = play(Tree.chain(3), rule)[1][0]
     leaves = play(MANY_LEAVES, rule)[1][0]
