@@ -51,6 +51,37 @@ TINY = dict(
 )
 
 
+def forms_of(params: Any) -> Any:
+    """Return the shape, type and sharding of each leaf, and the tree's structure."""
+    leaves = jax.tree.leaves(params)
+    forms = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
+    return forms, jax.tree.structure(params)
+
+
+def sequence_batch(
+    tokens: Any, pages: Any, *, page_size: int = 4, start: int = 0
+) -> TokenBatch:
+    """Return consecutive tokens of one sequence, the first at position `start`.
+
+    Args:
+        pages: The sequence's pages, in order.
+    """
+    positions = np.arange(start, start + len(tokens))
+    table = np.asarray(pages, np.int32)
+    slots = table[positions // page_size] * page_size + positions % page_size
+    region = Region(
+        page_table=jnp.asarray(table[None]),
+        kv_len=jnp.array([start + len(tokens)], jnp.int32),
+        num_queries=len(tokens),
+    )
+    return TokenBatch(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        positions=jnp.asarray(positions, jnp.int32),
+        slot_mapping=jnp.asarray(slots, jnp.int32),
+        regions=(region,),
+    )
+
+
 def make_hf_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> Any:
     """Make a random float32 Gemma 2 whose soft caps and windows take effect.
 
