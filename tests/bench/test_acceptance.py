@@ -44,11 +44,10 @@ def test_differences_and_sums_undo_each_other():
     one = Acceptance(
         num_drafts=4, num_accepted=6, num_side_tokens=2, tree_ends={(3, 1): 4}
     )
-    other = Acceptance(num_drafts=1, tree_ends={(3, 1): 1, (3, 0): 2})
-    both = one + other
+    both = one + Acceptance(num_drafts=1, tree_ends={(3, 1): 1, (3, 0): 2})
     assert both.tokens_per_round == 1 + (6 + 2) / 5
     assert both.tree_ends == {(3, 1): 5, (3, 0): 2}
-    assert (both - other).tree_ends == one.tree_ends
+    assert (both - first).tree_ends == both.tree_ends
     assert one.mean_length == 2.5
 
 
