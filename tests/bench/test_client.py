@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxspec.bench import client as module
-from jaxspec.bench.client import Answer, Client, HttpError, fetch, request, server_url
+from jaxspec.bench.client import Answer, Client, HttpError, fetch, request
 from jaxspec.bench.data import Prompt
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -70,6 +70,17 @@ def test_reads_a_body_in_any_form(pieces):
     assert asyncio.run(answer_to(pieces)) == (200, b"hello")
 
 
+def test_pieces_arrive_before_the_end():
+    """The server keeps the stream open: waiting for its end would block forever."""
+
+    async def first_piece() -> bytes:
+        pieces = [CHUNKED, b"3\r\none\r\n"] + [b""] * 10_000
+        async with sending(pieces) as url, request(f"{url}/x") as response:
+            return await anext(response.aiter_raw())
+
+    assert asyncio.run(asyncio.wait_for(first_piece(), 5)) == b"one"
+
+
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
@@ -82,19 +93,6 @@ def test_reads_a_body_in_any_form(pieces):
 def test_broken_http_is_an_error(pieces, message):
     with pytest.raises(HttpError, match=message):
         asyncio.run(answer_to(pieces))
-
-
-def test_pieces_arrive_before_the_end():
-    async def first_piece() -> bytes:
-        # The server keeps the stream open: a client that waited for its end would block
-        # forever.
-        pieces = [CHUNKED, b"3\r\none\r\n"] + [b""] * 10_000
-        async with sending(pieces) as url, request(f"{url}/x") as response:
-            async for piece in response.aiter_raw():
-                return piece
-        raise AssertionError
-
-    assert asyncio.run(asyncio.wait_for(first_piece(), 5)) == b"one"
 
 
 def test_request_is_json_without_compression():
@@ -116,25 +114,6 @@ def test_request_is_json_without_compression():
         "Accept-Encoding: identity",
     } <= set(lines)
     assert json.loads(body) == {"a": "ä"}
-
-
-def test_fetch_reports_status_and_lost_connections():
-    async def get(pieces: list[bytes], is_closed: bool) -> None:
-        async with sending(pieces) as url:
-            if not is_closed:
-                await fetch(f"{url}/x")
-        await fetch(f"{url}/x")
-
-    refusal = [b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno"]
-    with pytest.raises(HttpError, match="status 401: no") as caught:
-        asyncio.run(get(refusal, is_closed=False))
-    assert caught.value.status == 401
-    with pytest.raises(HttpError, match="/x: ConnectError"):
-        asyncio.run(get([], is_closed=True))
-
-
-def test_url_loses_its_last_slash():
-    assert server_url("http://[::1]:8000/v/") == "http://[::1]:8000/v"
 
 
 def client_of(url: str = "http://h", endpoint: str = "/v1/completions") -> Client:
@@ -196,9 +175,7 @@ def test_events_may_be_cut_anywhere():
     body = events(said, text("€b"), USAGE, "[DONE]")
     for cut in range(1, len(body), 7):
         assert answer_from(body[:cut], body[cut:]).text == "a\u2028b\u0085ä€b"
-
-
-def test_pieces_are_counted_if_the_server_reports_no_usage():
+    # Pieces are counted if the server reports no usage.
     found = answer_from(events(text("a"), text("b"), "[DONE]"))
     assert (found.error, found.num_output_tokens) == ("", 2)
     one = answer_from(events(text("a"), "[DONE]"))
@@ -219,7 +196,17 @@ def test_failure_is_in_the_answer(body, message):
     assert message in answer_from(body).error
 
 
-def test_refusal_and_missing_server_are_in_the_answer():
+def test_refusal_and_missing_server_are_errors():
+    async def get() -> None:
+        refusal = [b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno"]
+        async with sending(refusal) as url:
+            with pytest.raises(HttpError, match="status 401: no") as caught:
+                await fetch(f"{url}/x")
+            assert caught.value.status == 401
+        with pytest.raises(HttpError, match="/x: ConnectError"):
+            await fetch(f"{url}/x")
+
+    asyncio.run(get())
     found = answer_from(b'{"error": "no such model"}', status="404 Not Found")
     assert found.status == 404
     assert found.error == 'status 404: {"error": "no such model"}'

@@ -25,22 +25,15 @@ from tests.support.model_configs import TINY, write_model
 
 TREE = "[(0,), (1,), (0, 0), (1, 0)]"
 GIVEN = SpeculativeConfig(model="draft", num_speculative_tokens=3)
-SMALL = ("--output-len", 24, "--num-iters", 1, "--batch-sizes", 1)
+SMALL = ("--output-len", 12, "--num-iters", 1, "--batch-sizes", 1)
 GREEDY = ("--temperatures", 0)
 HEADS: dict[str, dict[str, Any]] = {
-    "medusa": dict(
-        model_type="medusa",
-        hidden_size=TINY["hidden_size"],
-        vocab_size=TINY["vocab_size"],
-        num_heads=2,
-    ),
+    "medusa": dict(model_type="medusa", num_heads=2),
     "eagle": dict(
         model_type="llama",
         num_hidden_layers=1,
-        hidden_size=TINY["hidden_size"],
         intermediate_size=64,
         num_attention_heads=4,
-        vocab_size=TINY["vocab_size"],
     ),
 }
 
@@ -67,8 +60,7 @@ def test_form_changes_only_the_tree(name, drafts, levels, leaves):
 def test_measures_every_form_and_chooses_tree(monkeypatch, tmp_path, capsys):
     opened = use_fake_engine(monkeypatch)
     monkeypatch.setattr(compare, "MIN_COMPARED", 1)
-    path = tmp_path / "out.json"
-    named = ("chain", "leaves=2", TREE, "best=5")
+    path, named = tmp_path / "out.json", ("chain", "leaves=2", TREE, "best=5")
     arguments = (*SMALL, "--temperatures", 0, 1, "--output-json", path)
     arguments += ("--num-prompts", 2)  # the batches run one after the other
     spec.run(flags("spec", *arguments, "--forms", *named))
@@ -78,16 +70,14 @@ def test_measures_every_form_and_chooses_tree(monkeypatch, tmp_path, capsys):
     assert [one["form"] for one in found["forms"]] == list(named)
     assert [one["num_nodes"] for one in found["forms"][:3]] == [3, 9, 4]
     for one in found["forms"]:
-        assert [point["temperature"] for point in one["points"]] == [0, 1]
-        for point in one["points"]:
+        for temperature, point in zip((0, 1), one["points"], strict=True):
+            assert point["temperature"] == temperature
             assert len(point["speculative"]["elapsed_s"]) == 2
             # The fake device never accepts a side branch, so both ways of counting
             # agree.
             drafted = point["speculative"]["acceptance"]
             assert point["tokens_per_round"] == drafted["mean_acceptance_length"]
-            assert point.get("is_equal") == (
-                True if point["temperature"] == 0 else None
-            )
+            assert point.get("is_equal") == (None if temperature else True)
         nodes = [part["num_nodes"] for part in one["parts"]]
         assert nodes == [0, one["num_nodes"]]
     # The best tree has no node that was never accepted.
@@ -119,20 +109,14 @@ def test_few_comparisons_choose_no_tree(monkeypatch, capsys):
     monkeypatch.setattr(compare, "MIN_COMPARED", 10**9)
     (found,) = spec.run(flags("spec", *SMALL, *GREEDY, "--forms", "chain", "best"))
     printed = capsys.readouterr().out
-    assert "best: skipped: plain decoding is measured to be faster." in printed
+    assert "best: skipped: plain decoding was faster." in printed
     assert [one["form"] for one in found["forms"]] == ["chain"]
 
 
 def parts(num_levels: int, num_nodes: int, draft_ms: float, verify_ms: float) -> Parts:
-    return Parts(
-        num_seqs=1,
-        num_draft_tokens=num_levels,
-        num_nodes=num_nodes,
-        draft_s=draft_ms / 1e3,
-        verify_s=verify_ms / 1e3,
-        accept_s=0.0,
-        num_bytes=1,
-    )
+    seconds: Any = dict(draft_s=draft_ms / 1e3, verify_s=verify_ms / 1e3, accept_s=0.0)
+    sizes = dict(num_seqs=1, num_draft_tokens=num_levels, num_nodes=num_nodes)
+    return Parts(**sizes, **seconds, num_bytes=1)
 
 
 def test_round_cost_is_interpolated():
@@ -174,7 +158,9 @@ def _folders(tmp_path):
         "plain": write_model(tmp_path / "plain"),
         "parallel": write_model(tmp_path / "parallel", pard_token=3),
     }
+    sizes = {name: TINY[name] for name in ("hidden_size", "vocab_size")}
     for name, content in HEADS.items():
+        content |= sizes
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(content))
         found[name] = str(tmp_path / name)
@@ -192,34 +178,36 @@ def found_methods(*arguments: Any) -> dict[str, tuple[str, int]]:
     }
 
 
-def test_all_methods_of_a_target_are_found(folders):
-    own = ["ngram", "suffix", "draft_model", "ngram+draft_model", "suffix+draft_model"]
+def test_all_methods_of_a_target_are_found(folders, tmp_path):
+    names = [
+        "ngram",
+        "suffix",
+        "draft_model",
+        "ngram+draft_model",
+        "suffix+draft_model",
+    ]
+    own = {name: (name, 5) for name in names}
     heads = {
         "eagle3 tiny-gemma2-eagle3": ("eagle3", 5),
         "medusa tiny-gemma2-medusa": ("medusa", 4),
     }
-    assert found_methods("--all-methods") == {name: (name, 5) for name in own} | heads
+    assert found_methods("--all-methods") == own | heads
     *_, head, _ = methods_of(flags("spec", *SMALL, "--all-methods"))
     assert head.config["model"] == "jaxspec/tiny-gemma2-eagle3", "a result has no path"
-    assert found_methods("--all-methods", *folders.values()) == {
-        name: (name, 5) for name in own
-    } | {
+    assert found_methods("--all-methods", *folders.values()) == own | {
         "draft_model plain": ("draft_model", 5),
         "pard parallel": ("pard", 5),
         "medusa medusa": ("medusa", 2),
         "eagle eagle": ("eagle", 5),
     }
     alone = ("--model", folders["plain"], "--all-methods")
-    assert list(found_methods(*alone)) == own[:2]
+    assert list(found_methods(*alone)) == names[:2]
     config = json.dumps({"method": "medusa", "model": folders["medusa"]})
     found = found_methods(*alone, "--speculative-config", config)
     assert found["medusa medusa"] == ("medusa", 2)
     count = ("--num-speculative-tokens", 3, "--speculative-model", folders["plain"])
     found = found_methods(*alone, *count)
     assert found["suffix+draft_model"] == ("suffix+draft_model", 3)
-
-
-def test_rejects_a_folder_of_neither_head_nor_model(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ConfigError, match="model_type must be one of 'gemma2'"):
         found_methods("--all-methods", tmp_path)
@@ -235,8 +223,7 @@ def test_every_method_is_measured_with_its_own_drafts(monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(compare, "open_offline", record)
     path = tmp_path / "out.json"
-    options = (*SMALL, *GREEDY, "--num-iters", 2, "--output-json", path)
-    spec.run(flags("spec", *options, "--all-methods"))
+    spec.run(flags("spec", *SMALL, *GREEDY, "--output-json", path, "--all-methods"))
     printed = capsys.readouterr().out
     found = json.loads(line_in(path, printed))
     assert found["arguments"]["model"] == "jaxspec/tiny-gemma2"
@@ -290,16 +277,15 @@ def entry(name: str, speed_up: float, **changes: Any) -> dict[str, Any]:
             [entry("chain", 0.9), entry("leaves", 1.0)],
             "use no drafts; leaves would be 1.00 times as fast as plain decoding.",
         ),
-        (
-            [entry("ngram", 1.3)],
-            "choose ngram, 1.30 times as fast as plain decoding.",
-        ),
+        ([entry("ngram", 1.3)], "choose ngram, 1.30 times as fast as plain decoding."),
     ],
 )
 def test_answer_names_what_to_choose(entries, message):
     first, last = answer(entries)
     assert first.startswith(f"Temperature 0, batch 1: {message}")
-    assert last.startswith("Side branches are chosen if they are at least 1.02")
+    assert last.startswith(
+        "Shapes with side branches are chosen only if they are at least 1.02"
+    )
 
 
 def test_table_has_a_row_for_every_point():

@@ -1,6 +1,7 @@
 """Prompts of benchmarks: files and their errors, and random prompts."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -61,11 +62,6 @@ def test_text_may_contain_line_separators(tmp_path):
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
     path.write_text("\r\n".join(lines), encoding="utf-8", newline="")
     assert [prompt.text for prompt in read_prompts(path)] == texts
-
-
-def test_missing_or_empty_file(tmp_path):
-    with pytest.raises(ConfigError, match="--dataset-path must be a file"):
-        read_prompts(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="at least one prompt"):
         read_prompts(lines_in(tmp_path, "", ""))
 
@@ -85,12 +81,6 @@ def test_rejects_invalid_arguments(arguments, said):
         Dataset(**arguments)
 
 
-def test_bundled_prompts_have_several_categories():
-    found = Dataset().prompts(8)
-    assert len({prompt.text for prompt in found}) == 8
-    assert {prompt.is_turn for prompt in found} == {True, False}
-
-
 def test_random_prompts_have_length_and_seed():
     tokenizer = WordTokenizer(len(WORDS))
     found = Dataset(name="random", input_len=7, seed=1).prompts(3)
@@ -104,9 +94,8 @@ def test_random_prompts_have_length_and_seed():
 
 def test_prefixes_are_shared():
     tokenizer = WordTokenizer(len(WORDS))
-    dataset = Dataset(
-        name="prefix_repetition", prefix_len=20, suffix_len=3, num_prefixes=2
-    )
+    sizes: Any = dict(prefix_len=20, suffix_len=3, num_prefixes=2)
+    dataset = Dataset(name="prefix_repetition", **sizes)
     found = [prompt.token_ids(tokenizer) for prompt in dataset.prompts(4)]
     assert [len(tokens) for tokens in found] == [23] * 4
     assert found[0][:20] == found[2][:20] != found[1][:20] == found[3][:20]
@@ -114,9 +103,11 @@ def test_prefixes_are_shared():
 
 
 def test_turn_is_rendered_by_tokenizer():
-    tokenizer = TurnsTokenizer(16)
+    found = Dataset().prompts(8)
+    assert len({prompt.text for prompt in found}) == 8
+    assert {prompt.is_turn for prompt in found} == {True, False}
+    tokenizer, said = TurnsTokenizer(16), []
     tokenizer.has_turns = True
-    said = []
     tokenizer.write_chat = lambda messages, **_: (said.append(messages), ("", [5]))[1]
     assert Prompt(text="hi", is_turn=True).token_ids(tokenizer) == [5]
     assert said == [[{"role": "user", "content": "hi"}]]

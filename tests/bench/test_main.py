@@ -29,7 +29,8 @@ FORCED = json.dumps(
         "num_speculative_tokens": 2,
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": 2,
-    }
+    },
+    separators=(",", ":"),
 )
 TREE = "[(0,), (1,), (0, 0), (1, 0)]"
 
@@ -51,16 +52,33 @@ def test_help_lists_the_subcommands_without_importing_jax():
     )
     commands = done.stdout.partition("subcommands:")[2]
     found = re.findall(r"^    (\w+)", commands, re.MULTILINE)
-    assert found == ["latency", "throughput", "serve", "spec"] == list(MODULES)
+    expected = ["latency", "throughput", "serve", "lossless", "spec"]
+    assert found == expected == list(MODULES)
+
+
+# Command lines whose error is "FLAG must be ...", for their first flag.
+OUT_OF_RANGE = (
+    *("latency --num-iters 0", "latency --num-iters-warmup -1"),
+    *("latency --output-len 0", "spec --batch-sizes 0", "spec --output-len 1"),
+    *("serve --num-prompts 0", "serve --output-len 0", "serve --num-warmups -1"),
+    *("serve --max-concurrency 0", "serve --burstiness 0"),
+)
+
+
+# Command lines whose error is "FLAG must be ...", for their first flag.
+OUT_OF_RANGE = (
+    *("latency --num-iters 0", "latency --num-iters-warmup -1"),
+    *("latency --output-len 0", "spec --batch-sizes 0", "spec --output-len 1"),
+    *("serve --num-prompts 0", "serve --output-len 0", "serve --num-warmups -1"),
+    *("serve --max-concurrency 0", "serve --burstiness 0"),
+)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        *((line, f"{line.split()[1]} must be") for line in OUT_OF_RANGE),
         ("latency --batch-size 0", "--batch-size must be an integer of at"),
-        ("latency --num-iters 0", "--num-iters must be"),
-        ("latency --num-iters-warmup -1", "--num-iters-warmup must be"),
-        ("latency --output-len 0", "--output-len must be"),
         ("latency --output-len 9000", "--output-len 9000 are more than"),
         ("latency --top-p 2", "top_p must be"),
         ("latency --model /none", "model must be"),
@@ -72,34 +90,32 @@ def test_help_lists_the_subcommands_without_importing_jax():
             f"latency --forced-acceptance 0.5 --model {BUNDLED_TARGET}",
             "--forced-acceptance needs drafts",
         ),
+        (
+            f"latency --model {BUNDLED_TARGET} --forced-acceptance 0.5 "
+            f"--speculative-config {FORCED}",
+            "forced twice",
+        ),
         ("throughput --num_prompts=0", "--num-prompts must be"),
         ("throughput --temperature 9", "temperature must be a number in"),
-        ("spec --batch-sizes 0", "--batch-sizes must be"),
         ("spec --temperatures -1", "--temperatures must be a number in"),
-        ("spec --output-len 1", "--output-len must be"),
-        ("spec --forms bush", "--forms must be chain"),
-        ("spec --forms leaves=0", "--forms must be chain"),
-        ("spec --forms leaves=x", "--forms must be chain"),
-        ("spec --forms dynamic=16", "--forms must be chain"),
+        *(
+            (f"spec --forms {form}", "--forms must be chain")
+            for form in ("bush", "leaves=0", "leaves=x", "dynamic=16")
+        ),
         ("spec --forms [(0,),(1,0)]", "speculative_token_tree must be"),
         ("spec --forms chain --draft-tokens 2", "--draft-tokens must be left out"),
         ("spec --forms chain --num-prompts -1", "--num-prompts must be"),
         ("spec --all-methods --forms chain", "--forms must be left out with"),
         ("spec --all-methods --draft-tokens 2", "--draft-tokens must be left out"),
         ("spec --all-methods /nosuch", "nosuch"),
-        ("serve --base-url x", "--base-url must be a URL"),
-        ("serve --base-url ftp://h", "--base-url must be a URL"),
-        ("serve --base-url http://", "--base-url must be a URL"),
-        ("serve --base-url http://h:port", "--base-url must be a URL"),
+        *(
+            (f"serve --base-url {url}", "--base-url must be a URL")
+            for url in ("x", "ftp://h", "http://", "http://h:port")
+        ),
         ("serve --endpoint /v1/embeddings", "--endpoint must be a path"),
         ("serve --endpoint v1/completions", "--endpoint must be a path"),
-        ("serve --num-prompts 0", "--num-prompts must be"),
-        ("serve --output-len 0", "--output-len must be"),
-        ("serve --num-warmups -1", "--num-warmups must be"),
         ("serve --request-rate 0", "--request-rate must be above 0"),
         ("serve --request-rate nan", "--request-rate must be above 0"),
-        ("serve --max-concurrency 0", "--max-concurrency must be"),
-        ("serve --burstiness 0", "--burstiness must be"),
         ("serve --percentile-metrics ttft,x", "--percentile-metrics must be some of"),
         ("serve --metric-percentiles 50,x", "--metric-percentiles must be numbers"),
         ("serve --metric-percentiles 101", "--metric-percentiles must be a number in"),
@@ -117,12 +133,6 @@ def test_invalid_value_is_one_line_and_code_2(line, message, capsys):
     (error,) = shown.err.splitlines()
     assert error.startswith(f"python -m jaxspec.bench {arguments[0]}: error: ")
     assert message in error
-
-
-def test_rejects_acceptance_that_is_forced_twice(capsys):
-    arguments = ["latency", "--model", BUNDLED_TARGET, "--forced-acceptance", "0.5"]
-    assert command_line.main([*arguments, "--speculative-config", FORCED]) == 2
-    assert "forced twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -174,23 +184,34 @@ def test_failure_has_a_message_and_a_code(raised, code, message, monkeypatch, ca
     assert capsys.readouterr().err == message
 
 
+def flags_of(line: str) -> argparse.Namespace:
+    return flags(*line.split())
+
+
 def test_reads_vllms_command_lines():
-    options = flags(
-        *("latency", "--input-len", "16", "--output-len", "8", "--batch-size", "4"),
-        *("--num-iters", "5", "--num-iters-warmup", "2", "--disable-detokenize"),
+    options = flags_of(
+        "latency --input-len 16 --output-len 8 --batch-size 4 --num-iters 5 "
+        "--num-iters-warmup 2 --disable-detokenize"
     )
     assert (options.input_len, options.output_len, options.batch_size) == (16, 8, 4)
     assert (options.num_iters, options.num_iters_warmup) == (5, 2)
     assert options.disable_detokenize
-    options = flags(
-        *("serve", "--dataset-name", "random", "--random-input-len", "9"),
-        *("--random-output-len", "7", "--num-prompts", "3", "--request-rate", "inf"),
-        *("--max-concurrency", "2", "--extra-body", '{"a": 1}'),
+    options = flags_of(
+        "serve --dataset-name random --random-input-len 9 --random-output-len 7 "
+        '--num-prompts 3 --request-rate inf --max-concurrency 2 --extra-body {"a":1}'
     )
     assert (options.input_len, options.output_len) == (9, 7)
     assert options.request_rate == [float("inf")]
     assert options.max_concurrency == [2]
     assert options.extra_body == {"a": 1}
+    # A file of prompts needs no name of a dataset.
+    assert dataset(flags("latency")).name == "bundled"
+    assert dataset(flags("latency", "--dataset-path", "x.jsonl")).path == Path(
+        "x.jsonl"
+    )
+    found = dataset(flags("serve", "--dataset-name", "prefix_repetition", "--seed", 5))
+    assert (found.name, found.prefix_len, found.seed) == ("prefix_repetition", 256, 5)
+    assert make_parser("prog").parse_args([]).command is None
 
 
 @pytest.mark.parametrize("name", ["latency", "throughput", "spec"])
@@ -200,15 +221,6 @@ def test_offline_commands_take_every_flag_of_the_engine(name):
     engine = engine_args(vars(options))
     assert (engine.model, engine.max_num_seqs, engine.block_size) == ("m", 3, 32)
     assert engine.speculative_model is None
-
-
-def test_file_of_prompts_needs_no_dataset_name(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    assert dataset(flags("latency")).name == "bundled"
-    assert dataset(flags("latency", "--dataset-path", path)).path == path
-    found = dataset(flags("serve", "--dataset-name", "prefix_repetition", "--seed", 5))
-    assert (found.name, found.prefix_len, found.seed) == ("prefix_repetition", 256, 5)
-    assert make_parser("prog").parse_args([]).command is None
 
 
 def test_engine_and_prompts_are_those_of_the_flags(monkeypatch):

@@ -62,40 +62,18 @@ def test_plain_decoding_has_one_token_per_round():
     # for streams.
     assert decode.num_tokens == 3 * decode.num_rounds
     assert 5 < decode.num_rounds <= 11
-
-
-def test_queued_requests_have_no_full_batch():
-    engine, _ = make_fake_engine(num_draft_tokens=0)
+    decode = run_batch(engine, batch_of(1, drafts=0, is_streamed=False)).decode
+    assert decode is not None
+    assert (decode.num_tokens, decode.num_rounds) == (11, 11)
+    # Queued requests have no full batch, and single tokens no decode span.
     run = run_batch(engine, batch_of(5, drafts=0))
     assert run.token_ids == [said(12)] * 5
-    assert run.decode is not None
-    assert run.decode.num_seqs is None
-
-
-def test_single_tokens_have_no_decode_span():
-    engine, _ = make_fake_engine(num_draft_tokens=0)
+    assert run.decode is not None and run.decode.num_seqs is None
     run = run_batch(engine, batch_of(1, count=1, drafts=0))
     assert (run.token_ids, run.per_token_s, run.decode) == ([said(1)], [], None)
 
 
-def test_decode_span_without_streams():
-    engine, _ = make_fake_engine(num_draft_tokens=3)
-    run = run_batch(engine, batch_of(1, count=12, drafts=0, is_streamed=False))
-    assert run.decode is not None
-    assert (run.decode.num_tokens, run.decode.num_rounds) == (11, 11)
-
-
-def test_earlier_run_leaves_no_cached_pages():
-    engine, _ = make_fake_engine(num_draft_tokens=0)
-    prompt = list(range(2, 14)) * 4
-    params = batch_of(1, drafts=0).params
-    for _ in range(2):
-        run_batch(engine, Batch(prompts=[prompt], params=params))
-    assert engine.stats.num_prefix_queries > 0
-    assert engine.stats.num_prefix_hits == 0
-
-
-def test_failure_leaves_idle_engine():
+def test_failed_or_earlier_runs_change_nothing():
     engine, runner = make_fake_engine(num_draft_tokens=0)
     patched: Any = runner
 
@@ -107,6 +85,13 @@ def test_failure_leaves_idle_engine():
         run_batch(engine, batch_of(2, drafts=0))
     del patched.launch
     assert run_batch(engine, batch_of(2, drafts=0)).token_ids == [said(12)] * 2
+    # An earlier run leaves no cached pages.
+    prompt = list(range(2, 14)) * 4
+    params = batch_of(1, drafts=0).params
+    for _ in range(2):
+        run_batch(engine, Batch(prompts=[prompt], params=params))
+    assert engine.stats.num_prefix_queries > 0
+    assert engine.stats.num_prefix_hits == 0
 
 
 def compiling(engine: LLMEngine, launches: set[int] | None) -> None:
@@ -157,9 +142,6 @@ def test_runs_that_compile_do_not_count():
     assert len(found.runs["one"]) == 2
     assert found.num_discarded == 1
     assert engine.runner.num_launches == 5 * per_run
-
-
-def test_endless_compiling_is_an_error():
     engine, _ = make_fake_engine(num_draft_tokens=0)
     compiling(engine, None)
     with pytest.raises(BenchError, match="compiled in 32 warm-up runs"):

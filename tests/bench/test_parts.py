@@ -10,12 +10,7 @@ import pytest
 
 from jaxspec.bench import parts as module
 from jaxspec.bench.measure import Batch
-from jaxspec.bench.parts import (
-    copy_bandwidth,
-    cost_ratio,
-    measure_parts,
-    round_bytes,
-)
+from jaxspec.bench.parts import copy_bandwidth, cost_ratio, measure_parts, round_bytes
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.engines import (
@@ -34,25 +29,16 @@ FINAL = RequestOutputKind.FINAL_ONLY
 
 
 def params_of(**changes: Any) -> SamplingParams:
-    values: dict[str, Any] = dict(
-        max_tokens=24,
-        ignore_eos=True,
-        temperature=0.0,
-        output_kind=RequestOutputKind.DELTA,
-    )
+    values: dict[str, Any] = dict(max_tokens=24, ignore_eos=True, temperature=0.0)
+    values |= dict(output_kind=RequestOutputKind.DELTA)
     return SamplingParams(**(values | changes))
 
 
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
     target = make_micro()
-    return make_engine(
-        target,
-        make_draft_of(target),
-        num_draft_tokens=2,
-        runner=OneProgramRunner,
-        max_num_seqs=2,
-    )
+    sizes: Any = dict(num_draft_tokens=2, max_num_seqs=2)
+    return make_engine(target, make_draft_of(target), runner=OneProgramRunner, **sizes)
 
 
 def test_bytes_are_those_of_both_models(engine):
@@ -73,16 +59,12 @@ def test_bytes_are_those_of_both_models(engine):
 
 def test_embedding_of_trimmed_draft_is_not_counted(engine):
     """The trimmed head of the draft is counted instead of the embedding."""
-    target, kept = make_micro(seed=3), [1, 4, 9, 12]
-    trimmed = make_engine(
-        target,
-        make_draft_of(target),
-        num_draft_tokens=3,
-        kept=kept,
-        max_num_seqs=2,
+    target = make_micro(seed=3)
+    sizes: Any = dict(num_draft_tokens=3, kept=[1, 4, 9, 12], max_num_seqs=2)
+    trimmed = make_engine(target, make_draft_of(target), **sizes)
+    whole, found = (
+        round_bytes(one, 1, 0) - round_bytes(one, 0, 0) for one in (engine, trimmed)
     )
-    whole = round_bytes(engine, 1, 0) - round_bytes(engine, 0, 0)
-    found = round_bytes(trimmed, 1, 0) - round_bytes(trimmed, 0, 0)
     _, (draft,) = engine.runner.params
     _, (own,) = trimmed.runner.params
     assert draft is not None and own is not None

@@ -15,7 +15,7 @@ from jaxspec.bench import report
 from jaxspec.errors import ConfigError
 
 
-def test_header_has_everything_but_secrets(tmp_path):
+def test_header_has_everything_but_secrets(monkeypatch, tmp_path):
     (tmp_path / "gemma").mkdir()
     options = argparse.Namespace(
         model=str(tmp_path / "gemma"),
@@ -42,9 +42,7 @@ def test_header_has_everything_but_secrets(tmp_path):
     text = json.dumps(found, allow_nan=False)
     assert "secret" not in text
     assert str(tmp_path) not in text
-
-
-def test_no_commit_outside_of_checkout(monkeypatch, tmp_path):
+    # There is no commit outside of a checkout.
     monkeypatch.setattr(jaxspec, "__file__", str(tmp_path / "jaxspec" / "__init__.py"))
     found = report.header("latency", argparse.Namespace())
     assert (found["commit"], found["has_changes"]) == (None, None)
@@ -64,13 +62,6 @@ def test_unwritable_file_is_reported_early(tmp_path):
     for path in (tmp_path / "none" / "new.json", tmp_path):
         with pytest.raises(ConfigError, match="--output-json must be a file"):
             report.check_writable(path, "--output-json")
-
-
-def test_result_is_one_line(tmp_path):
-    report.write({"a": [1, 2.5]}, tmp_path / "result.json")
-    assert (tmp_path / "result.json").read_text() == '{"a": [1, 2.5]}\n'
-    with pytest.raises(ValueError, match="JSON"):
-        report.write({"a": math.nan}, None)
 
 
 def test_measurements_do_not_change_the_commit(tmp_path):
@@ -93,8 +84,12 @@ def test_measurements_do_not_change_the_commit(tmp_path):
     assert report.commit(tmp_path) == clean | {"has_changes": True}
 
 
-def test_result_is_written_atomically(monkeypatch, tmp_path):
+def test_result_is_one_line_and_written_atomically(monkeypatch, tmp_path):
     path = tmp_path / "result.json"
+    report.write({"a": [1, 2.5]}, path)
+    assert path.read_text() == '{"a": [1, 2.5]}\n'
+    with pytest.raises(ValueError, match="JSON"):
+        report.write({"a": math.nan}, None)
     report.write_whole("[1]", path)
     write_text = Path.write_text
 

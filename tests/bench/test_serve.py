@@ -82,6 +82,8 @@ def test_sweep_ends_with_table(site, options_for, capsys):
     assert table[0].split()[:3] == ["load", "mode", "tokens/s"]
     assert table[2].startswith("inf requests/s, concurrency 3")
     assert first["median_e2el_ms"] > 0
+    with pytest.raises(BenchError, match="status 404.*does not exist"):
+        serve.run(options_for(site.url, "--model", "another"))
 
 
 def test_runs_with_compiles_are_repeated(site, options_for, capsys, monkeypatch):
@@ -100,11 +102,6 @@ def test_runs_with_compiles_are_repeated(site, options_for, capsys, monkeypatch)
     until[0] = 1 << 40
     with pytest.raises(BenchError, match="compiled programs in 4 runs"):
         serve.run(options_for(site.url, "--no-compare-plain"))
-
-
-def test_refusal_ends_at_once(site, options_for):
-    with pytest.raises(BenchError, match="status 404.*does not exist"):
-        serve.run(options_for(site.url, "--model", "another"))
 
 
 class Peer(BaseHTTPRequestHandler):
@@ -203,28 +200,17 @@ def task_of(*arguments: Any) -> Task:
     return read_task(flags("serve", *arguments))
 
 
-def test_sweep_has_all_pairs_of_loads():
+def test_task_follows_the_flags():
+    """A sweep has all pairs of loads; the address is a URL, or a host and a port."""
     task = task_of("--request-rate", 1, "inf", "--max-concurrency", 2, 4)
     pairs = [(load.request_rate, load.max_concurrency) for load in task.loads]
     assert pairs == [(1, 2), (1, 4), (float("inf"), 2), (float("inf"), 4)]
     alone = task_of()
     assert [load.max_concurrency for load in alone.loads] == [None]
     assert len(alone.prompts) == 100
-
-
-@pytest.mark.parametrize(
-    ("arguments", "url"),
-    [
-        ((), "http://127.0.0.1:8000"),
-        (("--host", "::1", "--port", 9), "http://[::1]:9"),
-        (("--base-url", "https://h/v/", "--port", 9), "https://h/v"),
-    ],
-)
-def test_address_is_a_url_or_host_and_port(arguments, url):
-    assert task_of(*arguments).url == url
-
-
-def test_metrics_to_print_are_those_of_the_flags():
+    assert alone.url == "http://127.0.0.1:8000"
+    assert task_of("--host", "::1", "--port", 9).url == "http://[::1]:9"
+    assert task_of("--base-url", "https://h/v/", "--port", 9).url == "https://h/v"
     wanted = task_of(
         *("--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99.9"),
         *("--goodput", "ttft:200", "tpot:50.5"),
@@ -234,17 +220,17 @@ def test_metrics_to_print_are_those_of_the_flags():
     assert wanted.goodput_ms == {"ttft": 200, "tpot": 50.5}
 
 
-def test_sweep_into_one_file_is_a_line_a_load(tmp_path):
+def test_results_are_saved_on_request(tmp_path):
+    """A sweep into one file is a line per load."""
     saved = ("--result-dir", tmp_path, "--result-filename", "x.json")
     task = task_of("--max-concurrency", 1, 2, "--save-result", *saved)
     for _ in range(2):  # the second sweep overwrites the results of the first
         for number, load in enumerate(task.loads):
             task.save({"number": number}, load)
-    lines = (tmp_path / "x.json").read_text().splitlines()
+    path = tmp_path / "x.json"
+    lines = path.read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"number": 0}, {"number": 1}]
-
-
-def test_results_are_saved_only_on_request(tmp_path):
+    path.unlink()
     task = task_of("--result-dir", tmp_path)
     task.save({}, task.loads[0])
     assert not list(tmp_path.iterdir())
@@ -307,29 +293,22 @@ def test_metrics_of_successful_answers():
     assert requests["output_lens"] == [4, 1, 0]
     assert requests["itls"] == [[0.3], [], []]
     assert requests["errors"] == ["", "", "boom"]
-
-
-def test_peak_concurrency():
-    twice = [ANSWERS[0], ANSWERS[0], ANSWERS[1]]
-    found = figures(twice, 2.0, ALL, None)
+    found = figures([ANSWERS[0], ANSWERS[0], ANSWERS[1]], 2.0, ALL, None)
     assert found["max_output_tokens_per_s"] == 8
     assert found["max_concurrent_requests"] == 2
     assert not any(name.startswith("spec_decode") for name in found)
 
 
-@pytest.mark.parametrize(
-    ("limits", "count"),
-    [
+def test_goodput_counts_requests_within_all_limits():
+    for limits, count in (
         ({"ttft": 200.1}, 2),
         ({"ttft": 150.0}, 1),
         ({"tpot": 99.0}, 1),
         ({"ttft": 150.0, "tpot": 99.0}, 0),
         ({"e2el": 300.5}, 1),
-    ],
-)
-def test_goodput_counts_requests_within_all_limits(limits, count):
-    wanted = Wanted(goodput_ms=limits)
-    assert figures(ANSWERS, 2.0, wanted, None)["request_goodput"] == count / 2
+    ):
+        found = figures(ANSWERS, 2.0, Wanted(goodput_ms=limits), None)
+        assert found["request_goodput"] == count / 2, limits
 
 
 BLOCK = """\
@@ -392,24 +371,21 @@ def test_times_between_requests_follow_the_distribution(burstiness):
 
 @pytest.mark.parametrize("limit", [None, 1, 3])
 def test_max_concurrency(limit):
-    now = most = 0
+    running: list[int] = [0]
 
     async def ask(prompt: Prompt) -> Answer:
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
+        running.append(running[-1] + 1)
         await asyncio.sleep(0.001)
-        now -= 1
+        running.append(running[-1] - 1)
         return Answer(text=prompt.text)
 
     prompts = [Prompt(text=str(i)) for i in range(8)]
     done: list[int] = []
-    answers, seconds = asyncio.run(
-        send(prompts, Load(max_concurrency=limit), ask, lambda: done.append(1))
-    )
+    load = Load(max_concurrency=limit)
+    answers, seconds = asyncio.run(send(prompts, load, ask, lambda: done.append(1)))
     assert [answer.text for answer in answers] == [str(i) for i in range(8)]
-    assert most == (limit or 8)
-    assert seconds >= 0.001 * 8 / most
+    assert max(running) == (limit or 8)
+    assert seconds >= 0.001 * 8 / max(running)
     assert len(done) == 8
 
 
@@ -443,24 +419,17 @@ def test_scrape_adds_up_engines():
     assert read_scrape(text).num_warming == 3
 
 
-def test_metric_names_are_those_of_engine():
+def test_scraped_metrics_are_those_of_engine():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     names = {metric.name for metric in engine.get_metrics()}
-    names_read = {
-        line.split()[2] for line in VLLM.splitlines() if line.startswith("# TYPE")
-    }
-    names_read = {
-        name.removesuffix("_total") for name in names_read if "created" not in name
-    }
-    assert names_read <= names
+    typed = [line.split()[2] for line in VLLM.splitlines() if "# TYPE" in line]
+    read = {name.removesuffix("_total") for name in typed if "created" not in name}
+    assert read <= names
     assert {"jaxspec:num_compiles", "jaxspec:warming"} <= names
     assert "jaxspec:synthetic_acceptance_info" not in names
-
-
-def test_reads_forced_acceptance_of_engine():
+    assert read_scrape(VLLM).forced_acceptance is None
     engine, _ = make_fake_engine(num_draft_tokens=3, forced_acceptance=0.8)
     (info,) = [one for one in engine.get_metrics() if "synthetic" in one.name]
     labels = ",".join(f'{name}="{value}"' for name, value in info.labels.items())
     text = f"# TYPE {info.name} gauge\n{info.name}{{{labels}}} 1.0\n"
     assert read_scrape(text).forced_acceptance == (0.8, 0.8, 0.8)
-    assert read_scrape(VLLM).forced_acceptance is None

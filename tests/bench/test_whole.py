@@ -24,7 +24,7 @@ from jaxspec.errors import ConfigError
 from tests.bench.workloads import flags, line_in, use_fake_engine
 from tests.support.fake_engines import assert_idle
 
-SMALL = ("--output-len", 12, "--num-iters", 2)
+SMALL = ("--output-len", 8, "--num-iters", 1)
 DRAFTS = Acceptance(
     num_drafts=10, num_draft_tokens=30, num_accepted=15, per_position=(8, 5, 2)
 )
@@ -122,49 +122,35 @@ def test_sweep_measures_every_k_batch_and_temperature(monkeypatch, tmp_path, cap
 
 
 def test_forced_acceptance_is_labeled_without_comparing_texts(monkeypatch, capsys):
+    use_fake_engine(monkeypatch, num_draft_tokens=0)
+    with pytest.raises(ConfigError, match="name no drafts"):
+        spec.run(flags("spec", *SMALL))
     use_fake_engine(monkeypatch, forced_acceptance=0.5)
     sweep = ("--batch-sizes", 1, "--temperatures", 0, "--draft-tokens", 3, 1)
     (found,) = spec.run(flags("spec", *SMALL, *sweep))
     printed = capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--draft-tokens must be from 1 to"):
+        spec.run(flags("spec", *SMALL, "--draft-tokens", 4))
     assert found["forced_acceptance"] == pytest.approx([0.5] * 3)
     by_k = found["points"][0]["by_num_draft_tokens"]
     assert list(by_k) == ["1", "3"]
     assert "is_equal" not in by_k["1"]
     assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
     assert found["answer"][-1].startswith("ACCEPTANCE IS FORCED (synthetic)")
-    sizes = ("--batch-size", 1, "--output-len", 8, "--num-iters", 1)
-    (found,) = whole.run(flags("latency", *sizes))
+    (found,) = whole.run(flags("latency", *SMALL, "--batch-size", 1))
     printed = capsys.readouterr().out
     assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
     assert "is_equal" not in found
     assert "greedy texts" not in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "changes", "message"),
-    [
-        (("--draft-tokens", 4), {}, "--draft-tokens must be from 1 to"),
-        ((), {"num_draft_tokens": 0}, "name no drafts"),
-    ],
-)
-def test_rejects_k_without_programs(arguments, changes, message, monkeypatch):
-    use_fake_engine(monkeypatch, **changes)
-    with pytest.raises(ConfigError, match=message):
-        spec.run(flags("spec", *SMALL, *arguments))
-
-
 def cell(
     size: int, count: int, speed_up: float, least: float = 0, most: float = 0
 ) -> Cell:
     speeds = {"median": speed_up, "least": least or speed_up - 0.01}
-    return Cell(
-        temperature=0.0,
-        batch_size=size,
-        num_draft_tokens=count,
-        speed_up=speeds | {"most": most or speed_up + 0.01},
-        num_runs=3,
-        acceptance_rate=0.7,
-    )
+    speeds |= {"most": most or speed_up + 0.01}
+    place = dict(batch_size=size, num_draft_tokens=count, num_runs=3)
+    return Cell(temperature=0.0, speed_up=speeds, acceptance_rate=0.7, **place)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +192,7 @@ def test_answer_names_what_pays(cells, messages):
 
 
 def run_of(elapsed_s: float, decode_s: float, *, token: int = 1, **changes: Any) -> Run:
+    sizes: Any = dict(num_tokens=16, num_rounds=4, host_s=0.008, num_seqs=2)
     values: dict[str, Any] = dict(
         elapsed_s=elapsed_s,
         num_prompt_tokens=6,
@@ -213,9 +200,7 @@ def run_of(elapsed_s: float, decode_s: float, *, token: int = 1, **changes: Any)
         first_token_s=[0.1, 0.3],
         per_token_s=[0.01, 0.03],
         inter_token_s=[0.02, 0.04, 0.06],
-        decode=Span(
-            seconds=decode_s, num_tokens=16, num_rounds=4, host_s=0.008, num_seqs=2
-        ),
+        decode=Span(seconds=decode_s, **sizes),
         acceptance=Acceptance(),
     )
     return Run(**(values | changes))
@@ -269,15 +254,9 @@ def test_speed_ups_and_texts_are_compared_pair_by_pair():
 
 
 def parts_of(count: int) -> Parts:
-    return Parts(
-        num_seqs=4,
-        num_draft_tokens=count,
-        num_nodes=count,
-        draft_s=0.001 * count,
-        verify_s=0.006,
-        accept_s=0.002,
-        num_bytes=8_000_000 + count * 1_000_000,
-    )
+    times = dict(draft_s=0.001 * count, verify_s=0.006, accept_s=0.002)
+    sizes = dict(num_seqs=4, num_draft_tokens=count, num_nodes=count)
+    return Parts(**times, **sizes, num_bytes=8_000_000 + count * 1_000_000)
 
 
 def test_cost_of_a_draft_is_in_bytes_and_as_timed():
@@ -297,7 +276,7 @@ def test_ceiling_is_of_the_measured_acceptance():
     assert found is not None
     # A position at which no draft was accepted has rate 0.
     assert found["conditional_rates"] == pytest.approx([0.8, 5 / 8, 2 / 5, 0])
-    for name, ratio in ratios.items():
+    for name, ratio in ratios.items():  # the expected length is 2.5
         one, ceiling = found[name], (1 + 0.8 + 0.5 + 0.2) / (1 + 4 * ratio)
         assert one["cost_ratio"] == ratio
         assert one["speed_up_ceiling"] == pytest.approx(ceiling)
@@ -322,28 +301,20 @@ def test_ceiling_is_of_the_measured_acceptance():
             ],
             ["no drafts:"],
         ),
-        (
-            {"plain": PLAIN, "speculative": PLAIN},
-            True,
-            ["no drafts:"],
-            ["ceiling"],
-        ),
+        ({"plain": PLAIN, "speculative": PLAIN}, True, ["no drafts:"], ["ceiling"]),
         ({"plain": PLAIN, "speculative": FASTER}, False, [], ["greedy texts"]),
         ({"plain": PLAIN}, True, [], ["speed-up", "greedy texts"]),
     ],
 )
 def test_comparison_reports_both_modes(runs, must_agree, expected, absent):
-    measured = Measured(runs=runs, num_discarded=2)
-    found = compared(
-        measured, num_draft_tokens=3, ratios={"bytes": 0.1}, must_agree=must_agree
-    )
+    measured, ratios = Measured(runs=runs, num_discarded=2), {"bytes": 0.1}
+    given: Any = dict(num_draft_tokens=3, ratios=ratios, must_agree=must_agree)
+    found = compared(measured, **given)
     assert found["num_discarded_runs"] == 2
     text = comparison(found, 3)
     assert text.splitlines()[0].split() == list(runs)
-    for message in expected:
-        assert message in text
-    for message in absent:
-        assert message not in text
+    assert all(message in text for message in expected), text
+    assert not any(message in text for message in absent), text
 
 
 def test_parts_have_times_and_bandwidth():

@@ -1,7 +1,9 @@
 """A tiny model behind stand-ins of the Hugging Face Hub and Kaggle, and no network."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,13 @@ from tests.checkpoints.stand_ins import (
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with hub_alone(monkeypatch, tmp_path) as refused:
         yield refused
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, Any]:
+    """Return what llama.cpp and HuggingFace found in files of the real Gemma 3 270M."""
+    path = Path(__file__).parent / "data" / "gemma3_270m.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture

@@ -11,7 +11,23 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxspec_checkpoints.storage import StoredArray
+
 PAD_ROWS = 128
+
+
+def stored(
+    shape: tuple[int, ...], name: str = "array", dtype: Any = "float16"
+) -> StoredArray:
+    """Return an array without memory for its values."""
+    return StoredArray(
+        name=name,
+        folder=Path("folder"),
+        shape=shape,
+        dtype=np.dtype(dtype),
+        chunks=shape,
+        spec={},
+    )
 
 
 def flax_layer(

@@ -96,10 +96,7 @@ def _kind_of(piece: Any) -> int:
 
 
 def write_arrays(
-    path: Path,
-    config: dict[str, Any],
-    arrays: dict[str, np.ndarray],
-    **options: Any,
+    path: Path, config: dict[str, Any], arrays: dict[str, np.ndarray], **options: Any
 ) -> None:
     """Write arrays by llama.cpp's names, as they are, and no tokenizer.
 
@@ -110,10 +107,10 @@ def write_arrays(
     write_metadata(writer, config)
     for name, values in arrays.items():
         writer.add_tensor(name, values)
-    close(writer)
+    _close(writer)
 
 
-def close(writer: gguf.GGUFWriter) -> None:
+def _close(writer: gguf.GGUFWriter) -> None:
     """Write the header and the tensors, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -150,13 +147,9 @@ def write_gguf(
     write_metadata(writer, config)
     if has_tokenizer:
         write_tokenizer(writer)
+    kind_of = {str: "string", bool: "bool", int: "uint32", float: "float32"}
     for key, value in more.items():
-        add = {
-            str: writer.add_string,
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-            float: writer.add_float32,
-        }[type(value)]
+        add = getattr(writer, f"add_{kind_of[type(value)]}")
         add(key.replace("__", "."), value)
     expected = {}
     for name, values in tensors.items():
@@ -169,7 +162,7 @@ def write_gguf(
         expected[name] = _read_back(name, stored, kind)
         is_plain = kind in (Q.F32, Q.F16)
         writer.add_tensor(theirs, stored, raw_dtype=None if is_plain else kind)
-    close(writer)
+    _close(writer)
     return expected
 
 

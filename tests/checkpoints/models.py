@@ -47,6 +47,19 @@ DTYPES: dict[str, Any] = {
 }
 
 
+FACTS = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
+
+
+def published_shapes(name: str, names: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a published size by the "hf" or "flax" names."""
+    facts = FACTS[name]
+    return {
+        path.format(layer): tuple(shape)
+        for path, shape in facts[names].items()
+        for layer in range(facts["num_layers"] if "{}" in path else 1)
+    }
+
+
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return the content of a `config.json`, with `changes` to its fields."""
     config = dict(

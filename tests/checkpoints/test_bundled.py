@@ -17,25 +17,20 @@ from jaxspec_checkpoints import (
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from jaxspec_checkpoints.trimming import read_token_map
 
-FOLDERS = {"target": bundled_target, "draft": bundled_draft}
 
-
-@pytest.mark.parametrize("role", FOLDERS)
-def test_folder_holds_one_model(role):
-    folder = FOLDERS[role]()
-    assert folder.name == role
-    checkpoint = open_checkpoint(folder)
-    assert checkpoint.format == "hf"
-    for name, tensor in checkpoint.tensors.items():
-        assert np.isfinite(tensor.whole().astype(jnp.float32)).all(), name
-
-
-def test_target_and_draft_have_the_same_tokenizer():
-    target, draft = bundled_target(), bundled_draft()
-    configs = [config_from_folder(folder) for folder in (target, draft)]
+def test_draft_is_smaller_and_has_the_tokenizer_of_the_target():
+    folders = bundled_target(), bundled_draft()
+    assert [folder.name for folder in folders] == ["target", "draft"]
+    target, draft = map(open_checkpoint, folders)
+    assert draft.num_parameters < target.num_parameters / 2
+    for checkpoint in (target, draft):
+        assert checkpoint.format == "hf"
+        for name, tensor in checkpoint.tensors.items():
+            assert np.isfinite(tensor.whole().astype(jnp.float32)).all(), name
+    configs = [config_from_folder(folder) for folder in folders]
     assert configs[0].vocab_size == configs[1].vocab_size
     assert configs[0].eos_token_ids == configs[1].eos_token_ids
-    tokenizers = [folder / "tokenizer.model" for folder in (target, draft)]
+    tokenizers = [folder / "tokenizer.model" for folder in folders]
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
 
 
@@ -49,21 +44,12 @@ def test_draft_has_a_token_map():
     assert special <= set(ids[:6])
 
 
-def test_draft_is_the_smaller_model():
-    draft, target = open_checkpoint(bundled_draft()), open_checkpoint(bundled_target())
-    assert draft.num_parameters < target.num_parameters / 2
-
-
 @pytest.mark.parametrize("kind", BUNDLED_KINDS)
-def test_heads_are_for_the_bundled_target(kind):
+def test_heads_are_small_and_for_the_bundled_target(kind):
     config, tensors = read_head(bundled_head(kind))
     assert config.kind == kind
     config.check_target(config_from_folder(bundled_target()))
     for name, tensor in tensors.items():
         assert np.isfinite(tensor.whole().astype(jnp.float32)).all(), name
-
-
-def test_heads_are_small():
-    folders = [bundled_head(kind) for kind in BUNDLED_KINDS]
-    files = [path for folder in folders for path in folder.iterdir()]
-    assert sum(path.stat().st_size for path in files) < 12e6
+    files = bundled_head(kind).iterdir()
+    assert sum(path.stat().st_size for path in files) < 12e6 / len(BUNDLED_KINDS)

@@ -11,21 +11,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 VALUES = np.random.default_rng(0).standard_normal((37, 5), np.float32) * 100
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_types_are_found_by_name(dtype):
-    assert find_dtype(dtype).name == dtype
-
-
-@pytest.mark.parametrize("dtype", ["int8", "float64", "fp16", "", "BFLOAT16"])
-def test_rejects_other_types(dtype):
-    expected = f"one of float32, bfloat16, float16, got '{dtype}'"
-    with pytest.raises(CheckpointError, match=expected):
-        find_dtype(dtype)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 7, 36, 37, 100])
 @pytest.mark.parametrize("block_bytes", [1, 60, 2**25])
-def test_blocks_have_the_rows_asked_for(monkeypatch, rows, block_bytes):
+def test_blocks_have_the_requested_rows(monkeypatch, rows, block_bytes):
     """The rows are the same for any size of the blocks that are read at a time."""
     monkeypatch.setattr(tensor, "BLOCK_BYTES", block_bytes)
     (source,) = in_memory({"x": VALUES}).values()
@@ -38,11 +26,16 @@ def test_blocks_have_the_rows_asked_for(monkeypatch, rows, block_bytes):
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("target", DTYPES)
 def test_values_are_rounded_as_numpy_does(source, target):
-    values = VALUES.astype(find_dtype(source))
+    """Infinite and NaN values are kept."""
+    edges = np.full((1, 5), [np.inf, -np.inf, np.nan, 1e-30, 1])
+    values = np.concatenate([VALUES, edges])
+    values = values.astype(find_dtype(source))
     (each,) = in_memory({"x": values}).values()
     blocks = list(cast_blocks("x", each, dtype=find_dtype(target), rows=10))
     found = np.concatenate([rows for _, rows in blocks])
-    np.testing.assert_array_equal(found, values.astype(find_dtype(target)), strict=True)
+    assert (found.shape, found.dtype.name) == (values.shape, target)
+    expected = values.astype(find_dtype(target)).astype(np.float32)
+    np.testing.assert_array_equal(found.astype(np.float32), expected)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +55,8 @@ def test_too_large_values_name_the_tensor(source, target, value):
         list(cast_blocks("x", each, dtype=find_dtype(target), rows=1))
 
 
-def test_infinite_and_nan_values_are_kept():
-    values = np.array([np.inf, -np.inf, np.nan, 1e-30], np.float32)
-    (each,) = in_memory({"x": values}).values()
-    ((_, found),) = cast_blocks("x", each, dtype=np.dtype("float16"), rows=9)
-    np.testing.assert_array_equal(found, np.array([np.inf, -np.inf, np.nan, 0]))
+@pytest.mark.parametrize("dtype", ["int8", "float64", "fp16", "", "BFLOAT16"])
+def test_rejects_other_types(dtype):
+    expected = f"one of float32, bfloat16, float16, got '{dtype}'"
+    with pytest.raises(CheckpointError, match=expected):
+        find_dtype(dtype)

@@ -17,25 +17,17 @@ from jaxspec_checkpoints.tensor import Tensor, in_memory, with_copies
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.models import tiny_config, write_tiny
 
-SAID = pytest.mark.parametrize("said", ["nothing", None, True, False])
 
-
-def write(folder: Path, said: Any, head: Any, dtype: str = "bfloat16") -> Any:
+def write(folder: Path, said: Any, head: Any) -> Any:
     """Write a model of four 4 MiB blocks of embedding and head; return its tensors.
 
     Args:
         said: Value of `tie_word_embeddings`; "nothing" omits the key.
         head: Function that makes the head from the embedding; None writes no head.
     """
-    tensors: dict[str, Any] = write_tiny(
-        folder,
-        family="2b",
-        dtype=dtype,
-        num_hidden_layers=1,
-        hidden_size=1024,
-        vocab_size=8192,
-        **({} if said == "nothing" else {TIE: said}),
-    )
+    changes: dict[str, Any] = {} if said == "nothing" else {TIE: said}
+    changes |= dict(num_hidden_layers=1, hidden_size=1024, vocab_size=8192)
+    tensors: Any = write_tiny(folder, family="2b", dtype="bfloat16", **changes)
     if head is not None:
         tensors[HEAD] = head(tensors[EMBEDDING])
         save_file(tensors, folder / "model.safetensors")
@@ -55,54 +47,50 @@ def check(found: Checkpoint, tensors: dict[str, np.ndarray], is_tied: bool) -> N
         assert found.tensors[name].whole().tobytes() == tensors[name].tobytes()
 
 
-@SAID
-def test_head_with_the_bytes_of_the_embedding_is_dropped(tmp_path, said):
-    tensors = write(tmp_path, said, np.copy)
+def convert(source: Path, made: Path, **options: Any) -> None:
+    write_checkpoint(open_checkpoint(source), made, progress=False, **options)
+
+
+@pytest.mark.parametrize("said", ["nothing", None, True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_only_head_with_the_bytes_of_the_embedding_is_dropped(tmp_path, said, is_tied):
+    """The config does not decide; one number that differs does."""
+    tensors = write(tmp_path, said, np.copy if is_tied else with_other_last_row)
     assert lists_head(tmp_path)
     found = open_checkpoint(tmp_path).resolved()
-    del tensors[HEAD]
-    check(found, tensors, is_tied=True)
-    assert "the embedding" in describe(found)
+    if is_tied:
+        del tensors[HEAD]
+    check(found, tensors, is_tied=is_tied)
+    said = "the embedding" if is_tied else f"LM head       {HEAD}"
+    assert said in describe(found)
 
 
-@SAID
-def test_head_that_differs_in_one_number_is_kept_whatever_the_config(tmp_path, said):
-    tensors = write(tmp_path, said, with_other_last_row)
-    found = open_checkpoint(tmp_path).resolved()
-    check(found, tensors, is_tied=False)
-    assert f"LM head       {HEAD}" in describe(found)
-
-
-def test_head_of_nan_is_compared_by_bytes(tmp_path):
-    write(tmp_path, True, lambda table: np.full_like(table, np.nan))
-    assert HEAD in open_checkpoint(tmp_path).resolved().tensors
-    table = np.full((4, 4), np.nan, np.float32)
-    first, second = in_memory({"a": table, "b": table.copy()}).values()
-    assert list(with_copies(first, [second]).blocks())
-
-
-def test_head_of_another_type_than_the_embedding_is_kept(tmp_path):
-    write(tmp_path, True, lambda table: table.astype(np.float32))
+@pytest.mark.parametrize(
+    "head",
+    [lambda table: np.full_like(table, np.nan), lambda table: table.astype("f4")],
+    ids=["NaN", "another type"],
+)
+def test_head_is_compared_by_bytes(tmp_path, head):
+    write(tmp_path, True, head)
     assert HEAD in open_checkpoint(tmp_path).resolved().tensors
 
 
-def test_missing_head_is_named(tmp_path):
-    write(tmp_path, False, None)
-    assert not lists_head(tmp_path)
-    expected = "no tensor 'lm_head.weight', and config.json has tie_word_embeddings=fal"
-    with pytest.raises(CheckpointError, match=expected):
-        open_checkpoint(tmp_path)
-
-
-def test_tie_word_embeddings_that_is_not_boolean_is_refused(tmp_path):
-    write(tmp_path, "no", None)
-    with pytest.raises(CheckpointError, match="must be true or false, got 'no'"):
-        open_checkpoint(tmp_path)
-
-
-def test_head_of_another_size_is_refused(tmp_path):
-    write(tmp_path, True, lambda table: table[:-1].copy())
-    with pytest.raises(CheckpointError, match=r"lm_head.weight' has shape \(8191, "):
+@pytest.mark.parametrize(
+    ("said", "head", "message"),
+    [
+        (
+            False,
+            None,
+            "no tensor 'lm_head.weight', and config.json has tie_word_embeddings=fal",
+        ),
+        ("no", None, "must be true or false, got 'no'"),
+        (True, lambda table: table[:-1].copy(), r"lm_head.weight' has shape \(8191, "),
+    ],
+)
+def test_head_must_agree_with_the_config(tmp_path, said, head, message):
+    write(tmp_path, said, head)
+    assert lists_head(tmp_path) == (head is not None)
+    with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
 
 
@@ -158,11 +146,8 @@ def test_opening_reads_nothing_and_comparing_stops_at_a_difference(
 
 def test_names_of_shards_and_of_own_folders_are_found(tmp_path):
     write(tmp_path / "hf", True, with_other_last_row)
-    checkpoint = open_checkpoint(tmp_path / "hf")
-    options: dict[str, Any] = dict(progress=False)
-    write_checkpoint(checkpoint, tmp_path / "own", to="orbax", **options)
-    options |= dict(max_shard_bytes=10**6)
-    write_checkpoint(checkpoint, tmp_path / "shards", to="hf", **options)
+    convert(tmp_path / "hf", tmp_path / "own", to="orbax")
+    convert(tmp_path / "hf", tmp_path / "shards", to="hf", max_shard_bytes=10**6)
     assert lists_head(tmp_path / "own") and lists_head(tmp_path / "shards")
     for file in ("model-00001-of-", "model.safetensors.index.json"):
         (path,) = (tmp_path / "shards").glob(f"{file}*")
@@ -173,29 +158,29 @@ def test_names_of_shards_and_of_own_folders_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("said", [True, False])
-@pytest.mark.parametrize("to", ["hf", "orbax"])
-def test_conversion_keeps_a_head_and_corrects_config(tmp_path, said, to):
+@pytest.mark.parametrize(
+    ("to", "quantization"),
+    [("hf", None), ("orbax", None), ("hf", "int8"), ("hf", "fp8")],
+)
+def test_conversion_keeps_a_head_and_corrects_config(tmp_path, said, to, quantization):
     tensors = write(tmp_path / "source", said, with_other_last_row)
-    options: dict[str, Any] = dict(progress=False)
-    write_checkpoint(
-        open_checkpoint(tmp_path / "source"), tmp_path / "made", to=to, **options
-    )
-    assert json.loads((tmp_path / "made" / "config.json").read_text())[TIE] is False
-    made = open_checkpoint(tmp_path / "made")
-    check(made, tensors, is_tied=False)
-    write_checkpoint(made, tmp_path / "back", to="hf", **options)
+    made = tmp_path / "made"
+    convert(tmp_path / "source", made, to=to, quantization=quantization)
+    assert json.loads((made / "config.json").read_text())[TIE] is False
+    found = open_checkpoint(made)
+    check(found.resolved(), tensors, is_tied=False)
+    if quantization:
+        return
+    convert(made, tmp_path / "back", to="hf")
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == tensors.keys()
-    if to == "orbax":
-        with pytest.raises(CheckpointError, match="hf or orbax for a model with an lm"):
-            write_checkpoint(made, tmp_path / "kaggle", to="kaggle", **options)
+    with pytest.raises(CheckpointError, match="hf or orbax for a model with an lm"):
+        convert(made, tmp_path / "kaggle", to="kaggle")
 
 
 @pytest.mark.parametrize("to", ["hf", "orbax", "kaggle"])
 def test_conversion_drops_a_copy(tmp_path, to):
     tensors = write(tmp_path / "source", False, np.copy)
-    write_checkpoint(
-        open_checkpoint(tmp_path / "source"), tmp_path / "made", to=to, progress=False
-    )
+    convert(tmp_path / "source", tmp_path / "made", to=to)
     del tensors[HEAD]
     made = open_checkpoint(tmp_path / "made")
     check(made, tensors, is_tied=True)
@@ -206,25 +191,12 @@ def test_conversion_drops_a_copy(tmp_path, to):
             open_checkpoint(tmp_path / "made")
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_quantizing_conversion_keeps_a_head(tmp_path, kind):
-    tensors = write(tmp_path / "source", True, with_other_last_row)
-    source = open_checkpoint(tmp_path / "source")
-    write_checkpoint(
-        source, tmp_path / "made", to="hf", quantization=kind, progress=False
-    )
-    check(open_checkpoint(tmp_path / "made").resolved(), tensors, is_tied=False)
-
-
 def test_copies_that_differ_are_found_while_reading():
     table = np.arange(12, dtype=np.float32).reshape(4, 3)
-    tensors = in_memory(
-        {"a": table, "b": table.copy(), "c": with_other_last_row(table)}
-    )
-    same = with_copies(tensors["a"], [tensors["b"]])
-    np.testing.assert_array_equal(same.whole(), table)
-    different = with_copies(tensors["a"], [tensors["b"], tensors["c"]])
-    with pytest.raises(CheckpointError, match="c and a differ"):
-        different.whole()
-    with pytest.raises(CheckpointError, match="c and a differ"):
-        with_copies(tensors["a"], [tensors["c"].head(2)])
+    table[0, 0] = np.nan  # bytes are compared
+    given = {"a": table, "b": table.copy(), "c": with_other_last_row(table)}
+    first, same, other = in_memory(given).values()
+    np.testing.assert_array_equal(with_copies(first, [same]).whole(), table)
+    for copies in ([same, other], [other.head(2)]):
+        with pytest.raises(CheckpointError, match="c and a differ"):
+            with_copies(first, copies).whole()

@@ -40,14 +40,18 @@ def _tokens() -> list[int]:
 
 @pytest.mark.parametrize("file", ["tokenizer.model", "tokenizer.json"])
 def test_tokens_are_counted_as_either_file_cuts_them(tmp_path, tokens, file):
-    write_tiny(tmp_path / "model", family="2b", vocab_size=8192)
-    (tmp_path / "model" / "tokenizer.model").unlink()
-    shutil.copyfile(bundled_draft() / file, tmp_path / "model" / file)
-    counts = count(tmp_path, open_checkpoint(tmp_path / "model"))
+    """Tokens that end texts count as special, whatever the tokenizer calls them."""
+    folder = tmp_path / "model"
+    write_tiny(folder, family="2b", vocab_size=8192)
+    (folder / "tokenizer.model").unlink()
+    shutil.copyfile(bundled_draft() / file, folder / file)
+    ends = json.dumps({"eos_token_id": [1, 4711]})
+    (folder / "generation_config.json").write_text(ends)
+    counts = count(tmp_path, open_checkpoint(folder))
     assert counts.num_texts == len(TEXTS)
     expected = np.bincount(tokens, minlength=8192)
     np.testing.assert_array_equal(counts.frequency, expected)
-    assert sorted(counts.special) == SPECIAL
+    assert sorted(counts.special) == [*SPECIAL, 4711]
 
 
 def test_special_tokens_come_first_then_the_frequent_then_the_lower():
@@ -57,33 +61,24 @@ def test_special_tokens_come_first_then_the_frequent_then_the_lower():
     assert counts.share_of(3) == (0 + 5 + 9) / 26
     assert counts.share_of(7) == 1
     report = counts.report().splitlines()
-    assert report[0] == "26 tokens of 3 texts; 4 of 7 came"
-    assert report[-1].endswith("      3 has  53.85 % of them")
-
-
-def test_ends_of_texts_in_either_config_are_special(tmp_path):
-    """Tokens that end texts count as special, whatever the tokenizer calls them."""
-    write_tiny(tmp_path / "model", family="2b", vocab_size=8192)
-    path = tmp_path / "model" / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": [1, 4711]}))
-    counts = count(tmp_path, open_checkpoint(tmp_path / "model"))
-    assert sorted(counts.special) == [*SPECIAL, 4711]
+    assert report[0] == "26 tokens of 3 texts; 4 of the vocabulary's 7 tokens occur"
+    assert report[-1].endswith("      3 covers  53.85 % of them")
 
 
 def test_a_map_that_was_written_is_read(tmp_path, tokens):
-    counts = count(tmp_path)
-    write_token_map(tmp_path / TOKEN_MAP, counts)
-    ids = read_token_map(tmp_path / TOKEN_MAP, 8192)
+    counts, path = count(tmp_path), tmp_path / TOKEN_MAP
+    write_token_map(path, counts)
+    ids = read_token_map(path, 8192)
     assert ids == counts.ranked
     assert sorted(ids) == list(range(8192))
-    assert set(ids[: len(SPECIAL) + len(set(tokens) - set(SPECIAL))]) == {
-        *SPECIAL,
-        *tokens,
-    }
-    with pytest.raises(CheckpointError, match="exists already: name another"):
-        write_token_map(tmp_path / TOKEN_MAP, counts)
-    with pytest.raises(CheckpointError, match="nowhere"):
-        write_token_map(tmp_path / "nowhere" / "map.json", counts)
+    counted = {*SPECIAL, *tokens}
+    assert set(ids[: len(counted)]) == counted
+    for taken, message in (
+        (path, "exists already: name another"),
+        (tmp_path / "nowhere" / "map.json", "nowhere"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            write_token_map(taken, counts)
     assert [one.name for one in tmp_path.glob(".trim*")] == []
 
 
@@ -109,7 +104,7 @@ def test_texts_come_from_lines_of_json_and_from_anything_else(tmp_path):
         ("some.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("some.txt.xz", b"plain", "is not UTF-8 text"),
         ("cut.txt.xz", lzma.compress(b"ein Wort\n" * 99)[:-9], "is not UTF-8 text"),
-        ("empty.txt", b"", "there is nothing to count"),
+        ("empty.txt", b"", "the texts are empty"),
     ],
 )
 def test_a_file_that_is_no_text_is_named(tmp_path, name, content, named):
@@ -122,11 +117,12 @@ def test_a_file_that_is_no_text_is_named(tmp_path, name, content, named):
 
 def test_a_tokenizer_of_another_model_or_none_is_refused(tmp_path):
     write_tiny(tmp_path / "small", family="2b")
-    with pytest.raises(CheckpointError, match="makes token .* they are not of one"):
-        count(tmp_path, open_checkpoint(tmp_path / "small"))
-    (tmp_path / "small" / "tokenizer.model").write_bytes(b"no model")
-    with pytest.raises(CheckpointError, match="the tokenizer of .* cannot be read"):
-        count(tmp_path, open_checkpoint(tmp_path / "small"))
-    (tmp_path / "small" / "tokenizer.model").unlink()
-    with pytest.raises(CheckpointError, match="no tokenizer.model and no tok"):
-        count(tmp_path, open_checkpoint(tmp_path / "small"))
+    model = tmp_path / "small" / "tokenizer.model"
+    for change, message in (
+        (lambda: None, "makes token .* they are not of one"),
+        (lambda: model.write_bytes(b"no model"), "the tokenizer of .* cannot be read"),
+        (model.unlink, "no tokenizer.model and no tok"),
+    ):
+        change()
+        with pytest.raises(CheckpointError, match=message):
+            count(tmp_path, open_checkpoint(tmp_path / "small"))

@@ -25,11 +25,13 @@ def test_names_and_sizes_are_those_of_ggml(number):
     assert sizes == (kind.num_elements, kind.num_bytes)
 
 
-def test_types_that_are_not_read_have_the_names_of_ggml():
+def test_other_types_are_not_read_or_not_split():
     theirs = {kind.value: kind.name for kind in Q}
     assert {n: OTHER_TYPES.get(n, name) for n, name in theirs.items()} == theirs
     assert not OTHER_TYPES.keys() & TYPES.keys()
     assert len(OTHER_TYPES) >= 20
+    split = {kind.name for kind in TYPES.values() if kind.split is not None}
+    assert split == set(GGUF_SCHEMES)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -65,8 +67,3 @@ def test_integers_times_scales_equal_the_dequantized_numbers(name):
     np.testing.assert_array_equal(dequantize(values, scales), expected)
     if kind.is_int4:
         assert -8 <= values.min() and values.max() <= 7
-
-
-def test_types_with_minima_or_tables_are_not_split():
-    names = {kind.name for kind in TYPES.values() if kind.split is not None}
-    assert names == set(GGUF_SCHEMES)

@@ -20,7 +20,6 @@ from jaxspec_checkpoints.gguf.reading import find_gguf
 from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.quantization import QuantizedTensor
 from jaxspec_checkpoints.report import describe
-from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.gguf_files import (
     Q,
     llama_name,
@@ -48,6 +47,7 @@ def test_embedding_rows_past_the_vocabulary_are_dropped(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", WRITABLE, ids=lambda kind: kind.name)
 def test_tensors_equal_those_that_were_written(tmp_path, kind):
+    """Matrices of symmetric types remain packed."""
     expected = write_gguf(tmp_path / "m.gguf", default=kind)
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     assert checkpoint.format == "gguf"
@@ -57,47 +57,22 @@ def test_tensors_equal_those_that_were_written(tmp_path, kind):
         assert tensor.dtype == values.dtype
         np.testing.assert_array_equal(tensor.whole(), values)
         np.testing.assert_array_equal(tensor.read(3, 7), values[3:7])
-        assert isinstance(tensor, QuantizedTensor) == (
-            kind in PACKED and values.ndim == 2
-        )
-
-
-@pytest.mark.parametrize("kind", PACKED, ids=lambda kind: kind.name)
-def test_symmetric_types_stay_packed(tmp_path, kind):
-    expected = write_gguf(tmp_path / "m.gguf", default=kind)
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensor = open_checkpoint(tmp_path / "m.gguf").tensors[name]
-    assert isinstance(tensor, QuantizedTensor)
-    assert tensor.values.dtype.name == PACKED[kind]
-    assert tensor.scales.shape == (256, 512 // 32)
-    values = tensor.values.whole().astype(np.float32).reshape(256, -1, 32)
-    numbers = values * tensor.scales.whole()[:, :, None]
-    np.testing.assert_array_equal(numbers.reshape(256, 512), expected[name])
-    head = tensor.head(5)
-    np.testing.assert_array_equal(head.whole(), expected[name][:5])
-    np.testing.assert_array_equal(head.scales.whole(), tensor.scales.whole()[:5])
-
-
-def test_types_are_mixed_in_one_file(tmp_path):
-    kinds = {"token_embd": Q.F16, "ffn_down": Q.Q8_0, "attn_v": Q.BF16}
-    expected = write_gguf(tmp_path / "m.gguf", kinds=kinds, default=Q.Q4_0)
-    tensors = open_checkpoint(tmp_path / "m.gguf").tensors
-    for name, values in expected.items():
-        np.testing.assert_array_equal(tensors[name].whole(), values)
-    assert tensors["model.embed_tokens.weight"].dtype == np.float16
-    assert tensors["model.layers.0.self_attn.v_proj.weight"].dtype == ml_dtypes.bfloat16
-
-
-def test_norms_are_stored_with_one_added(tmp_path):
-    config = tiny_config("2b", vocab_size=8192)
-    tensors = tiny_tensors(config)
-    write_gguf(tmp_path / "m.gguf", config, tensors)
-    read = open_checkpoint(tmp_path / "m.gguf").tensors
-    for name, values in tensors.items():
-        if values.ndim == 1:
-            found = read[name].whole()
-            np.testing.assert_allclose(found, values, rtol=0, atol=1.2e-7)
-            np.testing.assert_array_equal(1 + found, 1 + values)
+        is_packed = kind in PACKED and values.ndim == 2
+        assert isinstance(tensor, QuantizedTensor) == is_packed
+        if isinstance(tensor, QuantizedTensor):
+            assert tensor.values.dtype.name == PACKED[kind]
+            scales = tensor.scales.whole()
+            assert scales.shape == (len(values), values.shape[1] // 32)
+            whole = tensor.values.whole().astype(np.float32).reshape(*scales.shape, 32)
+            numbers = (whole * scales[:, :, None]).reshape(values.shape)
+            np.testing.assert_array_equal(numbers, values)
+            head = tensor.head(5)
+            np.testing.assert_array_equal(head.whole(), values[:5])
+            np.testing.assert_array_equal(head.scales.whole(), scales[:5])
+    report = describe(checkpoint)
+    assert "gguf (llama.cpp GGUF)" in report
+    assert "tokenizer.model (from metadata)" in report
+    assert ("int4" in report) == (kind == Q.Q4_0)
 
 
 def test_fused_queries_keys_and_values_are_split(tmp_path):
@@ -120,29 +95,28 @@ def test_fused_queries_keys_and_values_are_split(tmp_path):
 
 
 def test_folder_with_one_gguf_file_is_read(tmp_path):
-    expected = write_gguf(tmp_path / "m.gguf")
+    path = tmp_path / "m.gguf"
+    expected = write_gguf(path)
     (tmp_path / "mmproj-m.gguf").write_bytes(b"a projector of images")
     (tmp_path / "README.md").write_text("hello")
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.format == "gguf" and checkpoint.folder == tmp_path
     assert checkpoint.tensors.keys() == expected.keys()
-    assert model_files(tmp_path) == {"model.gguf": tmp_path / "m.gguf"}
-    assert model_files(tmp_path / "m.gguf") == {"model.gguf": tmp_path / "m.gguf"}
-    assert read_config(tmp_path) == read_config(tmp_path / "m.gguf")
+    assert model_files(tmp_path) == model_files(path) == {"model.gguf": path}
+    assert read_config(tmp_path) == read_config(path)
     (tmp_path / "other.gguf").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"several models: name one .* m.gguf, o"):
         open_checkpoint(tmp_path)
+    # A file that a user names may be in any folder.
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "m.gguf").symlink_to(path)
+    with pytest.raises(CheckpointError, match="points outside its folder"):
+        open_checkpoint(tmp_path / "folder")
+    assert open_checkpoint(tmp_path / "folder" / "m.gguf").format == "gguf"
 
 
-def test_safetensors_take_precedence_over_gguf(tmp_path):
-    write_tiny(tmp_path, family="2b", num_hidden_layers=1)
-    write_gguf(tmp_path / "m.gguf")
-    assert open_checkpoint(tmp_path).format == "hf"
-    assert "model.gguf" not in model_files(tmp_path)
-    assert read_config(tmp_path)[0]["num_hidden_layers"] == 1
-
-
-def test_config_of_the_file_precedes_a_config_json_next_to_it(tmp_path):
+def test_precedence_of_files_next_to_a_gguf_file(tmp_path):
+    """The file's config precedes a config.json, and safetensors precede the file."""
     write_gguf(tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
@@ -151,17 +125,10 @@ def test_config_of_the_file_precedes_a_config_json_next_to_it(tmp_path):
     assert generation == {"top_k": 7}
     checkpoint = open_checkpoint(tmp_path)
     assert (checkpoint.config, checkpoint.generation_config) == (config, generation)
-
-
-def test_link_to_a_file_outside_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "folder").mkdir()
-    write_gguf(tmp_path / "elsewhere" / "m.gguf")
-    (tmp_path / "folder" / "m.gguf").symlink_to(tmp_path / "elsewhere" / "m.gguf")
-    with pytest.raises(CheckpointError, match="points outside its folder"):
-        open_checkpoint(tmp_path / "folder")
-    # A file that a user names may be in any folder.
-    assert open_checkpoint(tmp_path / "folder" / "m.gguf").format == "gguf"
+    write_tiny(tmp_path, family="2b", num_hidden_layers=1)
+    assert open_checkpoint(tmp_path).format == "hf"
+    assert "model.gguf" not in model_files(tmp_path)
+    assert read_config(tmp_path)[0]["num_hidden_layers"] == 1
 
 
 def test_shards_are_read_as_one_model(tmp_path):
@@ -190,40 +157,22 @@ def test_shards_are_read_as_one_model(tmp_path):
         open_checkpoint(tmp_path / "renamed.gguf")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(architecture="llama"), "general.architecture.*'gemma2' or 'gemma3', got"),
-        (dict(architecture="gemma3n"), "got 'gemma3n'"),
-        (dict(architecture="gemma-embedding"), "got 'gemma-embedding'"),
-        (
-            dict(gemma2__rope__scaling__type="yarn", gemma2__rope__scaling__factor=2.0),
-            "rope.scaling.type.*'linear' or 'none', got 'yarn'",
-        ),
-        (dict(gemma2__rope__freq_base="x"), "freq_base' must be a number, got 'x'"),
-    ],
-)
-def test_unsupported_models_are_refused(tmp_path, change, message):
-    change = dict(change)
-    architecture = change.pop("architecture", "gemma2")
+def test_unsupported_models_are_refused(tmp_path):
     path = tmp_path / "m.gguf"
-    write_gguf(path, has_tokenizer=False, architecture=architecture, **change)
+    change: Any = dict(
+        gemma2__rope__scaling__type="yarn", gemma2__rope__scaling__factor=2.0
+    )
+    write_gguf(path, has_tokenizer=False, **change)
+    message = "rope.scaling.type.*'linear' or 'none', got 'yarn'"
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_tensor_of_another_network_is_refused(tmp_path):
-    config = tiny_config("2b", vocab_size=512)
-    path = tmp_path / "m.gguf"
     arrays = {
         "token_embd.weight": np.zeros((512, 72), np.float32),
         "blk.0.ffn_gate_exps.weight": np.zeros((2, 8), np.float32),
     }
-    write_arrays(path, config, arrays)
-    with pytest.raises(
-        CheckpointError, match="'blk.0.ffn_gate_exps.weight' is not part"
-    ):
+    write_arrays(path, tiny_config("2b", vocab_size=512), arrays)
+    with pytest.raises(CheckpointError, match="0.ffn_gate_exps.weight' is not part"):
         open_checkpoint(path)
 
 
@@ -233,12 +182,10 @@ def test_matrix_is_read_in_blocks(tmp_path, kind):
     config |= dict(vocab_size=16384, num_hidden_layers=1)
     rows = np.zeros((config["vocab_size"], 1024), np.float32)
     rows[::7] = 1
-    tensors = tiny_tensors(config) | {"model.embed_tokens.weight": rows}
+    tensors = tiny_tensors(config) | {EMBEDDING: rows}
     write_gguf(tmp_path / "m.gguf", config, tensors, default=kind, has_tokenizer=False)
     del tensors
-    embedding = open_checkpoint(tmp_path / "m.gguf").tensors[
-        "model.embed_tokens.weight"
-    ]
+    embedding = open_checkpoint(tmp_path / "m.gguf").tensors[EMBEDDING]
     tracemalloc.start()
     try:
         for start, found in embedding.blocks():
@@ -249,17 +196,6 @@ def test_matrix_is_read_in_blocks(tmp_path, kind):
         assert tracemalloc.get_traced_memory()[1] < 24 * 2**20
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize("to", ["hf", "orbax"])
-def test_conversion_keeps_the_numbers(tmp_path, to):
-    expected = write_gguf(tmp_path / "m.gguf", default=Q.Q8_0)
-    source = open_checkpoint(tmp_path / "m.gguf")
-    write_checkpoint(source, tmp_path / "model", to=to, progress=False)
-    written = open_checkpoint(tmp_path / "model")
-    for name, values in expected.items():
-        np.testing.assert_array_equal(written.tensors[name].whole(), values)
-    assert written.config["torch_dtype"] == "float32"
 
 
 @pytest.mark.parametrize("default", [Q.F32, Q.Q8_0])
@@ -284,8 +220,11 @@ def test_output_tensor_that_differs_from_the_embedding_is_the_head(
         np.testing.assert_array_equal(found.tensors[HEAD].whole(), expected[HEAD])
 
 
-def test_report_names_format_and_types(tmp_path):
-    write_gguf(tmp_path / "m.gguf", default=Q.Q4_0)
-    report = describe(open_checkpoint(tmp_path / "m.gguf"))
-    assert "gguf (llama.cpp GGUF)" in report and "int4" in report
-    assert "tokenizer.model (from metadata)" in report
+def test_types_are_mixed_in_one_file(tmp_path):
+    kinds = {"token_embd": Q.F16, "ffn_down": Q.Q8_0, "attn_v": Q.BF16}
+    expected = write_gguf(tmp_path / "m.gguf", kinds=kinds, default=Q.Q4_0)
+    tensors = open_checkpoint(tmp_path / "m.gguf").tensors
+    for name, values in expected.items():
+        np.testing.assert_array_equal(tensors[name].whole(), values)
+    assert tensors["model.embed_tokens.weight"].dtype == np.float16
+    assert tensors["model.layers.0.self_attn.v_proj.weight"].dtype == ml_dtypes.bfloat16

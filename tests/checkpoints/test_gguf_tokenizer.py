@@ -1,6 +1,7 @@
 """GGUF metadata give the tokenizer that the model had, with the same ids and pieces."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,13 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.errors import ConfigError
 from jaxspec.text.tokenizer import Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, bundled_target, open_checkpoint
-from jaxspec_checkpoints.counting import count_tokens
 from jaxspec_checkpoints.gguf.file import GgufFile, read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import chat_template, tokenizer_model
 from jaxspec_checkpoints.writing import write_checkpoint
-from tests.checkpoints.gguf_files import real_gguf, write_gguf
+from tests.checkpoints.gguf_files import Q, real_gguf, write_gguf
 from tests.support.texts import SPECIAL, texts
 
 BUNDLED = bundled_target()
@@ -35,14 +35,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, Any]:
-    path = Path(__file__).parent / "data" / "gemma3_270m.json"
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def test_texts_have_the_ids_of_the_bundled_tokenizer(path):
+def test_tokenizer_equals_the_bundled_one(path):
     found, expected = Tokenizer.from_folder(path), Tokenizer.from_folder(BUNDLED)
+    check_same_tokenizer(expected, found)
+    assert found.vocab_size == expected.vocab_size
+    assert found.pieces.named == expected.pieces.named
+    assert found.pieces.special == expected.pieces.special
+    every_id = range(expected.vocab_size)
+    assert list(map(found.is_byte, every_id)) == list(map(expected.is_byte, every_id))
+    assert not found.can_chat and not found.turn_end_ids
     given = [*texts(), *SPECIAL, " " * 40 + "x", "a\n\n\n\nb"]
     assert len(given) > 10_000
     for text in given:
@@ -51,24 +52,6 @@ def test_texts_have_the_ids_of_the_bundled_tokenizer(path):
         plain = expected.encode(text, parse_special_tokens=False)
         assert found.encode(text, parse_special_tokens=False) == plain, text
         assert found.decode(ids) == expected.decode(ids), text
-
-
-def test_pieces_for_images_are_left_out(path, monkeypatch):
-    module = "jaxspec_checkpoints.gguf.tokenizer"
-    monkeypatch.setattr(f"{module}.GEMMA3_VOCAB_SIZE", 8192 - 64)
-    monkeypatch.setattr(f"{module}.IMAGE_ROWS", 64)
-    assert Tokenizer.from_folder(path).vocab_size == 8192 - 64
-
-
-def test_pieces_are_those_of_the_bundled_tokenizer(path):
-    found, expected = Tokenizer.from_folder(path), Tokenizer.from_folder(BUNDLED)
-    check_same_tokenizer(expected, found)
-    assert found.vocab_size == expected.vocab_size
-    assert found.pieces.named == expected.pieces.named
-    assert found.pieces.special == expected.pieces.special
-    ids = range(expected.vocab_size)
-    assert list(map(found.is_byte, ids)) == list(map(expected.is_byte, ids))
-    assert not found.can_chat and not found.turn_end_ids
 
 
 def test_rejects_chat_without_template(path):
@@ -82,68 +65,42 @@ def test_rejects_chat_without_template(path):
     assert tokenizer.apply_chat_template(messages, chat_template=TEMPLATE) == expected
 
 
-def test_template_comes_from_the_metadata(tmp_path):
-    write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=TEMPLATE)
-    tokenizer = Tokenizer.from_folder(tmp_path / "m.gguf")
-    expected = Tokenizer.from_folder(BUNDLED)
+def test_template_comes_from_the_metadata_or_a_file_next_to_it(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tokenizer__chat_template=TEMPLATE)
+    tokenizer, expected = Tokenizer.from_folder(path), Tokenizer.from_folder(BUNDLED)
     messages = [{"role": "user", "content": "Tell me a story."}]
     found = tokenizer.apply_chat_template(messages)
     assert found == expected.apply_chat_template(messages)
     assert tokenizer.turn_end_ids == expected.turn_end_ids != ()
-    assert tokenizer.chat_template is not None
-    assert str(tmp_path / "m.gguf") in tokenizer.chat_template.source
-
-
-def test_template_runs_in_the_sandbox(tmp_path):
-    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=attack)
-    tokenizer = Tokenizer.from_folder(tmp_path / "m.gguf")
-    with pytest.raises((ConfigError, RequestError), match="sandbox forb"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
-
-
-def test_files_next_to_a_gguf_file_take_precedence(tmp_path):
-    write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=TEMPLATE)
     text = json.dumps({"chat_template": "{{ messages[0]['content'] }}"})
     (tmp_path / "tokenizer_config.json").write_text(text)
-    found = Tokenizer.from_folder(tmp_path)
-    assert found.chat_template is not None
-    assert found.chat_template.text == "{{ messages[0]['content'] }}"
-    named = Tokenizer.from_folder(tmp_path / "m.gguf")
-    assert named.chat_template is not None and named.chat_template.text == TEMPLATE
+    beside, named = (
+        Tokenizer.from_folder(one).chat_template for one in (tmp_path, path)
+    )
+    assert beside is not None and beside.text == "{{ messages[0]['content'] }}"
+    assert named is not None and named.text == TEMPLATE
+    assert str(path) in named.source
 
 
 def test_conversion_writes_the_tokenizer(tmp_path):
-    write_gguf(
-        tmp_path / "m.gguf",
-        tokenizer__chat_template=TEMPLATE,
-        general__sampling__top_k=64,
-    )
-    source = open_checkpoint(tmp_path / "m.gguf")
-    write_checkpoint(source, tmp_path / "model", to="hf", progress=False)
-    written = open_checkpoint(tmp_path / "model")
+    path, made = tmp_path / "m.gguf", tmp_path / "model"
+    sampling: Any = dict(general__sampling__top_k=64)
+    write_gguf(path, tokenizer__chat_template=TEMPLATE, default=Q.Q8_0, **sampling)
+    source = open_checkpoint(path)
+    write_checkpoint(source, made, to="hf", progress=False)
+    written = open_checkpoint(made)
     assert written.generation_config == source.generation_config
     assert written.generation_config["top_k"] == 64
-    found, expected = (
-        Tokenizer.from_folder(tmp_path / "model"),
-        Tokenizer.from_folder(tmp_path / "m.gguf"),
-    )
-    assert found.digest == expected.digest
+    assert written.config["torch_dtype"] == "float32"
+    for name, tensor in source.tensors.items():
+        np.testing.assert_array_equal(written.tensors[name].whole(), tensor.whole())
+    found = Tokenizer.from_folder(made)
+    assert found.digest == Tokenizer.from_folder(path).digest
     assert found.chat_template is not None and found.chat_template.text == TEMPLATE
-    config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    config = json.loads((made / "tokenizer_config.json").read_text())
     assert (config["bos_token"], config["eos_token"]) == ("<bos>", "<eos>")
     assert config["add_bos_token"] is True
-
-
-def test_tokens_of_a_gguf_are_counted(path, tmp_path):
-    (tmp_path / "text.txt").write_text("Once upon a time there was a dragon.")
-    counts = count_tokens(
-        open_checkpoint(path), [tmp_path / "text.txt"], progress=False
-    )
-    ids = Tokenizer.from_folder(path).encode("Once upon a time there was a dragon.")
-    assert counts.frequency.sum() == len(ids) - 1  # without <bos>
-    assert all(counts.frequency[token] for token in ids[1:])
-    assert counts.special[:3] == [0, 1, 2]
 
 
 def test_file_without_a_tokenizer_is_an_error(tmp_path):
@@ -162,7 +119,7 @@ def changed(path: Path, **changes: Any) -> GgufFile:
     given = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     merged = {**file.metadata, **given}
     present = {key: value for key, value in merged.items() if value is not None}
-    return GgufFile(path=path, version=3, metadata=present, tensors=file.tensors)
+    return replace(file, metadata=present)
 
 
 @pytest.mark.parametrize(
@@ -185,42 +142,38 @@ def test_bad_tokenizer_metadata_are_an_error(path, changes, message):
         tokenizer_model(changed(path, **changes))
 
 
-def test_template_that_is_not_a_string_is_an_error(path):
+def processor_of(file: GgufFile) -> Any:
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(tokenizer_model(file))
+    return processor
+
+
+def test_metadata_change_the_tokenizer(path, monkeypatch):
+    token = read_gguf(path).metadata["tokenizer.ggml.tokens"].index("<end_of_turn>")
+    found = processor_of(changed(path, eos_token_id=token, padding_token_id=None))
+    # The end of a turn is not the end of a text.
+    assert (found.eos_id(), found.bos_id()) == (1, 2)
+    for has_prefix, expected in ((True, "\u2581a"), (False, "a")):
+        found = processor_of(changed(path, add_space_prefix=has_prefix))
+        assert "".join(found.encode("a", out_type=str)) == expected
     file = read_gguf(path)
-    metadata = {**file.metadata, "tokenizer.chat_template": 7}
-    broken = GgufFile(path=path, version=3, metadata=metadata, tensors={})
+    broken = replace(file, metadata={**file.metadata, "tokenizer.chat_template": 7})
     with pytest.raises(CheckpointError, match="chat_template' must be a string, got 7"):
         chat_template(broken)
-
-
-def test_end_of_turn_as_eos_is_not_the_end_of_text(path):
-    token = read_gguf(path).metadata["tokenizer.ggml.tokens"].index("<end_of_turn>")
-    processor = sentencepiece.SentencePieceProcessor()
-    model = tokenizer_model(changed(path, eos_token_id=token, padding_token_id=None))
-    processor.LoadFromSerializedProto(model)
-    assert processor.eos_id() == 1 and processor.bos_id() == 2
-
-
-def test_leading_space_follows_the_file(path):
-    for has_prefix, expected in ((True, "\u2581a"), (False, "a")):
-        processor = sentencepiece.SentencePieceProcessor()
-        model = tokenizer_model(changed(path, add_space_prefix=has_prefix))
-        processor.LoadFromSerializedProto(model)
-        assert "".join(processor.encode("a", out_type=str)) == expected
+    # Pieces for images are left out.
+    module = "jaxspec_checkpoints.gguf.tokenizer"
+    monkeypatch.setattr(f"{module}.GEMMA3_VOCAB_SIZE", 8192 - 64)
+    monkeypatch.setattr(f"{module}.IMAGE_ROWS", 64)
+    assert Tokenizer.from_folder(path).vocab_size == 8192 - 64
 
 
 def test_real_tokenizer_gives_the_ids_of_llama_cpp_and_huggingface(golden):
     """Compare with ids that llama.cpp and HuggingFace gave for Gemma 3's own files."""
     tokenizer = Tokenizer.from_folder(real_gguf())
     assert tokenizer.vocab_size == 262144
-    assert tokenizer.pieces.special == {
-        "<pad>": 0,
-        "<eos>": 1,
-        "<bos>": 2,
-        "<unk>": 3,
-        "<start_of_turn>": 105,
-        "<end_of_turn>": 106,
-    }
+    special = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
+    turns = {"<start_of_turn>": 105, "<end_of_turn>": 106}
+    assert tokenizer.pieces.special == special | turns
     assert tokenizer.chat_template is None
     assert len(golden["tokenizer_checks"]) == 18 and len(golden["prompts"]) == 7
     checks = [(one["text"], one["ids"]) for one in golden["tokenizer_checks"]]

@@ -3,9 +3,7 @@
 They need no config.json: the shapes identify the model.
 """
 
-import functools
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -21,14 +19,36 @@ from jaxspec_checkpoints.gemma.published import GEMMA2, GEMMA3
 from jaxspec_checkpoints.kaggle import is_kaggle, open_kaggle, write_kaggle
 from jaxspec_checkpoints.layout import Layout
 from jaxspec_checkpoints.reading import LAYOUTS
-from jaxspec_checkpoints.storage import StoredArray
 from jaxspec_checkpoints.tensor import in_memory
-from tests.checkpoints.flax_trees import FORMS, flax_leaves, restore, save
-from tests.checkpoints.models import FAMILIES, tiny_config, tiny_gemma3, tiny_tensors
+from tests.checkpoints.flax_trees import FORMS, flax_leaves, restore, save, stored
+from tests.checkpoints.models import (
+    FACTS,
+    FAMILIES,
+    published_shapes,
+    tiny_config,
+    tiny_gemma3,
+    tiny_tensors,
+)
 
-FACTS = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
-write = functools.partial(write_kaggle, dtype=None, layout=GEMMA2)
-GATING = ("model first", "hidden first")
+
+def write(
+    folder: Path, config: Any, tensors: dict[str, np.ndarray], layout: Layout = GEMMA2
+) -> int:
+    """Write a tree; return the number of bytes that the writer counted."""
+    sizes, counted = Sizes.from_config(config), []
+    given: Any = dict(dtype=None, layout=layout, on_bytes=counted.append)
+    write_kaggle(folder, sizes, in_memory(tensors), **given)
+    return sum(counted)
+
+
+def check_tree(folder: Path, expected: Any) -> None:
+    tree = restore(folder)
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for found, wanted in zip(
+        jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True
+    ):
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert found.tobytes() == wanted.tobytes()
 
 
 def write_mount(
@@ -49,11 +69,11 @@ def write_mount(
     """
     config = tiny_config(family, num_hidden_layers=num_layers)
     tensors = tiny_tensors(config, dtype=dtype)
-    leaves = flax_leaves(
-        tensors, config, is_model_first=is_model_first, num_stacks=num_stacks
-    )
+    shape: Any = dict(is_model_first=is_model_first, num_stacks=num_stacks)
     root.mkdir(exist_ok=True)
-    save(root / "variant", FORMS[form](leaves), **options)
+    save(
+        root / "variant", FORMS[form](flax_leaves(tensors, config, **shape)), **options
+    )
     (root / "config.json").write_text(json.dumps(config))
     (root / "tokenizer.model").write_bytes(b"pieces")
     return tensors
@@ -69,29 +89,32 @@ def check(folder: Path, tensors: dict[str, np.ndarray]) -> None:
         assert found.whole().tobytes() == expected.tobytes(), name
 
 
-@pytest.mark.parametrize("gating", GATING)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_trees_of_every_layout_and_orientation_are_read(tmp_path, family, form, gating):
-    tensors = write_mount(
-        tmp_path, family=family, form=form, is_model_first=gating == "model first"
-    )
-    check(tmp_path, tensors)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(
+            (family, dict(is_model_first=is_model_first))
+            for family in FAMILIES
+            for is_model_first in (True, False)
+        ),
+        *(("2b", dict(num_stacks=2, num_layers=count)) for count in (2, 5)),
+    ],
+)
+def test_trees_of_every_layout_are_read(tmp_path, family, form, options):
+    check(tmp_path, write_mount(tmp_path, family=family, form=form, **options))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("use_ocdbt", [True, False])
+@pytest.mark.parametrize("num_stacks", [0, 6])
 @pytest.mark.parametrize("form", FORMS)
-def test_arrays_of_every_type_and_storage_are_read(tmp_path, dtype, use_ocdbt, form):
-    tensors = write_mount(tmp_path, dtype=dtype, form=form, use_ocdbt=use_ocdbt)
+def test_gemma_3_in_every_form(tmp_path, form, num_stacks):
+    """Eight layers in six stacks: two of the stacks have one layer more."""
+    config = tiny_gemma3()
+    tensors, leaves = gemma3_leaves(config, num_stacks)
+    save(tmp_path / "variant", FORMS[form](leaves))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     check(tmp_path, tensors)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_layers", [2, 5])
-def test_stacked_layers_are_read(tmp_path, num_layers, form):
-    tensors = write_mount(tmp_path, form=form, num_stacks=2, num_layers=num_layers)
-    check(tmp_path, tensors)
+    assert open_kaggle(tmp_path, LAYOUTS).layout is GEMMA3
 
 
 VISION = {
@@ -110,58 +133,157 @@ def gemma3_leaves(
     return tensors, flax_leaves(tensors, config, **form) | VISION
 
 
-@pytest.mark.parametrize("num_stacks", [0, 6])
-@pytest.mark.parametrize("form", FORMS)
-def test_gemma_3_in_every_form(tmp_path, form, num_stacks):
-    """Eight layers in six stacks: two of the stacks have one layer more."""
-    config = tiny_gemma3()
-    tensors, leaves = gemma3_leaves(config, num_stacks)
-    save(tmp_path / "variant", FORMS[form](leaves))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check(tmp_path, tensors)
-    assert open_kaggle(tmp_path, LAYOUTS).layout is GEMMA3
-
-
 def test_gemma_3_is_written_and_read_again(tmp_path):
     config = tiny_gemma3()
     tensors, leaves = gemma3_leaves(config)
-    sizes = Sizes.from_config(config)
-    write(tmp_path, sizes, in_memory(tensors), on_bytes=abs, layout=GEMMA3)
+    write(tmp_path, config, tensors, layout=GEMMA3)
     text = {name: leaf for name, leaf in leaves.items() if name not in VISION}
-    tree, expected = restore(tmp_path / "gemma3"), FORMS["flat"](text)
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, tree, expected)
+    check_tree(tmp_path / "gemma3", FORMS["flat"](text))
     (tmp_path / "config.json").write_text(json.dumps(config))
     check(tmp_path, tensors)
 
 
-@pytest.mark.parametrize("size", ["270m", "1b", "4b", "12b", "27b"])
+def open_without_values(folder: Path, patch: Any, shapes: dict[str, Any]) -> Any:
+    """Open a tree with true names and shapes, but no values, which are not read."""
+    names = {path.replace("/", "."): shape for path, shape in shapes.items()}
+    arrays = {name: stored(shape, name) for name, shape in names.items()}
+    patch.setattr(kaggle, "open_arrays", lambda folder: arrays)
+    (folder / "_METADATA").touch()
+    return open_kaggle(folder, LAYOUTS)
+
+
+@pytest.mark.parametrize("size", GEMMA3.published)
 def test_published_gemma_3_is_found_by_its_shapes(tmp_path, monkeypatch, size):
-    """The tree has the true names and shapes, but no values, which are not read."""
     sizes = GEMMA3.published[size]
-    shapes = flax_layout.leaf_shapes(
-        sizes, num_rows=262144, is_model_first=False, has_qk_norm=True
-    )
-    arrays = {
-        (name := f"transformer/{path}".replace("/", ".")): StoredArray(
-            name=name,
-            folder=tmp_path,
-            shape=shape,
-            dtype=np.dtype("float16"),
-            chunks=shape,
-            spec={},
-        )
-        for path, shape in shapes.items()
-    }
-    monkeypatch.setattr(kaggle, "open_arrays", lambda folder: arrays)
-    (tmp_path / "_METADATA").touch()
-    checkpoint = open_kaggle(tmp_path, LAYOUTS)
+    form: Any = dict(is_model_first=False, has_qk_norm=True)
+    shapes = flax_layout.leaf_shapes(sizes, num_rows=262144, **form)
+    shapes = {f"transformer/{path}": shape for path, shape in shapes.items()}
+    checkpoint = open_without_values(tmp_path, monkeypatch, shapes)
     assert (checkpoint.layout, checkpoint.sizes) == (GEMMA3, sizes)
-    parameters = {"270m": 268_098_176, "1b": 999_885_952}
-    expected = parameters.get(size, checkpoint.num_parameters)
-    assert checkpoint.num_parameters == expected
-    billions = {"4b": 3.880, "12b": 11.766, "27b": 27.009}.get(size)
-    assert billions in (None, round(checkpoint.num_parameters / 1e9, 3))
+    billions = {"4b": 3.880, "12b": 11.766, "27b": 27.009}
+    billions |= {"270m": 0.268098176, "1b": 0.999885952}
+    digits = 9 if billions[size] < 1 else 3
+    assert round(checkpoint.num_parameters / 1e9, digits) == billions[size]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [("2b", 2_614_341_888), ("9b", 9_241_705_984), ("27b", 27_227_128_320)],
+)
+def test_published_shapes_have_their_config(
+    tmp_path, monkeypatch, name, num_parameters
+):
+    shapes = published_shapes(name, "flax")
+    checkpoint = open_without_values(tmp_path, monkeypatch, shapes)
+    changes = {"eos_token_id": [1, 107], "torch_dtype": "float16"}
+    assert checkpoint.config == FACTS[name]["config"] | changes
+    assert checkpoint.generation_config == {}
+    assert checkpoint.num_parameters == num_parameters
+
+
+def test_root_folder_and_tree_folder_are_the_same_checkpoint(tmp_path, monkeypatch):
+    tensors, tree = write_mount(tmp_path), tmp_path / "variant"
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    for folder in (tmp_path, tree):
+        assert is_kaggle(folder)
+        check(folder, tensors)
+        checkpoint = open_kaggle(folder, LAYOUTS)
+        assert checkpoint.folder == tree
+        assert checkpoint.tokenizer_folder == tmp_path
+        assert checkpoint.generation_config == {"temperature": 0.5}
+    monkeypatch.chdir(tree)
+    assert "tokenizer.model" in open_kaggle(Path("."), LAYOUTS).side_files
+    (tree / "tokenizer.model").write_bytes(b"other")
+    assert open_kaggle(tmp_path, LAYOUTS).tokenizer_folder == tree
+    # A folder that may not be entered is no second checkpoint, like the `lost+found`
+    # of a mounted disk.
+    shutil.copytree(tree, tmp_path / "another")
+    monkeypatch.setattr(kaggle.os, "access", lambda path, _: path.name != "another")
+    check(tmp_path, tensors)
+    monkeypatch.undo()
+    expected = r"holds 2 checkpoints: name one of them \(another, variant\)"
+    with pytest.raises(CheckpointError, match=expected):
+        open_kaggle(tmp_path, LAYOUTS)
+    assert open_kaggle(tmp_path / "another", LAYOUTS).folder == tmp_path / "another"
+
+
+def test_other_folders_are_not_kaggle_checkpoints(tmp_path):
+    assert not is_kaggle(tmp_path)
+    assert not is_kaggle(tmp_path / "nowhere")
+    (tmp_path / "variant").mkdir()
+    assert not is_kaggle(tmp_path)
+    # A tree that lies elsewhere, and a link to itself.
+    root = tmp_path / "root"
+    write_mount(root)
+    (root / "variant").rename(tmp_path / "elsewhere")
+    (root / "variant").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="variant is a symlink .* outside"):
+        open_kaggle(root, LAYOUTS)
+    (tmp_path / "elsewhere" / "loop").symlink_to("loop")
+    if sys.version_info < (3, 13):
+        with pytest.raises(CheckpointError, match="loop is a symlink that leads back"):
+            open_kaggle(tmp_path / "elsewhere", LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (dict(num_hidden_layers=3), "has no tensor 'transformer/layer_2/"),
+        (dict(num_hidden_layers=10**30), "asks for .*=1000.*, it has 2"),
+        (dict(num_hidden_layers=1), "'transformer/layer_1/.*' is not part of the"),
+        (dict(head_dim=16), r"attn/.*' has shape .* the config asks for"),
+        (dict(vocab_size=700), "has 640 rows, expected vocab_size=700"),
+        (dict(hidden_size=None), "config.json: hidden_size must be an integer"),
+        (
+            None,
+            "no config.json, and the shapes are those of no published .*"
+            "hidden_size=72.*Put the model's config.json next to it",
+        ),
+    ],
+)
+def test_config_is_checked_against_the_shapes(tmp_path, change, expected):
+    write_mount(tmp_path)
+    path = tmp_path / "config.json"
+    if change is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=expected):
+        open_kaggle(tmp_path, LAYOUTS)
+
+
+@pytest.mark.parametrize("block_bytes", [20_000, 2**25])
+@pytest.mark.parametrize("is_model_first", [True, False])
+def test_writer_makes_the_tree_of_the_formulas(
+    tmp_path, monkeypatch, is_model_first, block_bytes
+):
+    """Orbax reads the written tree: flat keys, zero padding, the size's orientation."""
+    monkeypatch.setattr(Layout, "is_model_first", lambda *_: is_model_first)
+    monkeypatch.setattr(flax_layout, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(storage, "_COMMIT_BYTES", 4 * block_bytes)
+    config = tiny_config("27b", num_hidden_layers=1)
+    tensors = tiny_tensors(config, dtype="bfloat16")
+    assert write(tmp_path, config, tensors) == sum(
+        tensor.nbytes for tensor in tensors.values()
+    )
+    leaves = flax_leaves(tensors, config, is_model_first=is_model_first)
+    leaves["embedder/input_embedding"][512:] = 0
+    check_tree(tmp_path / "gemma2", FORMS["flat"](leaves))
+
+
+def test_tensors_that_the_tree_cannot_hold_are_not_written(tmp_path):
+    config = tiny_config("2b", intermediate_size=72)
+    expected = "could not determine the orientation of gating_einsum"
+    with pytest.raises(CheckpointError, match=expected):
+        write(tmp_path, config, tiny_tensors(config))
+    assert not list(tmp_path.iterdir())
+    config = tiny_config("2b")
+    tensors = tiny_tensors(config)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors[name] = tensors[name].astype(np.float16)
+    expected = f"'{name}' is float16, but shares 'layer_1/attn/kv_einsum/w'.* float32"
+    with pytest.raises(CheckpointError, match=expected):
+        write(tmp_path, config, tensors)
 
 
 def test_memory_of_a_read_tensor_is_freed(tmp_path):
@@ -180,203 +302,3 @@ def test_memory_of_a_read_tensor_is_freed(tmp_path):
     for tensor in tensors.values():
         with pytest.raises(CheckpointError, match="cannot be read"):
             tensor.read(0, 1)
-
-
-def test_root_folder_and_tree_folder_are_the_same_checkpoint(tmp_path, monkeypatch):
-    tensors = write_mount(tmp_path)
-    for folder in (tmp_path, tmp_path / "variant"):
-        assert is_kaggle(folder)
-        check(folder, tensors)
-        checkpoint = open_kaggle(folder, LAYOUTS)
-        assert checkpoint.folder == tmp_path / "variant"
-        assert checkpoint.tokenizer_folder == tmp_path
-    monkeypatch.chdir(tmp_path / "variant")
-    assert "tokenizer.model" in open_kaggle(Path("."), LAYOUTS).side_files
-
-
-def test_tokenizer_file_in_the_tree_takes_precedence(tmp_path):
-    write_mount(tmp_path)
-    (tmp_path / "variant" / "tokenizer.model").write_bytes(b"other")
-    assert open_kaggle(tmp_path, LAYOUTS).tokenizer_folder == tmp_path / "variant"
-
-
-def test_several_trees_are_listed(tmp_path):
-    write_mount(tmp_path)
-    shutil.copytree(tmp_path / "variant", tmp_path / "another")
-    expected = r"holds 2 checkpoints: name one of them \(another, variant\)"
-    with pytest.raises(CheckpointError, match=expected):
-        open_kaggle(tmp_path, LAYOUTS)
-    assert open_kaggle(tmp_path / "another", LAYOUTS).folder == tmp_path / "another"
-
-
-def test_tree_may_not_be_elsewhere(tmp_path):
-    root = tmp_path / "root"
-    write_mount(root)
-    (root / "variant").rename(tmp_path / "elsewhere")
-    (root / "variant").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="variant is a symlink .* outside"):
-        open_kaggle(root, LAYOUTS)
-
-
-def test_other_folders_are_not_kaggle_checkpoints(tmp_path):
-    assert not is_kaggle(tmp_path)
-    assert not is_kaggle(tmp_path / "nowhere")
-    (tmp_path / "variant").mkdir()
-    assert not is_kaggle(tmp_path)
-
-
-def test_unpublished_shapes_need_a_config(tmp_path):
-    write_mount(tmp_path)
-    (tmp_path / "config.json").unlink()
-    expected = (
-        "no config.json, and the shapes are those of no published .*hidden_size=72.*"
-        "Put the model's config.json next to it"
-    )
-    with pytest.raises(CheckpointError, match=expected):
-        open_kaggle(tmp_path, LAYOUTS)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (dict(num_hidden_layers=3), "has no tensor 'transformer/layer_2/"),
-        (dict(num_hidden_layers=10**30), "asks for .*=1000.*, it has 2"),
-        (dict(num_hidden_layers=1), "'transformer/layer_1/.*' is not part of the"),
-        (dict(head_dim=16), r"attn/.*' has shape .* the config asks for"),
-        (dict(vocab_size=700), "has 640 rows, expected vocab_size=700"),
-        (dict(hidden_size=None), "config.json: hidden_size must be an integer"),
-    ],
-)
-def test_config_is_checked_against_the_shapes(tmp_path, change, expected):
-    write_mount(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(CheckpointError, match=expected):
-        open_kaggle(tmp_path, LAYOUTS)
-
-
-@pytest.mark.parametrize("name", ["2b", "9b", "27b"])
-def test_published_shapes_have_their_config(tmp_path, monkeypatch, name):
-    """The tree has the true names and shapes, but no values, which are not read."""
-    facts, arrays = FACTS[name], {}
-    for path, shape in facts["flax"].items():
-        for layer in range(facts["num_layers"] if "{}" in path else 1):
-            array = path.format(layer).replace("/", ".")
-            arrays[array] = StoredArray(
-                name=array,
-                folder=tmp_path,
-                shape=tuple(shape),
-                dtype=np.dtype("float16"),
-                chunks=tuple(shape),
-                spec={},
-            )
-    monkeypatch.setattr(kaggle, "open_arrays", lambda folder: arrays)
-    (tmp_path / "_METADATA").touch()
-    checkpoint = open_kaggle(tmp_path, LAYOUTS)
-    expected = facts["config"] | {"eos_token_id": [1, 107], "torch_dtype": "float16"}
-    assert checkpoint.config == expected
-    assert checkpoint.generation_config == {}
-    parameters = {"2b": 2_614_341_888, "9b": 9_241_705_984, "27b": 27_227_128_320}
-    assert checkpoint.num_parameters == parameters[name]
-
-
-def test_generation_config_is_read(tmp_path):
-    write_mount(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
-    assert open_kaggle(tmp_path, LAYOUTS).generation_config == {"temperature": 0.5}
-
-
-@pytest.mark.parametrize("block_bytes", [20_000, 2**25])
-@pytest.mark.parametrize("gating", GATING)
-def test_writer_makes_the_tree_of_the_formulas(
-    tmp_path, monkeypatch, gating, block_bytes
-):
-    """Orbax reads the written tree: flat keys, zero padding, the size's orientation."""
-    is_model_first = gating == "model first"
-    monkeypatch.setattr(Layout, "is_model_first", lambda *_: is_model_first)
-    monkeypatch.setattr(flax_layout, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(storage, "_COMMIT_BYTES", 4 * block_bytes)
-    config = tiny_config("27b", num_hidden_layers=1)
-    tensors = tiny_tensors(config, dtype="bfloat16")
-    sizes, num_bytes = Sizes.from_config(config), []
-    write(
-        tmp_path,
-        sizes,
-        in_memory(tensors),
-        on_bytes=num_bytes.append,
-    )
-    assert sum(num_bytes) == sum(tensor.nbytes for tensor in tensors.values())
-    leaves = flax_leaves(tensors, config, is_model_first=is_model_first)
-    leaves["embedder/input_embedding"][512:] = 0
-    expected = FORMS["flat"](leaves)
-    tree = restore(tmp_path / "gemma2")
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    for found, wanted in zip(
-        jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True
-    ):
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-        assert found.tobytes() == wanted.tobytes()
-
-
-def test_unpublished_sizes_are_written_hidden_first(tmp_path):
-    config = tiny_config("2b")
-    tensors = in_memory(tiny_tensors(config))
-    write(
-        tmp_path,
-        Sizes.from_config(config),
-        tensors,
-        on_bytes=abs,
-    )
-    tree = restore(tmp_path / "gemma2")
-    assert tree["transformer/layer_0/mlp/gating_einsum"]["w"].shape == (2, 288, 72)
-
-
-def test_square_gating_is_not_written(tmp_path):
-    config = tiny_config("2b", intermediate_size=72)
-    tensors = in_memory(tiny_tensors(config))
-    with pytest.raises(
-        CheckpointError, match="could not determine the orientation of gating_einsum"
-    ):
-        write(
-            tmp_path,
-            Sizes.from_config(config),
-            tensors,
-            on_bytes=abs,
-        )
-    assert not list(tmp_path.iterdir())
-
-
-def test_two_types_in_one_array_are_refused(tmp_path):
-    config = tiny_config("2b")
-    tensors = tiny_tensors(config)
-    name = "model.layers.1.self_attn.v_proj.weight"
-    tensors[name] = tensors[name].astype(np.float16)
-    expected = f"'{name}' is float16, but shares 'layer_1/attn/kv_einsum/w'.* float32"
-    with pytest.raises(CheckpointError, match=expected):
-        write(
-            tmp_path,
-            Sizes.from_config(config),
-            in_memory(tensors),
-            on_bytes=abs,
-        )
-
-
-def test_a_folder_that_may_not_be_entered_is_passed_over(tmp_path, monkeypatch):
-    """Such a folder is the `lost+found` of a mounted disk, next to the tree."""
-    tensors = write_mount(tmp_path)
-    shutil.copytree(tmp_path / "variant", tmp_path / "lost+found")
-    may_access = os.access
-    monkeypatch.setattr(
-        kaggle.os,
-        "access",
-        lambda path, mode: path.name != "lost+found" and may_access(path, mode),
-    )
-    check(tmp_path, tensors)
-
-
-def test_symlink_loop_is_reported(tmp_path):
-    write_mount(tmp_path)
-    (tmp_path / "variant" / "loop").symlink_to("loop")
-    if sys.version_info < (3, 13):
-        with pytest.raises(CheckpointError, match="loop is a symlink that leads back"):
-            open_kaggle(tmp_path, LAYOUTS)

@@ -98,10 +98,9 @@ def compressed_packed(bits: int, size: int | None, has_zeros: bool) -> Any:
 
 def compressed_bytes(kind: torch.dtype, is_tensor: bool) -> Any:
     def make(shape: tuple[int, int]) -> Parts:
+        values = (torch.randn(shape) * 40).to(kind)
         if kind == torch.int8:
             values = whole_numbers(shape, -128, 127).to(kind)
-        else:
-            values = (torch.randn(shape) * 40).to(kind)
         scales = scales_of(1) if is_tensor else scales_of(shape[0], 1)
         parts = {"weight": values, "weight_scale": scales}
         if is_tensor:
@@ -142,48 +141,51 @@ def gptq(bits: int, size: int | None, is_symmetric: bool, lacks: int) -> Any:
 
 
 def of_compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = dict(targets=["Linear"], weights=dict(symmetric=True) | weights)
+    """Return a quantization of compressed-tensors, per channel unless in groups."""
+    weights = dict(symmetric=True, num_bits=8, type="int", strategy="channel") | weights
     return dict(
         quant_method="compressed-tensors",
         format=form,
         ignore=["lm_head"],
-        config_groups=dict(group_0=group),
+        config_groups=dict(group_0=dict(targets=["Linear"], weights=weights)),
     )
 
 
-IN_GROUPS = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
+IN_GROUPS = dict(num_bits=4, strategy="group", group_size=GROUP)
 AWQ = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True)
 GPTQ = dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=True)
+COMPRESSED: Any = dict(method="compressed-tensors")
+FP8 = torch.float8_e4m3fn
 FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
     "w8a16": (
-        of_compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
+        of_compressed("pack-quantized"),
         compressed_packed(8, None, has_zeros=False),
-        Scheme(kind="int8", method="compressed-tensors"),
+        Scheme(kind="int8", **COMPRESSED),
     ),
     "w4a16": (
         of_compressed("pack-quantized", **IN_GROUPS),
         compressed_packed(4, GROUP, has_zeros=False),
-        Scheme(kind="int4", group_size=GROUP, method="compressed-tensors"),
+        Scheme(kind="int4", group_size=GROUP, **COMPRESSED),
     ),
     "w4a16 with zero points": (
         of_compressed("pack-quantized", **IN_GROUPS, symmetric=False),
         compressed_packed(4, GROUP, has_zeros=True),
-        Scheme(kind="int8", group_size=GROUP, method="compressed-tensors"),
+        Scheme(kind="int8", group_size=GROUP, **COMPRESSED),
     ),
     "w8a8": (
-        of_compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        of_compressed("int-quantized"),
         compressed_bytes(torch.int8, is_tensor=False),
-        Scheme(kind="int8", method="compressed-tensors"),
+        Scheme(kind="int8", **COMPRESSED),
     ),
     "FP8": (
-        of_compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        compressed_bytes(torch.float8_e4m3fn, is_tensor=False),
-        Scheme(kind="fp8", method="compressed-tensors"),
+        of_compressed("float-quantized", type="float"),
+        compressed_bytes(FP8, is_tensor=False),
+        Scheme(kind="fp8", **COMPRESSED),
     ),
     "FP8 of whole tensors": (
-        of_compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
-        compressed_bytes(torch.float8_e4m3fn, is_tensor=True),
-        Scheme(kind="fp8", method="compressed-tensors"),
+        of_compressed("float-quantized", type="float", strategy="tensor"),
+        compressed_bytes(FP8, is_tensor=True),
+        Scheme(kind="fp8", **COMPRESSED),
     ),
     "awq": (AWQ, awq, Scheme(kind="int8", group_size=GROUP, method="awq")),
     "gptq": (
@@ -234,24 +236,24 @@ def test_published_matrices_equal_those_dequantized_in_torch(name, tmp_path):
     checkpoint = open_checkpoint(tmp_path / "model")
     assert scheme_of(checkpoint.config) == scheme
     assert scheme.describe() in describe(checkpoint)
+    num_quantized = 0
     for tensor, numbers in expected.items():
         found = checkpoint.tensors[tensor]
         np.testing.assert_array_equal(found.whole(), numbers)
         if isinstance(found, QuantizedTensor):
+            num_quantized += 1
             np.testing.assert_array_equal(found.read(3, 9), numbers[3:9])
-    assert (
-        sum(isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values())
-        == 7
-    )
+    assert num_quantized == 7
     config = config_from_folder(tmp_path / "model")
     assert config.quantization == scheme
-    params = load_params(
-        config, checkpoint.tensors, dtype=jnp.dtype("float32"), mesh=make_mesh(1)
-    )
+    options: Any = dict(dtype=jnp.dtype("float32"), mesh=make_mesh(1))
+    params = load_params(config, checkpoint.tensors, **options)
     q_proj = params["layers"]["0"]["attention"]["q_proj"]
     expected_q = expected["model.layers.0.self_attn.q_proj.weight"]
-    index = jnp.arange(len(expected_q))
-    np.testing.assert_array_equal(q_proj.rows(index), expected_q)
+    np.testing.assert_array_equal(q_proj.rows(jnp.arange(len(expected_q))), expected_q)
+
+
+PACKED = of_compressed("pack-quantized", **IN_GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -263,17 +265,13 @@ def test_published_matrices_equal_those_dequantized_in_torch(name, tmp_path):
         (GPTQ | dict(desc_act=True), "desc_act"),
         (of_compressed("marlin-24", **IN_GROUPS), "got 'marlin-24 of 4 bits'"),
         (of_compressed("pack-quantized", **IN_GROUPS, actorder="group"), "actorder"),
-        (
-            of_compressed("pack-quantized", **IN_GROUPS) | dict(ignore=["re:.*0"]),
-            "ignore",
-        ),
+        (PACKED | dict(ignore=["re:.*0"]), "ignore"),
         (GPTQ | dict(group_size=48), "matrices of 64"),
     ],
 )
 def test_other_schemes_are_refused_before_anything_is_read(given, text, tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps(CONFIG | dict(quantization_config=given))
-    )
+    content = json.dumps(CONFIG | dict(quantization_config=given))
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=text):
         config_from_folder(tmp_path)
 
@@ -290,14 +288,17 @@ def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
         del parts["weight_scale"]
         return parts, numbers
 
-    with pytest.raises(
-        CheckpointError, match="no tensor 'model.layers.0.*weight_scale"
+    for name, other, message in (
+        ("lacking", lacking, "no tensor 'model.layers.0.*weight_scale"),
+        (
+            "plain",
+            lambda shape: ({"weight": torch.zeros(shape)}, torch.zeros(1)),
+            "is not quantized, and config.json says",
+        ),
+        ("coarse", compressed_packed(4, None, has_zeros=False), r"needs \(64, 4\)"),
     ):
-        opened("lacking", lacking)
-    with pytest.raises(CheckpointError, match="is not quantized, and config.json says"):
-        opened("plain", lambda shape: ({"weight": torch.zeros(shape)}, torch.zeros(1)))
-    with pytest.raises(CheckpointError, match=r"needs \(64, 4\)"):
-        opened("coarse", compressed_packed(4, None, has_zeros=False))
+        with pytest.raises(CheckpointError, match=message):
+            opened(name, other)
     zeros = opened("zeros", compressed_packed(4, GROUP, has_zeros=True))
     with pytest.raises(CheckpointError, match="which int4 cannot hold"):
         zeros.tensors["model.layers.0.self_attn.q_proj.weight"].whole()
@@ -341,9 +342,8 @@ def test_converted_model_is_read_back(kind, to, tmp_path, monkeypatch):
     config = tiny_config("2b", **SIZES | dict(hidden_size=128, head_dim=32))
     plain.mkdir()
     arrays = tiny_tensors(config)
-    save_file(
-        {k: torch.from_numpy(v) for k, v in arrays.items()}, plain / "model.safetensors"
-    )
+    given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    save_file(given, plain / "model.safetensors")
     (plain / "config.json").write_text(json.dumps(config | dict(torch_dtype="float32")))
     made = tmp_path / "made"
     command = ["convert", str(plain), str(made), "--to", to, "--quantize", kind]
@@ -369,11 +369,12 @@ def test_converted_model_is_read_back(kind, to, tmp_path, monkeypatch):
 def test_impossible_conversion_is_refused(tmp_path):
     write(tmp_path / "model", *FORMS["awq"][:2])
     quantized = open_checkpoint(tmp_path / "model")
-    to: Any = dict(quantization="int8", progress=False)
-    with pytest.raises(CheckpointError, match="is quantized already"):
-        write_checkpoint(quantized, tmp_path / "a", to="hf", **to)
-    with pytest.raises(CheckpointError, match="no place for scales"):
-        write_checkpoint(quantized, tmp_path / "a", to="kaggle", **to)
-    with pytest.raises(CheckpointError, match="two types for the same"):
-        write_checkpoint(quantized, tmp_path / "a", to="hf", dtype="float32", **to)
+    for options, message in (
+        (dict(to="hf"), "is quantized already"),
+        (dict(to="kaggle"), "no place for scales"),
+        (dict(to="hf", dtype="float32"), "two types for the same"),
+    ):
+        options: Any = options | dict(quantization="int8", progress=False)
+        with pytest.raises(CheckpointError, match=message):
+            write_checkpoint(quantized, tmp_path / "a", **options)
     assert not (tmp_path / "a").exists()

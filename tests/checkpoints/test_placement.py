@@ -1,5 +1,6 @@
 """Every device gets its rows and columns, cast, with little host memory."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -76,65 +77,47 @@ def test_every_device_holds_its_shard(monkeypatch, block_bytes, spec, count, blo
         np.testing.assert_array_equal(shard.data, expected[shard.index])
 
 
-def test_vectors_are_placed():
-    given = in_memory({"norm": np.arange(16, dtype=np.float32)})["norm"]
-    sharding = NamedSharding(MESH, PartitionSpec("inner"))
-    placed = place([given], sharding=sharding, dtype=np.dtype(np.float32))
-    np.testing.assert_array_equal(placed, np.arange(16))
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(4,)}
+def test_rows_are_read_once_checked_and_copied():
+    """Each row is read once, for any number of shards and of copies.
+
+    Changing the caller's array afterwards changes no placed tensor.
+    """
+    values, reads, counted = np.ones((48, 16), np.float32), [], []
+
+    def read(start: int, stop: int) -> np.ndarray:
+        reads.append((start, stop))
+        return values[start:stop]
+
+    dtype = np.dtype("f4")
+    source = Tensor(shape=(48, 16), dtype=dtype, source="weights:part", read=read)
+    assert source.sha256 is None
+    placed = put([source], "copies", on_bytes=counted.append)
+    assert reads == [(0, 48)]
+    assert sum(counted) == source.num_bytes
+    everywhere = put([source], "everywhere")
+    values[:] = 2
+    for one in (placed, everywhere):
+        np.testing.assert_array_equal(one, np.ones((48, 16)))
+    wrong = dataclasses.replace(source, sha256="0" * 64)
+    with pytest.raises(CheckpointError, match="weights:part: the bytes have sha256"):
+        put([wrong])
+    with pytest.raises(CheckpointError, match="recorded was 000"):
+        wrong.whole()
 
 
 @pytest.mark.parametrize("source", [np.float32, jnp.bfloat16, np.float16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_values_are_cast_on_the_way(source, dtype):
     values = np.linspace(-3, 3, 64).astype(source).reshape(16, 4)
-    given = in_memory({"part": values})["part"]
-    placed = put([given], dtype=np.dtype(dtype))
+    given = in_memory({"part": values, "norm": values[:, 0]})
+    placed = put([given["part"]], dtype=np.dtype(dtype))
     assert placed.dtype == dtype
     np.testing.assert_array_equal(placed, values.astype(dtype))
-
-
-def test_source_may_change_afterwards():
-    """Devices have copies: changing the caller's array changes no placed tensor."""
-    values = np.ones((16, 16), np.float32)
-    placed = put(list(in_memory({"part": values}).values()), "everywhere")
-    values[:] = 2
-    np.testing.assert_array_equal(placed, np.ones((16, 16)))
-
-
-def test_bytes_are_counted():
-    parts, counted = make_parts(2), []
-    put(parts, on_bytes=counted.append)
-    assert sum(counted) == sum(part.num_bytes for part in parts)
-
-
-def test_rows_are_read_once():
-    """Each row is read once, for any number of shards and of copies."""
-    reads = []
-
-    def read(start: int, stop: int) -> np.ndarray:
-        reads.append((start, stop))
-        return np.zeros((stop - start, 16), np.float32)
-
-    source = Tensor(shape=(48, 16), dtype=np.dtype("f4"), source="here", read=read)
-    put([source], "copies")
-    assert reads == [(0, 48)]
-
-
-def test_damaged_bytes_are_not_used():
-    whole = make_parts(1)[0]
-    assert whole.sha256 is None
-    wrong = Tensor(
-        shape=whole.shape,
-        dtype=whole.dtype,
-        source="weights:part",
-        read=whole.read,
-        sha256="0" * 64,
-    )
-    with pytest.raises(CheckpointError, match="weights:part: the bytes have sha256"):
-        put([wrong])
-    with pytest.raises(CheckpointError, match="recorded was 000"):
-        wrong.whole()
+    # A vector is split over the inner axis.
+    sharding = NamedSharding(MESH, PartitionSpec("inner"))
+    placed = place([given["norm"]], sharding=sharding, dtype=np.dtype(dtype))
+    np.testing.assert_array_equal(placed, values[:, 0].astype(dtype))
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(4,)}
 
 
 # The model has 2 GB in bfloat16, and its embedding is the largest tensor, as in the
@@ -157,12 +140,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     config = tiny_config("2b", torch_dtype="bfloat16", **LARGE)
     (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
-    shapes = tensor_shapes(Sizes.from_config(config))
-    bits = {
-        name: random.integers(0, 2**16, shape, np.uint16)
-        for name, shape in shapes.items()
+    tensors = {
+        name: random.integers(0, 2**16, shape, np.uint16).view(jnp.bfloat16)
+        for name, shape in tensor_shapes(Sizes.from_config(config)).items()
     }
-    tensors = {name: values.view(jnp.bfloat16) for name, values in bits.items()}
     save_file(tensors, folder / "model.safetensors")
     yield folder
     shutil.rmtree(folder.parent)  # pytest would keep the last three

@@ -1,43 +1,25 @@
 """The three sizes are those that were published, field by field."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 
 from jaxspec_checkpoints import Sizes, tensor_shapes
-from jaxspec_checkpoints.gemma.published import (
-    GEMMA2,
-    published_config,
-)
+from jaxspec_checkpoints.gemma.published import GEMMA2, published_config
+from tests.checkpoints.models import FACTS, published_shapes
 
-FACTS = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
 NAMES = ("2b", "9b", "27b")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_config_is_the_published_one(name):
+def test_published_sizes_have_their_config_and_tensors(name):
     facts = FACTS[name]["config"]
     # Tuned models have the same config, except that 107 also ends their texts.
     assert published_config(name) == facts | {"eos_token_id": [1, 107]}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_size_is_found_by_its_config(name):
-    sizes = Sizes.from_config(FACTS[name]["config"])
+    sizes = Sizes.from_config(facts)
     assert GEMMA2.published_name(sizes) == name
     assert GEMMA2.is_model_first(sizes) == (name == "2b")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_canonical_tensors_are_the_published_ones(name):
-    facts = FACTS[name]
-    expected = {}
-    for tensor, shape in facts["hf"].items():
-        for layer in range(facts["num_layers"] if "{}" in tensor else 1):
-            expected[tensor.format(layer)] = tuple(shape)
-    assert tensor_shapes(Sizes.from_config(facts["config"])) == expected
+    assert tensor_shapes(sizes) == published_shapes(name, "hf")
 
 
 @pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Sizes)])

@@ -26,55 +26,51 @@ MEASURED = Quality(
 )
 
 
-@pytest.fixture
-def packed(tmp_path) -> Path:
-    write_tiny(tmp_path / "whole", family="2b", hidden_size=128)
-    arguments = [str(tmp_path / "whole"), str(tmp_path / "packed"), "--to", "hf"]
-    assert main(["convert", *arguments, "--quantize", "int8"]) == 0
-    return tmp_path / "packed"
-
-
 def inspected(folder: Path, capsys) -> str:
     capsys.readouterr()
     assert main(["inspect", str(folder)]) == 0
     return capsys.readouterr().out
 
 
-def test_inspect_shows_the_measurement_or_the_command(packed, capsys):
+def test_inspect_shows_the_measurement_or_the_command(tmp_path, capsys):
+    whole, packed, copy = (tmp_path / name for name in ("whole", "packed", "copy"))
+    write_tiny(whole, family="2b", hidden_size=128)
+    convert = ["convert", str(whole), str(packed), "--to", "hf", "--quantize", "int8"]
+    assert main(convert) == 0
     assert read_quality(packed) is None
     assert (
         f"not measured: python -m jaxspec quality --model {packed} --reference MODEL"
     ) in inspected(packed, capsys)
-    assert write_quality(packed, MEASURED) == packed / QUALITY
-    assert read_quality(packed) == MEASURED
+    # A later measurement replaces the first.
+    for measured in (replace(MEASURED, perplexity=30.0), MEASURED):
+        assert write_quality(packed, measured) == packed / QUALITY
+        assert read_quality(packed) == measured
+    assert [path.name for path in packed.glob(f"*{QUALITY}*")] == [QUALITY]
     line = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token, 93.1% the same"
     assert f"quality       {line}" in inspected(packed, capsys)
     # A model that is not quantized has no loss of quality to report.
-    assert "quality" not in inspected(packed.parent / "whole", capsys)
+    assert "quality" not in inspected(whole, capsys)
     # The measurement belongs to these weights, so it is not copied to weights that are
     # made from them.
-    arguments = [str(packed), str(packed.parent / "copy"), "--to", "orbax"]
-    assert main(["convert", *arguments]) == 0
-    assert read_quality(packed.parent / "copy") is None
+    assert main(["convert", str(packed), str(copy), "--to", "orbax"]) == 0
+    assert read_quality(copy) is None
+    (packed / QUALITY).rename(tmp_path / QUALITY)
+    (packed / QUALITY).symlink_to(tmp_path / QUALITY)
+    with pytest.raises(CheckpointError, match="points outside its folder"):
+        read_quality(packed)
+    with pytest.raises(CheckpointError, match="was not written"):
+        write_quality(tmp_path / "nowhere", MEASURED)
 
 
 def test_measurement_of_a_gguf_file_is_next_to_it(tmp_path, capsys):
     path = tmp_path / "m.gguf"
-    write_gguf(path, default=Q.Q8_0)
+    write_gguf(path, default=Q.Q8_0, has_tokenizer=False)
     assert read_quality(path) is None
     assert write_quality(path, MEASURED) == tmp_path / f"m.gguf.{QUALITY}"
     assert read_quality(path) == MEASURED
     assert "perplexity 27.91" in inspected(path, capsys)
     # The measurement does not apply to another GGUF file in the same folder.
     assert read_quality(tmp_path / "other.gguf") is None
-
-
-def test_a_later_measurement_takes_the_place_of_the_first(tmp_path):
-    write_quality(tmp_path, MEASURED)
-    later = replace(MEASURED, perplexity=30.0)
-    write_quality(tmp_path, later)
-    assert read_quality(tmp_path) == later
-    assert [path.name for path in tmp_path.iterdir()] == [QUALITY]
 
 
 def test_the_table_is_a_model_cards():
@@ -94,30 +90,15 @@ def test_the_table_is_a_model_cards():
         ({"num_tokens": 3.5}, "num_tokens"),
         ({"kl_nats_per_token": float("nan")}, "kl_nats_per_token"),
         ({"note": "mine"}, "note"),
+        ("a key is missing", "dtype"),
     ],
 )
 def test_a_damaged_file_is_an_error_that_names_the_key(tmp_path, changes, named):
-    content = json.dumps(asdict(MEASURED) | changes)
-    (tmp_path / QUALITY).write_text(content, encoding="utf-8")
+    content = asdict(MEASURED)
+    if isinstance(changes, dict):
+        content |= changes
+    else:
+        del content[named]
+    (tmp_path / QUALITY).write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(CheckpointError, match=f"wrong here: {named}"):
         read_quality(tmp_path)
-
-
-def test_a_key_that_is_missing_is_named(tmp_path):
-    content = asdict(MEASURED)
-    del content["dtype"]
-    (tmp_path / QUALITY).write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="wrong here: dtype"):
-        read_quality(tmp_path)
-
-
-def test_a_link_to_another_place_is_not_followed(packed, tmp_path):
-    write_quality(tmp_path, MEASURED)
-    (packed / QUALITY).symlink_to(tmp_path / QUALITY)
-    with pytest.raises(CheckpointError, match="points outside its folder"):
-        read_quality(packed)
-
-
-def test_error_if_the_file_cannot_be_written(tmp_path):
-    with pytest.raises(CheckpointError, match="was not written"):
-        write_quality(tmp_path / "nowhere", MEASURED)

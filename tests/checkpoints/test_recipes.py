@@ -65,10 +65,9 @@ def lively_params(config: dict[str, Any], seed: int = 0) -> dict[str, jax.Array]
     """
     random = np.random.default_rng(seed)
     params = network.init_params(config, seed)
+    params["model.embed_tokens.weight"] *= 8
     for name, value in params.items():
-        if name == "model.embed_tokens.weight":
-            params[name] = value * 8
-        elif value.ndim == 1:
+        if value.ndim == 1:
             size = 2.0 if name == "model.norm.weight" else 1.0
             params[name] = jnp.asarray(size + random.normal(0, 0.3, value.shape))
     return {name: value.astype(jnp.float32) for name, value in params.items()}
@@ -127,7 +126,7 @@ def numbered_documents() -> tuple[list[np.ndarray], set[tuple[int, int]]]:
     return documents, pairs
 
 
-def test_packing_keeps_every_token_and_joins_no_documents() -> None:
+def test_packing_keeps_every_token_and_joins_no_documents(monkeypatch):
     documents, pairs = numbered_documents()
     rows = corpus.PackedRows({"math": documents}, length=16, seed=3)
     counts = pairs_of(*rows.batch(40))
@@ -135,11 +134,8 @@ def test_packing_keeps_every_token_and_joins_no_documents() -> None:
     # Every document comes once before one repeats, so the counts of two pairs differ by
     # at most one.
     assert max(counts.values()) - min(counts.values()) == 1
-
-
-def test_evaluation_predicts_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Evaluation predicts every token once.
     monkeypatch.setattr(evaluate, "LENGTH", 16)
-    documents, pairs = numbered_documents()
     assert pairs_of(*evaluate.pack(documents)) == Counter(dict.fromkeys(pairs, 1))
 
 
@@ -246,9 +242,7 @@ def test_last_tokens_of_repeated_phrases() -> None:
 
 
 @pytest.mark.slow
-def test_unlikelihood_step_reduces_repetitions(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unlikelihood_step_reduces_repetitions(monkeypatch, tmp_path):
     monkeypatch.setattr(loops, "NUM_WRITTEN", 4)
     monkeypatch.setattr(loops, "MAX_NEW", 64)
     config, state = micro_config(num_hidden_layers=1), tmp_path / "target.safetensors"
@@ -290,14 +284,12 @@ def test_unlikelihood_step_reduces_repetitions(
     assert (rows.written[0] != before).any()
 
 
-def test_share_of_repeated_4_grams_is_counted() -> None:
+def test_repeated_4_grams_are_found() -> None:
     assert evaluate.repeated_4_grams([[1, 2, 3], []]) == 0
     texts = [[5, 6, 7, 8, 5, 6, 7, 8], [5, 6, 7, 8]]
     assert evaluate.repeated_4_grams(texts) == pytest.approx(1 / 6)
     assert evaluate.repeated_4_grams([[3] * 103]) == pytest.approx(0.99)
-
-
-def test_last_tokens_of_repeated_4_grams() -> None:
+    # The last tokens of repeated ones.
     tokens = np.array([[5, 6, 7, 8, 5, 6, 7, 8, 9], [5, 6, 7, 8, 5, 6, 7, 8, 8]])
     segments = np.array([[1] * 9, [1] * 4 + [2] * 5])
     found = evaluate.ends_repeated_4_gram(tokens, segments)
@@ -346,20 +338,18 @@ def test_rows_hold_the_prompts_and_end_documents_in_time() -> None:
     config, prompts = micro_config(), micro_prompts(4, 40)
     write = sample.writer(config, mix=decode.Mix(2, 1, 1), length=256, max_new=9)
     rows = write(lively_params(config), prompts, jax.random.key(0))
-    rows = jax.tree.map(np.asarray, rows)
-    num_stopped = 0
-    for row in range(4):
-        for segment in range(1, int(rows["segments"][row, -1])):  # the last may be cut
-            here = rows["segments"][row] == segment
+    rows, num_stopped = jax.tree.map(np.asarray, rows), 0
+    for row, segments in enumerate(rows["segments"]):
+        for segment in range(1, int(segments[-1])):  # the last may be cut
+            here = segments == segment
             size = int(prompts.sizes[row, segment - 1])
-            document = rows["tokens"][row][here].tolist()
-            prompt = np.asarray(prompts.tokens[row, segment - 1, :size]).tolist()
-            assert document[:size] == prompt
-            assert rows["is_written"][row][here].tolist() == [
-                index >= size for index in range(len(document))
-            ]
-            stops = [token in (1, 107) for token in document[size:]]
-            assert True not in stops[:-1]
+            document = rows["tokens"][row][here]
+            prompt = prompts.tokens[row, segment - 1, :size]
+            np.testing.assert_array_equal(document[:size], prompt)
+            is_written = np.arange(len(document)) >= size
+            np.testing.assert_array_equal(rows["is_written"][row][here], is_written)
+            stops = np.isin(document[size:], (1, 107))
+            assert not stops[:-1].any()
             assert len(stops) == 9 or stops[-1]
             num_stopped += len(stops) < 9
     assert num_stopped > 0
@@ -444,9 +434,8 @@ def test_shard_rows_mix_both_sources(tmp_path: Path) -> None:
 
 def test_draft_equal_to_the_target_is_always_accepted() -> None:
     config = micro_config()
-    model = (lively_params(config), config)
-    other = (lively_params(config, seed=1), config)
-    (tokens,) = [np.stack(random_documents([64] * 8))]
+    model, other = ((lively_params(config, seed), config) for seed in (0, 1))
+    tokens = np.stack(random_documents([64] * 8))
     rows = dict(
         tokens=tokens,
         segments=np.ones_like(tokens),
@@ -456,10 +445,9 @@ def test_draft_equal_to_the_target_is_always_accepted() -> None:
     )
     same = evaluate.acceptance(model, model, rows)
     assert set(same) == {"code", "math", "mean"}
+    all_accepted = {"sampled": 1.0, "greedy": 1.0, "greedy_new": 1.0}
     for figures in same.values():
-        assert figures == pytest.approx(
-            {"sampled": 1.0, "greedy": 1.0, "greedy_new": 1.0}, abs=1e-5
-        )
+        assert figures == pytest.approx(all_accepted, abs=1e-5)
     different = evaluate.acceptance(model, other, rows)["mean"]
     assert 0 < different["sampled"] < 0.5 and different["greedy"] < 0.5
 
@@ -494,11 +482,9 @@ def test_exported_folder_gives_the_same_logits_in_transformers(tmp_path: Path) -
 def test_model_card_has_no_gap() -> None:
     loss = dict(tokens=1000, nats_per_token=2.5, bits_per_byte=1.25)
     made = {"steps": 7, "cooldown": 2, "rate": 0.02}
-    names = ("target", "draft")
     facts: dict[str, Any] = {
-        f"{name}_{key}": made[key] for name in names for key in made
-    }
-    facts |= {"rows": 16, "weights": {"math": 1.0}}
+        f"{name}_{key}": made[key] for name in ("target", "draft") for key in made
+    } | {"rows": 16, "weights": {"math": 1.0}}
     results = dict(
         num_params=dict(target=16, draft=2),
         vocab_size=8192,
@@ -508,13 +494,13 @@ def test_model_card_has_no_gap() -> None:
         repeated={"math": {"tokens": 2000, "repeated_4_grams": 0.25}},
     )
     text = card.render(results, {"target/config.json": "abc"})
-    assert "$" not in text
-    assert "Not measured for this pair" in text
-    assert "None is bundled" in text
-    assert "| math | 0.610 | 0.720 |" in text
-    assert "| math | 2,000 | 0.250 |" in text
-    assert "train_pair.py target --corpus CORPUS --work WORK1 --steps 7" in text
-    assert "--start" not in text
+    assert "$" not in text and "--start" not in text
+    for line in (
+        *("Not measured for this pair", "None is bundled"),
+        *("| math | 0.610 | 0.720 |", "| math | 2,000 | 0.250 |"),
+        "train_pair.py target --corpus CORPUS --work WORK1 --steps 7",
+    ):
+        assert line in text
     results |= {"training": facts | {"target_steps": 9, "start": facts}}
     text = card.render(results, {"target/config.json": "abc"})
     assert "7 and 9 steps of 16 rows of 512 tokens (131,072 tokens)" in text

@@ -10,7 +10,7 @@ from jaxspec.models.families import config_from_hf
 from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.weights import load_params
 from jaxspec.sharding import make_mesh
-from jaxspec_checkpoints import Sizes, bundled_target, open_checkpoint, tensor_shapes
+from jaxspec_checkpoints import Sizes, bundled_target, open_checkpoint
 from jaxspec_checkpoints.report import describe, replicated, size
 from tests.checkpoints.models import FAMILIES, tiny_config, write_tiny
 
@@ -63,36 +63,15 @@ def test_reported_replication_equals_the_engines(tmp_path, family, num_devices, 
                 assert is_whole == (name.split(".")[-2] in whole), name
 
 
-def test_mixed_types_are_listed(tmp_path):
-    write_tiny(tmp_path, family="2b", dtype="float16")
-    assert fields(tmp_path)["dtype"] == "float16"
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (5.2287e9, "5.23 GB")],
-)
-def test_sizes_are_readable(num_bytes, text):
-    assert size(num_bytes) == text
-
-
-def test_large_sizes_have_no_exponent():
-    assert size(54_454_256_640) == "54.5 GB"
-    assert size(1_234_000_000_000) == "1234 GB"
-
-
-def test_published_sizes_need_whole_norms_only():
-    """On eight devices, only norms are replicated whole.
-
-    Each device holds the one of 2B's four KV heads that it reads.
-    """
-    for name, hidden in (("2b", 9216), ("9b", 14336)):
-        config = tiny_config(name) | dict(vocab_size=256000, intermediate_size=hidden)
-        assert set(replicated(Sizes.from_config(config), 8).values()) == {"norms"}
-        assert "model.norm.weight" in tensor_shapes(Sizes.from_config(config))
-
-
-def test_kv_heads_that_devices_cannot_split_evenly_are_replicated():
+def test_sizes_and_unevenly_split_heads_are_readable():
     changes = dict(num_attention_heads=12, num_key_value_heads=3)
     sizes = Sizes.from_config(tiny_config("2b") | changes)
     assert replicated(sizes, 4)["k_proj"] == "3 KV heads"
+    for name, hidden in (("2b", 9216), ("9b", 14336)):
+        config = tiny_config(name) | dict(vocab_size=256000, intermediate_size=hidden)
+        assert set(replicated(Sizes.from_config(config), 8).values()) == {"norms"}
+    for num_bytes, text in (
+        *((0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (5.2287e9, "5.23 GB")),
+        *((54_454_256_640, "54.5 GB"), (1_234_000_000_000, "1234 GB")),
+    ):
+        assert size(num_bytes) == text

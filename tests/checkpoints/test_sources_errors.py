@@ -37,9 +37,10 @@ class Service:
     """A service, and how tests reach it without the network.
 
     Attributes:
-        model: Name of the model.
         alone: Fixture without a stand-in: only requests to this machine are possible.
         download: The library's function that writes a file.
+        calls: Requests that may fail.
+        busy: Start of the error of a busy service.
         unexpected: Type and text of the library's error about an answer for which we
             have no message of our own.
     """
@@ -48,18 +49,28 @@ class Service:
     alone: str
     download: tuple[Any, str]
     point_to: Callable[[pytest.MonkeyPatch, str], None]
+    calls: tuple[str, str]
+    busy: str
     unexpected: tuple[type[Exception], str]
 
 
 SERVICES = {
     "hub": Service(
-        NAME, "refused", (file_download, "http_get"), point_hub_to, (OSError, "418")
+        NAME,
+        "refused",
+        (file_download, "http_get"),
+        point_hub_to,
+        ("main", "model-00002-of-00003.safetensors"),
+        "busy or out of order",
+        (OSError, "418"),
     ),
     "kaggle": Service(
         KaggleStandIn.handle,
         "refused_by_kaggle",
         (kagglehub.clients, "_download_file"),
         point_kaggle_to,
+        ("GetModelInstance", "DownloadModelInstanceVersion"),
+        "Kaggle is busy or out of order",
         (kagglehub.exceptions.KaggleApiHTTPError, "out of order"),
     ),
 }
@@ -70,75 +81,38 @@ def stand_in(request: pytest.FixtureRequest, service: str) -> StandIn:
     return request.getfixturevalue(service)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_wrong_arguments_of_the_hub(hub: HubStandIn):
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"name": "google/none"}, "no such repository, or it is private (404)"),
         ({"revision": "v7"}, "no revision 'v7'"),
         ({"token": "hf_wrong"}, "the token is not valid"),
         ({"token": True}, "run `hf auth login`"),
         ({"name": "google/a--b"}, "cannot be the id of a repository"),
-    ],
-)
-def test_wrong_arguments_of_the_hub(
-    hub: HubStandIn, arguments: dict[str, Any], expected: str
-):
-    assert expected in fetch_message(**{"name": NAME} | arguments)
+    ]
+    for arguments, expected in cases:
+        assert expected in fetch_message(**{"name": NAME} | arguments)
     assert hub.fetched == set()
 
 
-@pytest.mark.parametrize(
-    ("service", "call", "status", "expected"),
-    [
-        (service, call, status, expected)
-        for service, calls, answers in [
-            (
-                "hub",
-                ("main", "model-00002-of-00003.safetensors"),
-                {
-                    403: "the token does not allow it",
-                    429: "busy or out of order (429)",
-                    503: "busy or out of order (503)",
-                },
-            ),
-            (
-                "kaggle",
-                ("GetModelInstance", "DownloadModelInstanceVersion"),
-                {
-                    status: f"Kaggle is busy or out of order ({status})"
-                    for status in (429, 500, 503)
-                },
-            ),
-        ]
-        for call in calls
-        for status, expected in answers.items()
-    ],
-)
-def test_refused_requests_name_a_remedy(stand_in, service, call, status, expected):
-    stand_in.faults[call] = status
-    assert expected in fetch_message(SERVICES[service].model)
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("service", SERVICES)
+def test_refused_requests_name_a_remedy(stand_in, service, call):
+    """An answer for which we have no message is shown as the library shows it."""
+    given = SERVICES[service]
+    expected = {status: f"{given.busy} ({status})" for status in (429, 503)}
+    own = {"hub": {403: "token does not allow it"}}
+    own["kaggle"] = {500: f"{given.busy} (500)"}
+    expected |= own[service]
+    for status, message in expected.items():
+        stand_in.faults[given.calls[call]] = status
+        assert message in fetch_message(given.model)
+    if call == 0:
+        stand_in.faults[given.calls[0]] = 418
+        kind, text = given.unexpected
+        with pytest.raises(kind, match=text):
+            fetch(given.model)
 
 
-@pytest.mark.parametrize(
-    ("service", "call"), [("hub", "main"), ("kaggle", "GetModelInstance")]
-)
-def test_unexpected_answers_are_shown_as_they_are(stand_in, service, call):
-    stand_in.faults[call] = 418
-    kind, text = SERVICES[service].unexpected
-    with pytest.raises(kind, match=text):
-        fetch(SERVICES[service].model)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
-        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
-        OSError(errno.ENETUNREACH, "Network is unreachable"),
-        TimeoutError("timed out"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
 @pytest.mark.parametrize(
     ("service", "texts"),
     [
@@ -146,73 +120,57 @@ def test_unexpected_answers_are_shown_as_they_are(stand_in, service, call):
         ("kaggle", ["Kaggle cannot be reached", f"{KaggleStandIn.handle}/2"]),
     ],
 )
-def test_missing_network_is_reported(request, monkeypatch, service, texts, error):
+def test_missing_network_is_reported(request, monkeypatch, service, texts):
     request.getfixturevalue(SERVICES[service].alone)
     SERVICES[service].point_to(monkeypatch, "http://x.invalid")
-    with only_here(monkeypatch, error) as tried:
-        message = fetch_message(SERVICES[service].model)
-    assert set(tried) == {"x.invalid"}
-    for text in (*texts, "pass a model's folder"):
-        assert text in message
-
-
-def fail_downloads(
-    monkeypatch: pytest.MonkeyPatch, service: str, error: BaseException
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr(*SERVICES[service].download, fail)
-
-
-@pytest.mark.parametrize(
-    ("service", "error", "expected"),
-    [
-        *(
-            (service, error, expected)
-            for service in SERVICES
-            for error, expected in (
-                (OSError(errno.ENOSPC, "No space left on device"), "disk is full"),
-                (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk is full"),
-                (PermissionError(errno.EACCES, "denied"), "cannot be written"),
-                (OSError(errno.EROFS, "Read-only"), "cannot be written"),
-            )
-        ),
-        # An error of Xet storage.
-        ("hub", RuntimeError("Task error: IO Error: (os error 28)"), "disk is full"),
-    ],
-)
-@pytest.mark.usefixtures("stand_in")
-def test_disk_errors_are_reported(monkeypatch, service, error, expected):
-    fail_downloads(monkeypatch, service, error)
-    message = fetch_message(SERVICES[service].model)
-    assert expected in message
-    assert "download_dir" in message
+    for error in (
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+        OSError(errno.ENETUNREACH, "Network is unreachable"),
+        TimeoutError("timed out"),
+    ):
+        with only_here(monkeypatch, error) as tried:
+            message = fetch_message(SERVICES[service].model)
+        assert set(tried) == {"x.invalid"}
+        for text in (*texts, "pass a model's folder"):
+            assert text in message
 
 
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.usefixtures("stand_in")
-def test_a_cache_that_is_a_file(tmp_path: Path, service):
+def test_disk_errors_are_reported(monkeypatch, tmp_path, service):
+    """Errors of other kinds are not caught."""
+    model = SERVICES[service].model
     (tmp_path / "file").write_text("")
-    message = fetch_message(SERVICES[service].model, cache_dir=tmp_path / "file")
-    assert "cannot be written" in message
-    assert str(tmp_path / "file") in message
+    message = fetch_message(model, cache_dir=tmp_path / "file")
+    assert "cannot be written" in message and str(tmp_path / "file") in message
 
+    def fail_with(error: BaseException) -> None:
+        def fail(*args: object, **kwargs: object) -> None:
+            raise error
 
-@pytest.mark.parametrize(
-    ("service", "error"),
-    [
-        ("hub", OSError(errno.EIO, "Input/output error")),
-        ("hub", RuntimeError("a bug")),
-        ("kaggle", OSError(errno.EIO, "Input/output error")),
-    ],
-)
-@pytest.mark.usefixtures("stand_in")
-def test_other_errors_are_left_alone(monkeypatch, service, error):
-    fail_downloads(monkeypatch, service, error)
-    with pytest.raises(type(error)) as caught:
-        fetch(SERVICES[service].model)
-    assert caught.value is error
+        monkeypatch.setattr(*SERVICES[service].download, fail)
+
+    for error, expected in (
+        (OSError(errno.ENOSPC, "No space left on device"), "disk is full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk is full"),
+        (PermissionError(errno.EACCES, "denied"), "cannot be written"),
+        (OSError(errno.EROFS, "Read-only"), "cannot be written"),
+    ):
+        fail_with(error)
+        message = fetch_message(model)
+        assert expected in message and "download_dir" in message
+    others: list[Exception] = [OSError(errno.EIO, "Input/output error")]
+    if service == "hub":
+        # An error of Xet storage.
+        fail_with(RuntimeError("Task error: IO Error: (os error 28)"))
+        assert "disk is full" in fetch_message(model)
+        others.append(RuntimeError("a bug"))
+    for error in others:
+        fail_with(error)
+        with pytest.raises(type(error)) as caught:
+            fetch(model)
+        assert caught.value is error
 
 
 class XetStandIn(HubStandIn):
@@ -238,7 +196,7 @@ class PortalStandIn(HubStandIn):
         return 200, {"Content-Type": "text/html"}, b"<html>Please log in</html>"
 
 
-class PlainStandIn(HubStandIn):
+class MirrorStandIn(HubStandIn):
     """A mirror whose answers lack the header that names the commit."""
 
     def answer(self, asked: Asked) -> Answer:
@@ -252,7 +210,7 @@ class PlainStandIn(HubStandIn):
     [
         (XetStandIn, "the download broke off (Task error"),
         (PortalStandIn, "does not answer like a hub: check HF_ENDPOINT"),
-        (PlainStandIn, "does not answer like a hub: check HF_ENDPOINT"),
+        (MirrorStandIn, "does not answer like a hub: check HF_ENDPOINT"),
     ],
 )
 def test_answers_of_other_servers_are_reported(
@@ -266,9 +224,7 @@ def test_answers_of_other_servers_are_reported(
 
 
 @pytest.mark.parametrize("names", [["config.json", "pytorch_model.bin"], ["a.gguf"]])
-def test_a_repository_without_weights_that_can_be_read(
-    hub: HubStandIn, names: list[str]
-):
+def test_repository_without_readable_weights_is_refused(hub: HubStandIn, names):
     hub.files = dict.fromkeys(names, b"{}")
     message = fetch_message(NAME)
     assert "has no weights as *.safetensors" in message

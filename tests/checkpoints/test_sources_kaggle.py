@@ -4,6 +4,7 @@ import io
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,6 @@ def test_downloaded_model_opens(kaggle: KaggleStandIn, origin: Path, tmp_path: P
     assert folder == tmp_path / "cache/models" / HANDLE / "2"
     check_same(folder, origin)
     assert kaggle.fetched == set(kaggle.files)
-
     # The newest version must be requested; a version in the cache need not.
     kaggle.asked.clear()
     assert fetch(HANDLE) == folder
@@ -58,60 +58,53 @@ def test_downloaded_model_opens(kaggle: KaggleStandIn, origin: Path, tmp_path: P
     assert fetch(f"{HANDLE}/1") == folder.parent / "1"
 
 
-def archive_of(folder: Path) -> bytes:
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-        tar.add(folder, ".")
-    return archive.getvalue()
-
-
-@pytest.fixture
-def many(kaggle: KaggleStandIn, origin: Path) -> KaggleStandIn:
+def test_many_files_arrive_as_an_archive(kaggle: KaggleStandIn, origin: Path):
     for number in range(MAX_FILES):
         (origin / f"extra{number}").write_text(str(number))
-    kaggle.files = files_of(origin) | {"archive.tar.gz": archive_of(origin)}
-    return kaggle
-
-
-def test_many_files_arrive_as_an_archive(many: KaggleStandIn, origin: Path):
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        tar.add(origin, ".")
+    whole, name = archive.getvalue(), "archive.tar.gz"
+    # Half of the archive with the checksum of this half: it was damaged before it was
+    # sent.
+    kaggle.files = files_of(origin) | {name: whole[: len(whole) // 2]}
+    for _ in range(2):
+        assert "what arrived is damaged" in fetch_message(HANDLE)
+    kaggle.files[name] = whole
     check_same(fetch(HANDLE), origin)
-    assert many.fetched == {"archive.tar.gz"}
+    assert kaggle.fetched == {name}
 
 
-def test_damaged_archive_is_an_error(many: KaggleStandIn):
-    # Send half of the archive, with the checksum of this half, as if it had been
-    # damaged before it was sent.
-    archive = many.files["archive.tar.gz"]
-    many.files["archive.tar.gz"] = archive[: len(archive) // 2]
-    assert "what arrived is damaged" in fetch_message(HANDLE)
-    assert "what arrived is damaged" in fetch_message(HANDLE)
-
-
-def test_destination_of_the_caller_is_used(
-    kaggle: KaggleStandIn, origin: Path, tmp_path: Path
-):
-    folder = fetch(f"{HANDLE}/1", cache_dir=tmp_path / "elsewhere")
-    assert folder.parent == tmp_path / "elsewhere"
+def test_destination_of_the_caller_is_used(kaggle, origin, tmp_path):
+    place = tmp_path / "elsewhere"
+    folder = fetch(f"{HANDLE}/1", cache_dir=place)
+    assert folder.parent == place
     assert not (tmp_path / "cache").exists()
     check_same(folder, origin)
-    newest = fetch(HANDLE, cache_dir=str(tmp_path / "elsewhere"))
+    newest = fetch(HANDLE, cache_dir=str(place))
     assert newest != folder
     kaggle.asked.clear()
-    assert fetch(f"{HANDLE}/1", cache_dir=tmp_path / "elsewhere") == folder
-    assert fetch(HANDLE, cache_dir=tmp_path / "elsewhere") == newest
+    assert fetch(f"{HANDLE}/1", cache_dir=place) == folder
+    assert fetch(HANDLE, cache_dir=place) == newest
     assert calls_of(kaggle) == ["GetModelInstance"]
+    # Files of a killed download are kept, and named.
+    shutil.rmtree(folder / ".complete")
+    kept = files_of(folder)
+    message = fetch_message(f"{HANDLE}/1", cache_dir=place)
+    assert str(folder) in message and "delete the folder" in message
+    assert files_of(folder) == kept
 
 
-def test_a_login_is_used_and_sent_to_kaggle_only(
-    kaggle: KaggleStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
-):
-    kaggle.needs_consent = True
+def test_a_login_is_used_and_sent_to_kaggle_only(kaggle, origin, monkeypatch):
+    kaggle.needs_consent, kaggle.accepted = True, False
     message = fetch_message(HANDLE)
     assert "not logged in, or have not accepted its licence (401)" in message
     assert "kaggle.com/models/google/tiny" in message
     assert "KAGGLE_API_TOKEN" in message
-
     monkeypatch.setenv("KAGGLE_API_TOKEN", KAGGLE_TOKEN)
+    message = fetch_message(HANDLE)
+    assert "have not accepted its licence (403). Accept it on" in message
+    kaggle.accepted = True
     kaggle.asked.clear()
     check_same(fetch(HANDLE, token="of the other service"), origin)
     sent: dict[str, set[str]] = {}
@@ -120,74 +113,42 @@ def test_a_login_is_used_and_sent_to_kaggle_only(
     assert sent == {"127.0.0.1": {f"Bearer {KAGGLE_TOKEN}"}, "localhost": {""}}
 
 
-def test_unaccepted_licence_error_explains_what_to_do(
-    kaggle: KaggleStandIn, monkeypatch: pytest.MonkeyPatch
-):
-    kaggle.needs_consent, kaggle.accepted = True, False
-    monkeypatch.setenv("KAGGLE_API_TOKEN", KAGGLE_TOKEN)
-    message = fetch_message(HANDLE)
-    assert "have not accepted its licence (403)" in message
-    assert "Accept it on" in message
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
+def test_wrong_names_are_errors(kaggle: KaggleStandIn):
+    for name, expected in (
         ("google/tiny/flax/other", "no such model"),
         ("google/none/flax/tiny-2b", "no such model"),
         (f"{HANDLE}/7", "no such model, framework, variation or version (404)"),
         ("google/tiny/keras/tiny-2b", "one of flax, jax, transformers, other"),
         ("no/such/folder/here", "one of flax, jax, transformers, other"),
-    ],
-)
-def test_wrong_names_are_errors(kaggle: KaggleStandIn, name: str, expected: str):
-    assert expected in fetch_message(name)
+    ):
+        assert expected in fetch_message(name)
     assert kaggle.fetched == set()
 
 
 @pytest.mark.parametrize(
     ("fault", "expected"),
-    [("cut", "the connection broke"), ("short", "what arrived is damaged")],
+    [("cut", "the connection broke"), ("short", "the download is damaged")],
 )
 @pytest.mark.parametrize("place", [None, "elsewhere"])
 def test_interrupted_download_is_fetched_again(
-    kaggle: KaggleStandIn,
-    origin: Path,
-    tmp_path: Path,
-    *,
-    fault: str,
-    expected: str,
-    place: str | None,
+    kaggle, origin, tmp_path, place, fault, expected
 ):
     cache_dir = None if place is None else tmp_path / place
+    given: Any = dict(name=f"{HANDLE}/2", cache_dir=cache_dir)
     kaggle.faults["model.safetensors"] = fault
-    message = fetch_message(f"{HANDLE}/2", cache_dir=cache_dir)
-    assert expected in message
-    assert "ry again" in message
+    message = fetch_message(**given)
+    assert expected in message and "ry again" in message
     if cache_dir is not None:
         assert list(cache_dir.iterdir()) == []
-
     # The incomplete folder is not taken for a model: kagglehub sends its requests
     # again.
     kaggle.faults.clear()
     kaggle.faults["ListModelInstanceVersionFiles"] = 503
-    assert "(503)" in fetch_message(f"{HANDLE}/2", cache_dir=cache_dir)
+    assert "(503)" in fetch_message(**given)
     kaggle.faults.clear()
     kaggle.asked.clear()
-    check_same(fetch(f"{HANDLE}/2", cache_dir=cache_dir), origin)
+    check_same(fetch(**given), origin)
     assert "model.safetensors" in kaggle.fetched
-
-
-def test_partial_files_of_a_killed_download_are_replaced(
-    kaggle: KaggleStandIn, tmp_path: Path
-):
-    folder = fetch(f"{HANDLE}/2", cache_dir=tmp_path)
-    shutil.rmtree(folder / ".complete")
-    kept = files_of(folder)
-    message = fetch_message(f"{HANDLE}/2", cache_dir=tmp_path)
-    assert str(folder) in message
-    assert "delete the folder" in message
-    assert files_of(folder) == kept
 
 
 class NotebookStandIn(KaggleStandIn):
@@ -198,9 +159,7 @@ class NotebookStandIn(KaggleStandIn):
         return 200, {}, b'{"wasSuccessful": false}'
 
 
-def test_a_notebook_that_cannot_attach_the_model(
-    refused_by_kaggle: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_notebook_that_cannot_attach_the_model(refused_by_kaggle, monkeypatch):
     stand_in = NotebookStandIn(files={})
     with serve(stand_in):
         monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")

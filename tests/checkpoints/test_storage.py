@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,38 +63,25 @@ def test_arrays_are_described_and_read(folder):
         np.testing.assert_array_equal(slabs.read(start, stop), expected)
 
 
-def test_nested_trees_have_names_with_dots(tmp_path):
-    tree = {"a": {"b": {"c": ARRAYS["c.w"]}, "d": ARRAYS["d.w"]}}
-    save(tmp_path / "tree", tree)
-    assert sorted(open_arrays(tmp_path / "tree")) == ["a.b.c", "a.d"]
-
-
 def test_folders_of_older_versions_are_read(tmp_path):
     """Older versions have a msgpack file, not `_METADATA`, which is not needed."""
-    folder = tmp_path / "tree"
-    save(folder, TREE, use_ocdbt=False)
-    for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"):
-        (folder / name).unlink(missing_ok=True)
-    assert not is_orbax(folder)
-    (folder / "checkpoint").write_bytes(b"\x81")
-    assert is_orbax(folder)
-    assert sorted(open_arrays(folder)) == sorted(ARRAYS)
-    np.testing.assert_array_equal(read(folder, "c.w"), ARRAYS["c.w"])
-
-
-def test_database_without_a_description_of_the_tree(tmp_path):
-    """Without `_METADATA`, the list of arrays is read from the database."""
-    save(tmp_path / "tree", TREE)
-    (tmp_path / "tree" / "_METADATA").unlink()
-    assert is_orbax(tmp_path / "tree")
-    np.testing.assert_array_equal(read(tmp_path / "tree", "c.w"), ARRAYS["c.w"])
-
-
-def test_other_folders_are_not_orbax_folders(tmp_path):
-    assert not is_orbax(tmp_path)
-    assert not is_orbax(tmp_path / "nowhere")
+    folder, older = tmp_path / "tree", tmp_path / "older"
+    tree = {"a": {"b": {"c": ARRAYS["c.w"]}, "d": ARRAYS["d.w"]}}
     (tmp_path / "checkpoint").write_text("")
-    assert not is_orbax(tmp_path)
+    for path in (tmp_path, tmp_path / "nowhere"):
+        assert not is_orbax(path)
+    save(folder, tree)
+    save(older, tree, use_ocdbt=False)
+    # Without `_METADATA`, the list of arrays is read from the database.
+    (folder / "_METADATA").unlink()
+    for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"):
+        (older / name).unlink(missing_ok=True)
+    assert not is_orbax(older)
+    (older / "checkpoint").write_bytes(b"\x81")
+    for path in (folder, older):
+        assert is_orbax(path)
+        assert sorted(open_arrays(path)) == ["a.b.c", "a.d"]
+        np.testing.assert_array_equal(read(path, "a.b.c"), ARRAYS["c.w"])
 
 
 @pytest.mark.parametrize("length", [None, 25])
@@ -151,53 +139,50 @@ def test_damaged_values_name_the_tensor(folder, damage):
     assert failures >= (1 if damage is truncate else 3)
 
 
-def test_damaged_index_of_a_database(tmp_path):
-    save(tmp_path / "tree", TREE)
-    truncate(tmp_path / "tree" / "manifest.ocdbt")
-    with pytest.raises(CheckpointError, match="tree is not a readable Orbax folder"):
-        open_arrays(tmp_path / "tree")
+def describe_as(text: str, folder: Path) -> None:
+    (folder / "c.w" / ".zarray").write_text(text)
 
 
-@pytest.mark.parametrize("content", ["{", '{"zarr_format": 2}', "[]"])
-def test_damaged_description_of_an_array(tmp_path, content):
-    save(tmp_path / "tree", TREE, use_ocdbt=False)
-    (tmp_path / "tree" / "c.w" / ".zarray").write_text(content)
-    with pytest.raises(CheckpointError, match="tensor 'c.w' of .* cannot be opened"):
-        open_arrays(tmp_path / "tree")
+def remove_array(folder: Path) -> None:
+    shutil.rmtree(folder / "c.w")
 
 
-def test_chunk_larger_than_its_array_is_refused(tmp_path):
-    """A few bytes of metadata must not make the reader allocate gigabytes."""
-    save(tmp_path / "tree", TREE, use_ocdbt=False)
-    path = tmp_path / "tree" / "c.w" / ".zarray"
+def enlarge_chunks(folder: Path) -> None:
+    """Describe chunks larger than the array: a reader must not allocate gigabytes."""
+    path = folder / "c.w" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [70, 5000]}))
-    with pytest.raises(CheckpointError, match=r"'c.w' .* chunks of \(70, 5000\)"):
-        open_arrays(tmp_path / "tree")
 
 
-def test_array_that_is_listed_and_missing(tmp_path):
-    save(tmp_path / "tree", TREE, use_ocdbt=False)
-    shutil.rmtree(tmp_path / "tree" / "c.w")
-    with pytest.raises(CheckpointError, match="_METADATA lists tensor 'c.w'"):
-        open_arrays(tmp_path / "tree")
+def move_outside(folder: Path) -> None:
+    (folder / "c.w" / "0.0").rename(folder.parent / "elsewhere")
+    (folder / "c.w" / "0.0").symlink_to(folder.parent / "elsewhere")
 
 
-@pytest.mark.parametrize("tree", [[1], {"x": 1}, {"x": {"key_metadata": [{}]}}])
-def test_metadata_that_describes_no_tree(tmp_path, tree):
-    save(tmp_path / "tree", TREE)
-    change_metadata(tmp_path / "tree", tree_metadata=tree)
-    with pytest.raises(
-        CheckpointError, match="_METADATA is not a description of a tree"
-    ):
-        open_arrays(tmp_path / "tree")
-
-
-def test_file_that_points_outside_is_refused(tmp_path):
-    save(tmp_path / "tree", TREE, use_ocdbt=False)
-    chunk = tmp_path / "tree" / "c.w" / "0.0"
-    chunk.rename(tmp_path / "elsewhere")
-    chunk.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"c.w/0.0 is a symlink .* outside"):
+@pytest.mark.parametrize(
+    ("use_ocdbt", "damage", "message"),
+    [
+        (
+            True,
+            lambda folder: truncate(folder / "manifest.ocdbt"),
+            "tree is not a readable Orbax folder",
+        ),
+        *(
+            (True, partial(change_metadata, tree_metadata=tree), "not a description of")
+            for tree in ([1], {"x": 1}, {"x": {"key_metadata": [{}]}})
+        ),
+        *(
+            (False, partial(describe_as, text), "tensor 'c.w' of .* cannot be opened")
+            for text in ("{", '{"zarr_format": 2}', "[]")
+        ),
+        (False, enlarge_chunks, r"'c.w' .* chunks of \(70, 5000\)"),
+        (False, remove_array, "_METADATA lists tensor 'c.w'"),
+        (False, move_outside, r"c.w/0.0 is a symlink .* outside"),
+    ],
+)
+def test_damaged_descriptions_are_refused(tmp_path, use_ocdbt, damage, message):
+    save(tmp_path / "tree", TREE, use_ocdbt=use_ocdbt)
+    damage(tmp_path / "tree")
+    with pytest.raises(CheckpointError, match=message):
         open_arrays(tmp_path / "tree")
 
 
@@ -222,52 +207,43 @@ def test_chunks_of_zeros_omitted_by_older_versions(tmp_path):
     change_metadata(tmp_path, store_array_data_equal_to_fill_value=True)
     with pytest.raises(CheckpointError, match="tensor 'a' of"):
         read(tmp_path, "a")
-
-
-def test_missing_files_are_an_error_instead_of_zeros(tmp_path):
-    """Without an index, an omitted chunk cannot be distinguished from a lost one."""
-    with_zeros(tmp_path, {"driver": "file", "path": f"{tmp_path}/a/"})
+    # Without an index, an omitted chunk cannot be distinguished from a lost one.
+    files = tmp_path / "files"
+    files.mkdir()
+    with_zeros(files, {"driver": "file", "path": f"{files}/a/"})
     with pytest.raises(CheckpointError, match="tensor 'a' of"):
-        read(tmp_path, "a")
-
-
-def write_all(folder: Path) -> None:
-    with ArrayWriter(folder) as writer:
-        for keys, values in [(("a", "b"), ARRAYS["a/b.w"]), (("x.y",), ARRAYS["c.w"])]:
-            name = writer.create(
-                keys, values.shape, dtype=values.dtype, chunks=(1, *values.shape[1:])
-            )
-            for start in range(len(values)):
-                part = slice(start, start + 1)
-                writer.write(name, (part,), values[part])
+        read(files, "a")
 
 
 @pytest.mark.parametrize("commit_bytes", [1, 10_000, 2**27])
 def test_orbax_restores_what_the_writer_wrote(tmp_path, monkeypatch, commit_bytes):
     monkeypatch.setattr(storage, "_COMMIT_BYTES", commit_bytes)
     folder = tmp_path / "tree"
-    write_all(folder)
+    # Chunks of zeros are stored: a reader could not distinguish them from lost ones.
+    given = {
+        ("a", "b"): ARRAYS["a/b.w"],
+        ("x.y",): ARRAYS["c.w"],
+        ("z",): np.zeros((4, 3), np.float32),
+    }
+    with ArrayWriter(folder) as writer:
+        for keys, values in given.items():
+            form: Any = dict(dtype=values.dtype, chunks=(1, *values.shape[1:]))
+            name = writer.create(keys, values.shape, **form)
+            for start in range(len(values)):
+                part = slice(start, start + 1)
+                writer.write(name, (part,), values[part])
     tree = restore(folder)
-    assert list(tree) == ["a", "x.y"]
+    assert list(tree) == ["a", "x.y", "z"]
     np.testing.assert_array_equal(tree["a"]["b"], ARRAYS["a/b.w"])
     np.testing.assert_array_equal(tree["x.y"], ARRAYS["c.w"])
     assert tree["x.y"].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(read(folder, "x.y"), ARRAYS["c.w"])
-
-
-def test_writer_stores_chunks_of_zeros(tmp_path):
-    """Otherwise a reader could not tell a lost chunk from a chunk of zeros."""
-    with ArrayWriter(tmp_path / "tree") as writer:
-        name = writer.create(("a",), (4, 3), dtype=np.dtype("f4"), chunks=(2, 3))
-        writer.write(name, (slice(None),), np.zeros((4, 3), np.float32))
-    metadata = json.loads((tmp_path / "tree" / "_METADATA").read_text())
+    np.testing.assert_array_equal(read(folder, "z"), np.zeros((4, 3)))
+    metadata = json.loads((folder / "_METADATA").read_text())
     assert metadata["store_array_data_equal_to_fill_value"] is True
-    np.testing.assert_array_equal(read(tmp_path / "tree", "a"), np.zeros((4, 3)))
-
-
-def test_writer_that_fails_leaves_no_tree(tmp_path):
-    with pytest.raises(KeyboardInterrupt), ArrayWriter(tmp_path / "tree") as writer:
+    monkeypatch.undo()
+    with pytest.raises(KeyboardInterrupt), ArrayWriter(tmp_path / "broken") as writer:
         name = writer.create(("a",), (4, 3), dtype=np.dtype("f4"), chunks=(2, 3))
         writer.write(name, (slice(None),), np.ones((4, 3), np.float32))
         raise KeyboardInterrupt
-    assert not is_orbax(tmp_path / "tree")
+    assert not is_orbax(tmp_path / "broken")

@@ -24,22 +24,35 @@ def _whole(request, monkeypatch):
 
 
 def test_rows_are_selected_by_number(whole):
-    found = rows_of(whole, KEPT)
-    assert found.shape == (len(KEPT), 8)
-    np.testing.assert_array_equal(found.whole(), VALUES[KEPT])
-    for start, stop in [(0, 8), (2, 3), (3, 7), (7, 8)]:
-        np.testing.assert_array_equal(found.read(start, stop), VALUES[KEPT[start:stop]])
-
-
-def test_no_more_is_read_at_a_time_than_a_block(whole):
+    """No more is read at a time than a block, or one row."""
     reads = []
 
     def read(start, stop):
         reads.append(stop - start)
         return VALUES[start:stop]
 
-    rows_of(dataclasses.replace(whole, read=read), KEPT).read(0, len(KEPT))
+    found = rows_of(dataclasses.replace(whole, read=read), KEPT)
+    assert found.shape == (len(KEPT), 8)
+    np.testing.assert_array_equal(found.whole(), VALUES[KEPT])
+    # Damage is found in rows that are not selected.
+    digest = hashlib.sha256(VALUES.tobytes()).hexdigest()
+    sound = rows_of(dataclasses.replace(whole, sha256=digest), KEPT)
+    np.testing.assert_array_equal(sound.whole(), VALUES[KEPT])
+    damaged = rows_of(dataclasses.replace(whole, sha256="0" * 64), KEPT[:2])
+    with pytest.raises(CheckpointError, match="damaged"):
+        damaged.whole()
+    for start, stop in [(0, 8), (2, 3), (3, 7), (7, 8)]:
+        np.testing.assert_array_equal(found.read(start, stop), VALUES[KEPT[start:stop]])
     assert max(reads) <= max(1, trimming.BLOCK_BYTES // 32)
+    # Damage is found in rows that are not selected.
+    digest = hashlib.sha256(VALUES.tobytes()).hexdigest()
+    sound = rows_of(dataclasses.replace(whole, sha256=digest), KEPT)
+    np.testing.assert_array_equal(sound.whole(), VALUES[KEPT])
+    damaged = rows_of(dataclasses.replace(whole, sha256="0" * 64), KEPT[:2])
+    with pytest.raises(CheckpointError, match="damaged"):
+        damaged.whole()
+    for start, stop in [(0, 8), (2, 3), (3, 7), (7, 8)]:
+        np.testing.assert_array_equal(found.read(start, stop), VALUES[KEPT[start:stop]])
 
 
 @pytest.mark.parametrize("group_size", [None, 4])
@@ -52,12 +65,3 @@ def test_rows_of_a_quantized_matrix_are_quantized_alike(whole, group_size):
     again = quantized(rows_of(whole, KEPT), scheme)
     np.testing.assert_array_equal(again.values.whole(), matrix.values.whole()[KEPT])
     np.testing.assert_array_equal(again.scales.whole(), matrix.scales.whole()[KEPT])
-
-
-def test_damage_is_found_in_rows_that_are_not_selected(whole):
-    digest = hashlib.sha256(VALUES.tobytes()).hexdigest()
-    sound = rows_of(dataclasses.replace(whole, sha256=digest), KEPT)
-    np.testing.assert_array_equal(sound.whole(), VALUES[KEPT])
-    damaged = rows_of(dataclasses.replace(whole, sha256="0" * 64), KEPT[:2])
-    with pytest.raises(CheckpointError, match="damaged"):
-        damaged.whole()

@@ -16,8 +16,7 @@ from safetensors.numpy import save_file
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, writing
 from jaxspec_checkpoints.writing import FORMATS, write_checkpoint
-from tests.checkpoints.flax_trees import flat, flax_leaves, save
-from tests.checkpoints.models import FAMILIES, tiny_config, tiny_tensors, write_tiny
+from tests.checkpoints.models import FAMILIES, write_tiny
 
 SIDE_FILES = [
     "config.json",
@@ -42,7 +41,7 @@ def check(folder: Path, to: str, tensors: dict[str, np.ndarray]) -> None:
         assert found.whole().tobytes() == expected.tobytes(), name
 
 
-def opens_nothing(folder: Path) -> None:
+def check_nothing_opens(folder: Path) -> None:
     """Check that no folder at or below this one is taken for a checkpoint."""
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir():
@@ -55,13 +54,15 @@ def opens_nothing(folder: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_pair_of_formats_is_bit_exact(tmp_path, family, first, second):
     dtype = {"2b": "bfloat16", "9b": "float16", "27b": "float32"}[family]
-    tensors = write_tiny(tmp_path / "source", family=family, dtype=dtype)
-    convert(tmp_path / "source", tmp_path / "first", first)
-    check(tmp_path / "first", first, tensors)
-    convert(tmp_path / "first", tmp_path / "second", second)
-    check(tmp_path / "second", second, tensors)
-    convert(tmp_path / "second", tmp_path / "last", "hf")
-    check(tmp_path / "last", "hf", tensors)
+    tensors = write_tiny(tmp_path / "source", family=family, dtype=dtype, shards=3)
+    before, options = tmp_path / "source", dict(max_shard_bytes=300_000)
+    for name, to in (("first", first), ("second", second), ("last", "hf")):
+        convert(before, tmp_path / name, to, **options)
+        before, options = tmp_path / name, {}
+        check(before, to, tensors)
+    shards = (tmp_path / "first").glob("*.safetensors")
+    if (family, first) == ("9b", "hf"):
+        assert len(list(shards)) > 3
     # All files other than the weights are copied byte for byte.
     for name in SIDE_FILES:
         expected = (tmp_path / "source" / name).read_bytes()
@@ -70,47 +71,20 @@ def test_every_pair_of_formats_is_bit_exact(tmp_path, family, first, second):
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-@pytest.mark.parametrize("to", FORMATS)
-def test_orientation_of_the_2b_is_read_and_written(tmp_path, to):
-    """A tree may have the orientation of the published 2B: the model axis first."""
-    config = tiny_config("2b")
-    tensors = tiny_tensors(config, dtype="bfloat16")
-    root = tmp_path / "mount"
-    root.mkdir()
-    save(root / "gemma2-2b", flat(flax_leaves(tensors, config, is_model_first=True)))
-    (root / "config.json").write_text(json.dumps(config))
-    convert(root, tmp_path / "model", to)
-    check(tmp_path / "model", to, tensors)
-
-
-def test_shards_are_written_and_read(tmp_path):
-    tensors = write_tiny(tmp_path / "source", family="9b", shards=3)
-    convert(tmp_path / "source", tmp_path / "model", "hf", max_shard_bytes=300_000)
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
-    check(tmp_path / "model", "hf", tensors)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("to", FORMATS)
 def test_values_are_cast_and_the_config_says_so(tmp_path, to, dtype):
-    tensors = write_tiny(tmp_path / "source", family="2b", dtype="float32", seed=3)
-    convert(tmp_path / "source", tmp_path / "model", to, dtype=dtype)
-    kind = open_checkpoint(tmp_path / "model").tensors["model.norm.weight"].dtype
+    """Both names of the type in a config are changed."""
+    source, made = tmp_path / "source", tmp_path / "model"
+    tensors = write_tiny(source, family="2b", seed=3)
+    given = json.loads((source / "config.json").read_text()) | {"dtype": "float32"}
+    (source / "config.json").write_text(json.dumps(given))
+    convert(source, made, to, dtype=dtype)
+    kind = open_checkpoint(made).tensors["model.norm.weight"].dtype
     assert kind.name == dtype
-    expected = {name: tensor.astype(kind) for name, tensor in tensors.items()}
-    check(tmp_path / "model", to, expected)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    source = json.loads((tmp_path / "source" / "config.json").read_text())
-    assert config == source | {"torch_dtype": dtype}
-
-
-def test_newer_name_of_the_type_in_a_config(tmp_path):
-    write_tiny(tmp_path / "source", family="2b")
-    path = tmp_path / "source" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
-    convert(tmp_path / "source", tmp_path / "model", "hf", dtype="float16")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert (config["dtype"], config["torch_dtype"]) == ("float16", "float16")
+    check(made, to, {name: tensor.astype(kind) for name, tensor in tensors.items()})
+    config = json.loads((made / "config.json").read_text())
+    assert config == given | {"torch_dtype": dtype, "dtype": dtype}
 
 
 @pytest.fixture
@@ -120,82 +94,63 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
 @pytest.mark.parametrize("to", FORMATS)
-def test_existing_destination_is_rejected(tmp_path, source, to, kind):
+def test_existing_destination_is_rejected(tmp_path, source, to):
     destination = tmp_path / "model"
-    if kind == "folder":
-        destination.mkdir()
-    elif kind == "file":
-        destination.write_text("mine")
-    else:
-        destination.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="model exists already: name a folder"):
-        convert(source, destination, to)
-    assert {path.name for path in tmp_path.iterdir()} == {"there", "model"}
-    if kind == "folder":
-        assert not list(destination.iterdir())
-    elif kind == "file":
-        assert destination.read_text() == "mine"
-
-
-def test_folder_above_must_exist(tmp_path, source):
-    with pytest.raises(CheckpointError, match="missing is not a folder: make it first"):
-        convert(source, tmp_path / "missing" / "model", "hf")
-
-
-def test_a_checkpoint_is_not_written_into_its_source(source):
-    for destination in (source / "model", source / "." / "model"):
-        with pytest.raises(CheckpointError, match="within the checkpoint that is read"):
-            convert(source, destination, "orbax")
-    convert(source, source.parent / "model", "orbax")
+    for make, is_kept in (
+        (lambda: destination.symlink_to(tmp_path / "nowhere"), destination.is_symlink),
+        (
+            lambda: destination.write_text("mine"),
+            lambda: destination.read_text() == "mine",
+        ),
+        (destination.mkdir, lambda: not list(destination.iterdir())),
+    ):
+        destination.unlink(missing_ok=True)
+        make()
+        with pytest.raises(CheckpointError, match="model exists already: name a fold"):
+            convert(source, destination, to)
+        assert {path.name for path in tmp_path.iterdir()} == {"there", "model"}
+        assert is_kept()
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("name", "options", "expected"),
     [
-        (dict(to="gguf"), "to must be one of hf, kaggle, orbax, got 'gguf'"),
-        (dict(to="hf", dtype="int8"), "dtype must be one of float32, .* got 'int8'"),
+        ("model", dict(to="gguf"), "to must be one of hf, kaggle, orbax, got 'gguf'"),
+        (
+            "model",
+            dict(to="hf", dtype="int8"),
+            "dtype must be one of float32, .* got 'int8'",
+        ),
+        ("no/model", dict(to="hf"), "no is not a folder: make it first"),
+        ("there/source/model", dict(to="orbax"), "within the checkpoint that is read"),
+        ("there/source/./model", dict(to="hf"), "within the checkpoint that is read"),
     ],
 )
-def test_wrong_arguments_are_rejected(tmp_path, source, options, expected):
+def test_wrong_arguments_are_rejected(tmp_path, source, name, options, expected):
     with pytest.raises(CheckpointError, match=expected):
-        convert(source, tmp_path / "model", **options)
-    assert not (tmp_path / "model").exists()
+        convert(source, tmp_path / name, **options)
+    assert not (tmp_path / name).exists()
+    convert(source, source.parent / "model", "orbax")
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(None, 1), ("float32", 2)])
 def test_full_disk_is_reported_before_writing(
     tmp_path, source, monkeypatch, dtype, factor
 ):
-    checkpoint = open_checkpoint(source)
     side = sum((source / name).stat().st_size for name in SIDE_FILES)
-    needed = checkpoint.num_bytes * factor + side
+    needed = open_checkpoint(source).num_bytes * factor + side
     usage = collections.namedtuple("usage", "total used free")
-
-    def limit(free: int) -> None:
-        monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage(0, 0, free))
-
-    limit(needed)
-    monkeypatch.setattr(writing.tempfile, "TemporaryDirectory", None)
-    with pytest.raises(CheckpointError, match=r"needs 0.00\d GB, and .* free: make"):
-        convert(source, tmp_path / "model", "hf", dtype=dtype)
-    monkeypatch.undo()
-    limit(int(needed * 1.02))
+    free = [needed]
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage(0, 0, free[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.tempfile, "TemporaryDirectory", None)
+        with pytest.raises(
+            CheckpointError, match=r"needs 0.00\d GB, and .* free: make"
+        ):
+            convert(source, tmp_path / "model", "hf", dtype=dtype)
+    free[0] = int(needed * 1.02)
     convert(source, tmp_path / "model", "hf", dtype=dtype)
-
-
-@pytest.mark.parametrize("to", FORMATS)
-def test_overflow_error_names_the_tensor_and_no_output_is_left(tmp_path, to):
-    source = tmp_path / "there" / "source"
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors = write_tiny(source, family="2b")
-    tensors[name][3, 4] = 1e6
-    save_file(tensors, source / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"'{name}' holds 1000000.0, too large"):
-        convert(source, tmp_path / "model", to, dtype="float16")
-    assert {path.name for path in tmp_path.iterdir()} == {"there"}
-    convert(source, tmp_path / "model", to, dtype="bfloat16")
 
 
 class Bar:
@@ -233,13 +188,6 @@ def test_bar_counts_bytes_to_its_end(tmp_path, source, monkeypatch, to, dtype):
     assert bar.bytes == bar.options["total"] == written
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def fail(*arguments: Any) -> None:
-        raise error
-
-    return fail
-
-
 ERRORS = {
     "interrupt": (KeyboardInterrupt(), KeyboardInterrupt, None),
     "full disk": (OSError(28, "No space left"), CheckpointError, "not written.*No sp"),
@@ -248,12 +196,19 @@ ERRORS = {
 }
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    return fail
+
+
 @pytest.mark.parametrize("count", [1, 7, 24])
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("to", FORMATS)
-def test_error_while_writing_leaves_nothing(tmp_path, monkeypatch, to, name, count):
-    source = tmp_path / "there" / "source"
-    write_tiny(source, family="2b")
+def test_error_while_writing_leaves_nothing(
+    tmp_path, source, monkeypatch, to, name, count
+):
     error, expected, message = ERRORS[name]
     monkeypatch.setattr(writing, "tqdm", Bar(count, raising(error)))
     with pytest.raises(expected, match=message):
@@ -261,35 +216,14 @@ def test_error_while_writing_leaves_nothing(tmp_path, monkeypatch, to, name, cou
     assert {path.name for path in tmp_path.iterdir()} == {"there"}
 
 
-@pytest.mark.parametrize("step", ["_write_side_files", "_sync"])
-def test_error_after_the_weights_leaves_nothing(tmp_path, source, monkeypatch, step):
-    monkeypatch.setattr(writing, step, raising(OSError("gone")))
-    with pytest.raises(CheckpointError, match="model was not written: gone"):
-        convert(source, tmp_path / "model", "kaggle")
-    assert {path.name for path in tmp_path.iterdir()} == {"there"}
-
-
-@pytest.mark.parametrize("to", FORMATS)
-def test_nothing_opens_before_the_last_step(tmp_path, source, monkeypatch, to):
-    """Just before the final rename, all files are complete in a hidden folder.
-
-    The folder has the mark of unfinished folders until then.
-    """
-    seen = []
-
-    def look(folder: Path, destination: Path) -> None:
-        opens_nothing(tmp_path / folder.relative_to(tmp_path).parts[0])
-        seen.append(sorted(path.name for path in folder.iterdir()))
-        os.rename(folder, destination)
-
-    monkeypatch.setattr(Path, "rename", look)
-    convert(source, tmp_path / "model", to)
-    assert open_checkpoint(tmp_path / "model").format == to
-    assert seen == [sorted(path.name for path in (tmp_path / "model").iterdir())]
-
-
-def test_destination_made_meanwhile_is_left_alone(tmp_path, source, monkeypatch):
-    """Another process may create the destination after the check for it."""
+def test_error_after_the_weights_leaves_nothing(tmp_path, source, monkeypatch):
+    """A destination that another process makes meanwhile is left alone."""
+    for step in ("_write_side_files", "_sync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(writing, step, raising(OSError("gone")))
+            with pytest.raises(CheckpointError, match="model was not written: gone"):
+                convert(source, tmp_path / "model", "kaggle")
+        assert {path.name for path in tmp_path.iterdir()} == {"there"}
     destination = tmp_path / "model"
 
     def make() -> None:
@@ -304,18 +238,43 @@ def test_destination_made_meanwhile_is_left_alone(tmp_path, source, monkeypatch)
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_damaged_source_leaves_nothing(tmp_path, source, to):
-    """A wrong hash is found only after the tensor's last byte: nothing may remain."""
-    own = tmp_path / "there" / "own"
-    convert(source, own, "orbax")
-    path = own / "jaxspec_checkpoint.json"
-    manifest = json.loads(path.read_text())
+def test_damaged_or_too_large_weights_leave_nothing(tmp_path, source, to):
+    """A wrong hash is found only after the tensor's last byte."""
+    own, large = (tmp_path / "there" / name for name in ("own", "large"))
     name = "model.layers.1.mlp.up_proj.weight"
+    convert(source, own, "orbax")
+    manifest = json.loads((own / "jaxspec_checkpoint.json").read_text())
     manifest["tensors"][name]["sha256"] = "0" * 64
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=f"{name}: the bytes have sha256"):
-        convert(own, tmp_path / "model", to)
-    assert {path.name for path in tmp_path.iterdir()} == {"there"}
+    (own / "jaxspec_checkpoint.json").write_text(json.dumps(manifest))
+    tensors = write_tiny(large, family="2b")
+    tensors[name][3, 4] = 1e6
+    save_file(tensors, large / "model.safetensors")
+    for folder, dtype, message in (
+        (own, None, f"{name}: the bytes have sha256"),
+        (large, "float16", f"'{name}' holds 1000000.0, too large"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            convert(folder, tmp_path / "model", to, dtype=dtype)
+        assert {path.name for path in tmp_path.iterdir()} == {"there"}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_nothing_opens_before_the_last_step(tmp_path, source, monkeypatch, to):
+    """Just before the final rename, all files are complete in a hidden folder.
+
+    The folder has the mark of unfinished folders until then.
+    """
+    seen = []
+
+    def look(folder: Path, destination: Path) -> None:
+        check_nothing_opens(tmp_path / folder.relative_to(tmp_path).parts[0])
+        seen.append(sorted(path.name for path in folder.iterdir()))
+        os.rename(folder, destination)
+
+    monkeypatch.setattr(Path, "rename", look)
+    convert(source, tmp_path / "model", to)
+    assert open_checkpoint(tmp_path / "model").format == to
+    assert seen == [sorted(path.name for path in (tmp_path / "model").iterdir())]
 
 
 KILLED = """
@@ -382,7 +341,7 @@ def test_killed_process_leaves_nothing_that_opens(tmp_path, source, step):
     for path in left:
         assert path.name.startswith(".")
         assert any(each.stat().st_size > 10_000 for each in path.rglob("*"))
-        opens_nothing(path)
+        check_nothing_opens(path)
     for to in FORMATS:
         convert(source, tmp_path / to, to)
         assert open_checkpoint(tmp_path / to).format == to

@@ -15,31 +15,21 @@ from tests.support.oracles import (
 )
 
 
-def region(num_seqs: int, num_queries: int) -> Region:
-    return Region(
-        page_table=jnp.zeros((num_seqs, 3), jnp.int32),
-        kv_len=jnp.zeros(num_seqs, jnp.int32),
-        num_queries=num_queries,
-    )
-
-
-def test_region_counts_its_rows():
-    assert region(3, 5).num_rows == 15
-
-
 def test_number_of_queries_is_static():
     # The number of queries determines shapes: as a leaf of the tree, jax would trace
     # it.
+    zeros = jnp.zeros(15, jnp.int32)
+    table, lengths = jnp.zeros((3, 3), jnp.int32), jnp.zeros(3, jnp.int32)
+    region = Region(page_table=table, kv_len=lengths, num_queries=5)
+    assert region.num_rows == 15
     batch = TokenBatch(
-        tokens=jnp.zeros(15, jnp.int32),
-        positions=jnp.zeros(15, jnp.int32),
-        slot_mapping=jnp.zeros(15, jnp.int32),
-        regions=(region(3, 5),),
+        tokens=zeros, positions=zeros, slot_mapping=zeros, regions=(region,)
     )
     assert len(jax.tree.leaves(batch)) == 5
     doubled = jax.tree.map(lambda leaf: leaf * 2, batch)
     assert doubled.regions[0].num_queries == 5
-    assert jax.tree.structure(batch) != jax.tree.structure(region(3, 4))
+    other = Region(page_table=table, kv_len=lengths, num_queries=4)
+    assert jax.tree.structure(region) != jax.tree.structure(other)
 
 
 def test_two_regions_in_one_pass_equal_huggingface():
@@ -49,29 +39,25 @@ def test_two_regions_in_one_pass_equal_huggingface():
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 96, size) for size in (4, 4, 6)]
     tables = np.array([[5, 0], [2, 7], [1, 6]], np.int32)
-    positions = np.concatenate([np.arange(len(tokens)) for tokens in sequences])
-    slots = np.concatenate(
-        [
-            table[np.arange(len(tokens)) // 4] * 4 + np.arange(len(tokens)) % 4
-            for table, tokens in zip(tables, sequences, strict=True)
-        ]
-    )
+    places = [np.arange(len(tokens)) for tokens in sequences]
+    slots = [
+        table[place // 4] * 4 + place % 4
+        for table, place in zip(tables, places, strict=True)
+    ]
+
+    def region(rows: slice, num_queries: int) -> Region:
+        table = jnp.asarray(tables[rows])
+        lengths = jnp.full(len(table), num_queries, jnp.int32)
+        return Region(page_table=table, kv_len=lengths, num_queries=num_queries)
+
+    def joined(parts: list[np.ndarray]) -> jax.Array:
+        return jnp.asarray(np.concatenate(parts), jnp.int32)
+
     batch = TokenBatch(
-        tokens=jnp.asarray(np.concatenate(sequences), jnp.int32),
-        positions=jnp.asarray(positions, jnp.int32),
-        slot_mapping=jnp.asarray(slots, jnp.int32),
-        regions=(
-            Region(
-                page_table=jnp.asarray(tables[:2]),
-                kv_len=jnp.array([4, 4], jnp.int32),
-                num_queries=4,
-            ),
-            Region(
-                page_table=jnp.asarray(tables[2:]),
-                kv_len=jnp.array([6], jnp.int32),
-                num_queries=6,
-            ),
-        ),
+        tokens=joined(sequences),
+        positions=joined(places),
+        slot_mapping=joined(slots),
+        regions=(region(slice(2), 4), region(slice(2, 3), 6)),
     )
 
     @jax.jit

@@ -57,15 +57,6 @@ def make_params(dtype: str = "float32", devices: int = 1) -> dict[str, Any]:
     return random_params(CONFIG, seed=3, dtype=jnp.dtype(dtype), mesh=mesh)
 
 
-def test_panel_holds_its_outputs_for_each_input():
-    one = panelled(MATRIX)
-    assert one.panels.shape == (3, 40, cpu.XLA_WIDTH)
-    for output in (0, 63, 64, 191):
-        panel, place = divmod(output, cpu.XLA_WIDTH)
-        np.testing.assert_array_equal(one.panels[panel, :, place], MATRIX[output])
-    np.testing.assert_array_equal(one.values, MATRIX)
-
-
 @pytest.mark.parametrize("form", [DenseMatrix, PanelMatrix, Bfloat16Matrix])
 def test_every_storage_layout_holds_the_matrix(form):
     matrix = jax.device_put(MATRIX, replicated(make_mesh(1)))
@@ -74,6 +65,7 @@ def test_every_storage_layout_holds_the_matrix(form):
     one = form.of(matrix)
     assert (one.shape, one.dtype) == ((192, 40), matrix.dtype)
     assert one.nbytes == matrix.nbytes  # bytes of one layout: a product reads only one
+    np.testing.assert_array_equal(one.values, matrix)
     index = jnp.array([3, 191, 500])
     expected = np.asarray(matrix, np.float32)
     np.testing.assert_array_equal(one.rows(index), expected[[3, 191, 191]])
@@ -82,6 +74,10 @@ def test_every_storage_layout_holds_the_matrix(form):
     found = one.multiply(inputs)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, products, atol=1e-4)
+    if form is PanelMatrix:
+        layout: Any = one
+        panels = expected.reshape(3, cpu.XLA_WIDTH, 40).swapaxes(1, 2)
+        np.testing.assert_array_equal(layout.panels, panels)
 
 
 @pytest.mark.parametrize("shape", [(192, 40), (384, 1536), (3072, 384)])
@@ -131,21 +127,31 @@ def test_faster_form_is_read_in_place(rows, outputs, expected):
     assert read_by(rows, outputs) == {expected}
 
 
-@pytest.mark.parametrize(
-    "devices, dtype, expected",
-    [
+@pytest.mark.usefixtures("without_native")
+def test_storage_layout_depends_on_devices_type_and_size(monkeypatch):
+    for devices, dtype, expected in (
         (1, "float32", PanelMatrix),
         (2, "float32", DenseMatrix),
         (1, "bfloat16", Bfloat16Matrix),
         (2, "bfloat16", Bfloat16Matrix),
-    ],
-)
-@pytest.mark.usefixtures("without_native")
-def test_storage_layout_depends_on_devices_and_type(devices, dtype, expected):
-    params = make_params(dtype, devices)
-    assert type(params["embedding"]) is expected
-    assert type(params["layers"]["0"]["attention"]["kv_proj"]) is expected
-    assert isinstance(params["final_norm"], jax.Array)
+    ):
+        params = make_params(dtype, devices)
+        assert type(params["embedding"]) is expected
+        assert type(params["layers"]["0"]["attention"]["kv_proj"]) is expected
+        assert isinstance(params["final_norm"], jax.Array)
+    # Matrices that do not divide remain dense.
+    config = config_from_hf(TINY | dict(model_type="gemma2", vocab_size=128))
+    options: Any = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
+    params = random_params(config, seed=0, **options)
+    assert type(params["embedding"]) is PanelMatrix  # 128 outputs
+    layer = params["layers"]["0"]
+    assert type(layer["attention"]["q_proj"]) is DenseMatrix  # 32
+    assert type(layer["feed_forward"]["down_proj"]) is DenseMatrix  # 48
+    # A model above the size limit has no second layout.
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(make_params(devices=2)))
+    for limit, expected in ((num_bytes - 1, DenseMatrix), (num_bytes, PanelMatrix)):
+        monkeypatch.setattr(cpu, "MAX_BYTES", limit)
+        assert type(make_params()["embedding"]) is expected
 
 
 @pytest.mark.parametrize(
@@ -161,13 +167,8 @@ def test_storage_layout_depends_on_devices_and_type(devices, dtype, expected):
 def test_operations_in_cpp_have_their_own_storage_layouts(
     devices, dtype, are_bfloat16, is_trained, expected
 ):
-    form = cpu.choose_form(
-        jnp.dtype(dtype),
-        num_devices=devices,
-        num_bytes=0,
-        are_bfloat16=are_bfloat16,
-        is_trained=is_trained,
-    )
+    facts = dict(are_bfloat16=are_bfloat16, is_trained=is_trained)
+    form = cpu.choose_form(jnp.dtype(dtype), num_devices=devices, num_bytes=0, **facts)
     assert form is expected
 
 
@@ -184,29 +185,8 @@ def test_declarations_are_not_modified():
     assert chosen[kv_proj].shape[0] == 2 * specs[kv_proj].shape[0]
 
 
-@pytest.mark.usefixtures("without_native")
-def test_model_above_the_size_limit_has_no_second_layout(monkeypatch):
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(make_params(devices=2)))
-    monkeypatch.setattr(cpu, "MAX_BYTES", num_bytes - 1)
-    assert type(make_params()["embedding"]) is DenseMatrix
-    monkeypatch.setattr(cpu, "MAX_BYTES", num_bytes)
-    assert type(make_params()["embedding"]) is PanelMatrix
-
-
-@pytest.mark.usefixtures("without_native")
-def test_matrices_that_do_not_divide_remain_dense():
-    config = config_from_hf(TINY | dict(model_type="gemma2", vocab_size=128))
-    params = random_params(
-        config, seed=0, dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
-    )
-    assert type(params["embedding"]) is PanelMatrix  # 128 outputs
-    layer = params["layers"]["0"]
-    assert type(layer["attention"]["q_proj"]) is DenseMatrix  # 32
-    assert type(layer["feed_forward"]["down_proj"]) is DenseMatrix  # 48
-
-
-def bytes_to_look_up(form: type[DenseMatrix]) -> int:
-    """Return the temporary bytes of a loop that looks up rows of a 64 kB bf16 table."""
+def test_bfloat16_lookup_does_not_convert_the_table():
+    """Compare the temporary bytes of a loop that looks up rows of a 64 kB table."""
     table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
 
     def look_up(matrix: Any, tokens: jax.Array) -> jax.Array:
@@ -216,30 +196,26 @@ def bytes_to_look_up(form: type[DenseMatrix]) -> int:
         zeros = jnp.zeros((4, 64), jnp.float32)
         return jax.lax.scan(body, zeros, jnp.arange(8, dtype=jnp.int32))[0]
 
-    tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
-    lowered = jax.jit(look_up).lower(form(table), tokens)
-    memory: Any = lowered.compile(READERS_COMPILER)
-    return memory.memory_analysis().temp_size_in_bytes
-
-
-def test_bfloat16_lookup_does_not_convert_the_table():
-    assert bytes_to_look_up(Bfloat16Matrix) < 2**14
-    # A float32 copy has 128 kB. If this fails, XLA:CPU no longer needs the special
-    # layout.
-    assert bytes_to_look_up(DenseMatrix) >= 2**17
+    tokens, num_bytes = jax.ShapeDtypeStruct((4,), jnp.int32), []
+    for form in (Bfloat16Matrix, DenseMatrix):
+        lowered: Any = jax.jit(look_up).lower(form(table), tokens)
+        memory = lowered.compile(READERS_COMPILER).memory_analysis()
+        num_bytes.append(memory.temp_size_in_bytes)
+    # A float32 copy has 128 kB. If the dense form makes none, XLA:CPU no longer needs
+    # the special layout.
+    assert num_bytes[0] < 2**14 < 2**17 <= num_bytes[1]
 
 
 @functools.cache
 def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
-    params = make_params()
-    if not has_panels:
-        params = jax.tree.map(
-            lambda leaf: (
-                DenseMatrix(leaf.values) if isinstance(leaf, PanelMatrix) else leaf
-            ),
-            params,
-            is_leaf=lambda leaf: isinstance(leaf, PanelMatrix),
-        )
+    def is_panel(leaf: Any) -> bool:
+        return not has_panels and isinstance(leaf, PanelMatrix)
+
+    params = jax.tree.map(
+        lambda leaf: DenseMatrix(leaf.values) if is_panel(leaf) else leaf,
+        make_params(),
+        is_leaf=is_panel,
+    )
     model = PagedModel(CONFIG, params, compiler_options=USERS_COMPILER)
     tokens = np.random.default_rng(5).integers(0, CONFIG.vocab_size, sum(pieces))
     return np.concatenate(
@@ -266,22 +242,20 @@ def test_unknown_compiler_options_are_left_out(monkeypatch, caplog):
         cpu.compiler_options.__wrapped__()
 
 
-@pytest.mark.parametrize(
-    ("machine", "flags", "expected"),
-    [
+def test_bfloat16_support_is_read_from_the_processor(monkeypatch):
+    if Path("/proc/cpuinfo").exists():
+        assert cpu.instructions().startswith(("flags", "Features"))
+        assert "\n" not in cpu.instructions()
+    for machine, flags, expected in (
         ("x86_64", "flags: avx512f avx512_bf16", True),
         ("AMD64", "flags: amx_bf16", True),
         ("x86_64", "flags: avx512f", False),
         ("aarch64", "Features: avx512_bf16", False),
         ("x86_64", "", False),
-    ],
-)
-def test_bfloat16_support_is_read_from_the_processor(
-    machine, flags, expected, monkeypatch
-):
-    monkeypatch.setattr(cpu.platform, "machine", lambda: machine)
-    monkeypatch.setattr(cpu, "instructions", lambda: flags)
-    assert cpu.has_bfloat16() == expected
+    ):
+        monkeypatch.setattr(cpu.platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(cpu, "instructions", lambda flags=flags: flags)
+        assert cpu.has_bfloat16() == expected
 
 
 def test_two_maxima_are_faster_than_argmax():
@@ -305,9 +279,3 @@ def test_two_maxima_are_faster_than_argmax():
             least_s[name] = min(least_s[name], time.perf_counter() - start)
     np.testing.assert_array_equal(found["argmax"], found["two maxima"])
     assert least_s["two maxima"] < least_s["argmax"], least_s
-
-
-def test_instructions_returns_the_flags_line_of_cpuinfo():
-    if Path("/proc/cpuinfo").exists():
-        assert cpu.instructions().startswith(("flags", "Features"))
-        assert "\n" not in cpu.instructions()

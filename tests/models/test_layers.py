@@ -14,7 +14,7 @@ from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3RMSNorm
 
 from jaxspec.models.backend import Backend
-from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.models.batch import TokenBatch
 from jaxspec.models.cpu import (
     Bfloat16Matrix,
     NativeMatrix,
@@ -28,6 +28,7 @@ from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
 from jaxspec_kernels import native
 from jaxspec_kernels.bits import storage_dtype, to_storage
 from jaxspec_kernels.decoder_blocks import Norm
+from tests.support.oracles import sequence_batch
 from tests.support.programs import READERS_COMPILER, USERS_COMPILER
 
 MODEL, HEADS, HEAD_DIM = 48, 4, 16
@@ -76,20 +77,8 @@ def params_of(weights: dict[str, np.ndarray], form: Any, dtype: str) -> dict[str
 
 def batch_of(start: int, count: int) -> TokenBatch:
     """Return consecutive tokens of one sequence, in shuffled pages."""
-    order = np.random.default_rng(0).permutation(NUM_PAGES).astype(np.int32)
-    position = np.arange(start, start + count)
-    region = Region(
-        page_table=jnp.asarray(order[None]),
-        kv_len=jnp.array([start + count], jnp.int32),
-        num_queries=count,
-    )
-    slots = order[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-    return TokenBatch(
-        tokens=jnp.zeros(count, jnp.int32),
-        positions=jnp.asarray(position, jnp.int32),
-        slot_mapping=jnp.asarray(slots, jnp.int32),
-        regions=(region,),
-    )
+    order = np.random.default_rng(0).permutation(NUM_PAGES)
+    return sequence_batch(np.zeros(count), order, page_size=PAGE_SIZE, start=start)
 
 
 def run_chunks(
@@ -217,21 +206,12 @@ def test_devices_normalise_only_their_own_heads():
     )
     batch = batch_of(0, NUM_TOKENS)
     pages = jnp.zeros((NUM_PAGES, PAGE_SIZE, 2 * heads, HEAD_DIM))
+    given: Any = dict(batch=batch, num_q_heads=heads, scale=0.3)
+    given |= {name: norms[name] for name in ("q_norm", "k_norm")}
 
     def run(backend: Backend, params: Any, rows: Any) -> Any:
-        made, _ = attend(
-            params,
-            rows,
-            pages,
-            batch=batch,
-            tables=rope_tables(batch.positions, HEAD_DIM, 10_000.0),
-            num_q_heads=heads,
-            scale=0.3,
-            q_norm=norms["q_norm"],
-            k_norm=norms["k_norm"],
-            backend=backend,
-        )
-        return made
+        tables = rope_tables(batch.positions, HEAD_DIM, 10_000.0)
+        return attend(params, rows, pages, tables=tables, backend=backend, **given)[0]
 
     params = {
         name: DenseMatrix(jax.device_put(matrix, NamedSharding(mesh, placements[name])))

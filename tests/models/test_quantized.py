@@ -14,12 +14,7 @@ from jaxspec.models import cpu
 from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.quantized import GroupedMatrix, Quantized, ScaledMatrix
-from jaxspec.models.weights import (
-    abstract_params,
-    declare,
-    load_params,
-    random_params,
-)
+from jaxspec.models.weights import abstract_params, declare, load_params, random_params
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from jaxspec_checkpoints import CheckpointError, Tensor, in_memory
 from jaxspec_checkpoints.quantization import (
@@ -35,8 +30,8 @@ from jaxspec_checkpoints.quantization import (
     quantize,
     quantized,
 )
-from tests.models.test_weights import make_config, make_tensors
-from tests.support.oracles import PagedModel
+from tests.models.test_weights import check_same_forms, make_config, make_tensors
+from tests.support.oracles import PagedModel, forms_of
 
 FLOAT32 = jnp.dtype(jnp.float32)
 # The tests' model has too few features for groups of 128.
@@ -54,16 +49,10 @@ FORMS = [
     (cpu.QuantizedMatrix, SCHEMES[1]),
 ]
 
-# Types as in Q4_K_M: they differ between two layers, and between the keys and values of
-# a layer.
 GGUF_LAYER = {
-    "self_attn.q_proj": "Q4_0",
-    "self_attn.k_proj": "Q4_0",
-    "self_attn.v_proj": "Q6_K",
-    "self_attn.o_proj": "Q8_0",
-    "mlp.gate_proj": "Q4_K",
-    "mlp.up_proj": "Q8_0",
-    "mlp.down_proj": "Q6_K",
+    **{"self_attn.q_proj": "Q4_0", "self_attn.k_proj": "Q4_0"},
+    **{"self_attn.v_proj": "Q6_K", "self_attn.o_proj": "Q8_0"},
+    **{"mlp.gate_proj": "Q4_K", "mlp.up_proj": "Q8_0", "mlp.down_proj": "Q6_K"},
 }
 GGUF_OTHER_LAYER = GGUF_LAYER | {"self_attn.v_proj": "Q5_0", "mlp.down_proj": "Q5_0"}
 
@@ -153,20 +142,10 @@ def test_quantized_model_equals_its_dequantized_model(scheme, devices, is_scanne
 def test_placement_is_the_same_for_loaded_random_and_abstract(
     scheme, devices, is_scanned
 ):
-    config = config_of(scheme)
-    config = replace(config, scan_layers=is_scanned)
-    given: Any = dict(dtype=FLOAT32, mesh=make_mesh(devices))
-    trees = [
-        load_params(config, in_memory(make_tensors(config)), **given),
-        random_params(config, seed=3, **given),
-        abstract_params(config, **given),
-    ]
-    forms = [
-        [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree)]
-        for tree in trees
-    ]
-    assert forms[0] == forms[1] == forms[2]
-    layer = trees[0]["layers"]["1"]
+    config = replace(config_of(scheme), scan_layers=is_scanned)
+    tensors, mesh = make_tensors(config), make_mesh(devices)
+    loaded, *_ = check_same_forms(config, tensors, mesh=mesh)
+    layer = loaded["layers"]["1"]
     if devices > 1 and not is_scanned:
         out = layer["feed_forward"]["down_proj"]  # input features are split
         spec = out.values.sharding.spec
@@ -174,37 +153,26 @@ def test_placement_is_the_same_for_loaded_random_and_abstract(
             assert spec[0] == out.scales.sharding.spec[0] == ("model", "replica")
         q_proj = layer["attention"]["q_proj"]  # outputs are split
         assert q_proj.scales.sharding.spec[-1] == ("model", "replica")
-    embedding = trees[0]["embedding"]
+    embedding = loaded["embedding"]
     assert isinstance(embedding, Matrix)
-    is_plain = isinstance(embedding, DenseMatrix) or type(embedding) in (
-        cpu.NativeMatrix,
-        cpu.HalfMatrix,
-    )
-    assert is_plain != scheme.has_embedding
+    plain = (DenseMatrix, cpu.NativeMatrix, cpu.HalfMatrix)
+    assert (type(embedding) in plain) != scheme.has_embedding
 
 
-def test_random_model_is_the_same_on_any_mesh():
+def test_random_model_is_the_same_on_any_mesh_and_plain_in_training():
     config = config_of(SCHEMES[0])
-    made = [
-        random_params(config, seed=3, dtype=FLOAT32, mesh=make_mesh(count))
+    q_proj, same = (
+        random_params(config, seed=3, dtype=FLOAT32, mesh=make_mesh(count))["layers"][
+            "0"
+        ]["attention"]["q_proj"]
         for count in (1, 2)
-    ]
-    q_proj, same = (tree["layers"]["0"]["attention"]["q_proj"] for tree in made)
+    )
     numbers = dequantize(np.asarray(same.values), np.asarray(same.scales)[:, None])
     np.testing.assert_array_equal(q_proj.values, numbers)
-
-
-def test_trained_models_are_not_quantized():
-    config = config_of(SCHEMES[0])
-    params = load_params(
-        config,
-        in_memory(make_tensors(config)),
-        dtype=FLOAT32,
-        mesh=make_mesh(1),
-        is_trained=True,
-    )
-    kinds = {type(params["layers"]["0"]["attention"][name]) for name in ("q_proj",)}
-    assert not kinds & {ScaledMatrix, cpu.QuantizedMatrix}
+    options: Any = dict(dtype=FLOAT32, mesh=make_mesh(1), is_trained=True)
+    params = load_params(config, in_memory(make_tensors(config)), **options)
+    trained = params["layers"]["0"]["attention"]["q_proj"]
+    assert not isinstance(trained, ScaledMatrix | cpu.QuantizedMatrix)
 
 
 def test_scales_are_read_with_values_or_alone():
@@ -228,13 +196,9 @@ def test_scales_are_read_with_values_or_alone():
     assert made.held_bytes == 9 * 32 // 2 + 9 * 2 * 4
     assert made.num_bytes == 9 * 32 * 4
     np.testing.assert_array_equal(made.head(2).whole(), made.whole()[:2])
-
-
-def test_damaged_quantized_tensor_is_detected():
-    rows = np.ones((4, 16), np.float32)
-    tensor = replace(in_memory({"a": rows})["a"], sha256="0" * 64)
+    damaged = replace(tensor, sha256="0" * 64)
     with pytest.raises(CheckpointError, match="was damaged"):
-        quantized(tensor, SCHEMES[0]).values.whole()
+        quantized(damaged, SCHEMES[0]).values.whole()
 
 
 def test_groups_that_do_not_divide_are_rejected():
@@ -258,19 +222,12 @@ MIXED = MixedScheme(
 )
 
 
-def gguf_tensor(rows: np.ndarray, kind: str) -> Tensor:
-    """Return a tensor in a GGUF type; an array of an unquantized type is unchanged."""
-    tensor = in_memory({kind: rows})[kind]
-    scheme = GGUF_SCHEMES.get(kind)
-    return tensor if scheme is None else quantized(tensor, scheme)
-
-
 def mixed_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    kinds = dict(MIXED.types)
-    return {
-        name: gguf_tensor(array, kinds.get(name, "F32"))
-        for name, array in make_tensors(config).items()
-    }
+    tensors = in_memory(make_tensors(config))
+    for name, kind in MIXED.types:
+        if kind in GGUF_SCHEMES:
+            tensors[name] = quantized(tensors[name], GGUF_SCHEMES[kind])
+    return tensors
 
 
 @pytest.mark.parametrize(("devices", "is_scanned"), [(1, False), (4, False), (4, True)])
@@ -278,25 +235,20 @@ def test_mixed_types_keep_every_tensors_values(devices, is_scanned):
     sizes: Any = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
     config = replace(config_of(MIXED, **sizes), scan_layers=is_scanned)
     tensors = mixed_tensors(config)
-    mesh = make_mesh(devices)
-    params = load_params(config, tensors, dtype=FLOAT32, mesh=mesh)
+    options: Any = dict(dtype=FLOAT32, mesh=make_mesh(devices))
+    params = load_params(config, tensors, **options)
+    assert forms_of(params) == forms_of(abstract_params(config, **options))
+    found = PagedModel(config, params).run(np.arange(3, 12))
     plain = replace(config, quantization=None, scan_layers=False)
-    dense = in_memory({name: tensor.whole() for name, tensor in tensors.items()})
-    expected = load_params(plain, dense, dtype=FLOAT32, mesh=make_mesh(1))
-    tokens = np.arange(3, 12)
-    np.testing.assert_allclose(
-        PagedModel(config, params).run(tokens),
-        PagedModel(plain, expected).run(tokens),
-        atol=1e-4,
-    )
-    forms = [
-        [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree)]
-        for tree in (params, abstract_params(config, dtype=FLOAT32, mesh=mesh))
-    ]
-    assert forms[0] == forms[1]
+    dense = {name: tensor.whole() for name, tensor in tensors.items()}
+    np.testing.assert_allclose(found, logits_of(plain, dense, 1), atol=1e-4)
 
 
 def test_each_matrix_has_its_tensors_scheme():
+    assert MIXED.describe() == (
+        "Q4_0 as int4 in groups of 32, Q4_K unpacked, "
+        "Q5_0, Q8_0 as int8 in groups of 32, Q6_K as int8 in groups of 16 (gguf)"
+    )
     config = config_of(MIXED, num_hidden_layers=2, hidden_size=64, intermediate_size=96)
     given: Any = dict(dtype=FLOAT32, mesh=make_mesh(1), mesh_axes=TARGET_MESH_AXES)
     specs = declare(config, **given)
@@ -320,10 +272,3 @@ def test_four_bit_values_widen_when_mixed_with_eight():
     assert (wider.values.dtype, wider.scales.shape) == (np.int8, (6, 4))
     np.testing.assert_array_equal(wider.whole(), made.whole())
     np.testing.assert_array_equal(wider.head(2).whole(), made.whole()[:2])
-
-
-def test_describes_types_by_their_storage():
-    assert MIXED.describe() == (
-        "Q4_0 as int4 in groups of 32, Q4_K unpacked, "
-        "Q5_0, Q8_0 as int8 in groups of 32, Q6_K as int8 in groups of 16 (gguf)"
-    )

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.backend import Backend
-from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.cpu import NativeMatrix, PanelMatrix
 from jaxspec.models.network import build_network
 from jaxspec.models.stack import put
@@ -18,6 +16,7 @@ from jaxspec.models.weights import abstract_params, load_params, random_params
 from jaxspec.sharding import make_mesh
 from tests.support.oracles import (
     PagedModel,
+    forms_of,
     hf_logits,
     hf_tensors,
     init_kv_pages,
@@ -25,6 +24,7 @@ from tests.support.oracles import (
     make_gemma3,
     make_hf_model,
     model_config,
+    sequence_batch,
 )
 from tests.support.programs import QUICK_COMPILER
 
@@ -41,66 +41,75 @@ def reference() -> Any:
     return make_hf_model(**SIZES)
 
 
+# Two whole periods; two periods of six and two more layers, like Gemma 3's 26, 34 or 62
+# layers; five layers with a period of two; and fewer layers than one period.
+MODELS = {
+    "whole periods": reference,
+    "gemma 3": functools.cache(lambda: make_gemma3(num_hidden_layers=14)),
+    "gemma 2": lambda: make_hf_model(num_hidden_layers=5),
+    "less than a period": lambda: make_gemma3(num_hidden_layers=4),
+}
+
+
 def logits_of_prompt(
-    *, scan_layers: bool, options: dict[str, Any] | None = None, **form: Any
+    reference: Any,
+    *,
+    scan_layers: bool,
+    options: dict[str, Any] | None = None,
+    **form: Any,
 ) -> np.ndarray:
     """Return the logits of a prompt in uneven chunks; unwritten slots are NaN."""
-    config = model_config(reference(), scan_layers=scan_layers)
-    params = load_ours(reference(), scan_layers=scan_layers, **form)
+    config = model_config(reference, scan_layers=scan_layers)
+    params = load_ours(reference, scan_layers=scan_layers, **form)
     model = PagedModel(config, params, compiler_options=options)
     pieces = np.split(PROMPT, [1, 8, 21, 37])
     return np.concatenate([model.run(one, pads=16 - len(one)) for one in pieces])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_scanned_logits_equal_separate_layers_bit_for_bit(dtype):
+@pytest.mark.parametrize("name", MODELS)
+def test_scanned_logits_equal_separate_layers_bit_for_bit(name, dtype):
     """Programs are not optimized: XLA:CPU would fuse operations differently in a loop.
 
     A fused product and sum is rounded only once.
     """
+    model = MODELS[name]()
     options = {"dtype": dtype, "options": QUICK_COMPILER}
-    each = logits_of_prompt(scan_layers=False, **options)
+    each, scanned = (
+        logits_of_prompt(model, scan_layers=scan_layers, **options)
+        for scan_layers in (False, True)
+    )
     assert np.isfinite(each).all()
-    np.testing.assert_array_equal(logits_of_prompt(scan_layers=True, **options), each)
+    np.testing.assert_array_equal(scanned, each)
 
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_logits_equal_huggingface(shards):
     """Programs have users' compile options; eight devices share two KV heads."""
-    found = logits_of_prompt(scan_layers=True, shards=shards)
+    found = logits_of_prompt(reference(), scan_layers=True, shards=shards)
     assert np.abs(found - hf_logits(reference(), PROMPT)).max() <= 1e-4
 
 
-def batch_of(num_tokens: int) -> TokenBatch:
-    """Return the first tokens of the prompt, as one sequence on pages 0 and 1."""
-    slots = jnp.arange(num_tokens, dtype=jnp.int32)
-    region = Region(
-        page_table=jnp.array([[0, 1]], jnp.int32),
-        kv_len=jnp.array([num_tokens], jnp.int32),
-        num_queries=num_tokens,
-    )
-    tokens = jnp.asarray(PROMPT[:num_tokens], jnp.int32)
-    return TokenBatch(
-        tokens=tokens, positions=slots, slot_mapping=slots, regions=(region,)
-    )
+FEW_TOKENS = sequence_batch(PROMPT[:8], [0, 1])
 
 
-def test_every_layers_output_is_returned():
-    """Proposers may read the outputs of the target's layers, in any order."""
-    streams = []
+@pytest.mark.parametrize("name", ["whole periods", "gemma 3"])
+def test_every_layers_output_is_returned(name):
+    """Proposers may read the outputs of the target's layers, in any order.
+
+    The outputs of scanned layers come first, then those of separate layers.
+    """
+    model, streams = MODELS[name](), []
     for scan_layers in (False, True):
-        config = model_config(reference(), scan_layers=scan_layers)
-        network = build_network(
-            config, load_ours(reference(), scan_layers=scan_layers), Backend()
-        )
-        batch = batch_of(8)
-        pages = init_kv_pages(config, 4, 4, jnp.float32)
+        config = model_config(model, scan_layers=scan_layers)
+        network = build_network(config, load_ours(model, scan_layers=scan_layers))
         run = jax.jit(
             lambda batch, pages, network=network: network.forward(batch, pages)[0],
             compiler_options=QUICK_COMPILER,
         )
-        streams.append(run(batch, pages).streams)
-    assert len(streams[0]) == SIZES["num_hidden_layers"] + 1
+        pages = init_kv_pages(config, 4, 4, jnp.float32)
+        streams.append(run(FEW_TOKENS, pages).streams)
+    assert len(streams[0]) == config.num_layers + 1
     for one, other in zip(*streams, strict=True):
         np.testing.assert_array_equal(one, other)
     each = [np.asarray(one) for one in streams[0]]
@@ -157,16 +166,9 @@ def test_stack_holds_each_layers_parameters(how, shards, dtype):
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_abstract_forms_match_loaded_ones(shards):
-    def form(leaf: Any) -> Any:
-        return leaf.shape, leaf.dtype, leaf.sharding
-
     options: dict[str, Any] = dict(scan_layers=True, shards=shards, dtype=jnp.float32)
-    found, expected = (made(how, **options) for how in ("abstract", "loaded"))
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(
-        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-    ):
-        assert form(one) == form(other)
+    abstract, loaded = (made(how, **options) for how in ("abstract", "loaded"))
+    assert forms_of(abstract) == forms_of(loaded)
 
 
 def test_stack_is_filled_in_place():
@@ -191,76 +193,23 @@ def test_products_in_the_loop_have_barriers(scan_layers, shards, num_apart):
     """
     config = model_config(reference(), scan_layers=scan_layers)
     params = made("abstract", scan_layers=scan_layers, shards=shards, dtype=jnp.float32)
-    batch, pages = batch_of(8), init_kv_pages(config, 4, 4, jnp.float32)
+    pages = init_kv_pages(config, 4, 4, jnp.float32)
     lowered = jax.make_jaxpr(
-        lambda params: build_network(config, params).forward(batch, pages)[0]
+        lambda params: build_network(config, params).forward(FEW_TOKENS, pages)[0]
     )(params)
     assert str(lowered).count("optimization_barrier") == num_apart
 
 
-# Two periods of six and two more layers, like Gemma 3's 26, 34 or 62 layers; five
-# layers with a period of two; and fewer layers than one period.
-UNEVEN = {
-    "gemma 3": lambda: make_gemma3(num_hidden_layers=14),
-    "gemma 2": lambda: make_hf_model(num_hidden_layers=5),
-    "less than a period": lambda: make_gemma3(num_hidden_layers=4),
-}
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", UNEVEN)
-def test_layers_after_whole_periods_have_the_same_bits(name, dtype):
-    model = UNEVEN[name]()
-    found = []
-    for scan_layers in (False, True):
-        config = model_config(model, scan_layers=scan_layers)
-        params = load_ours(model, scan_layers=scan_layers, dtype=dtype)
-        paged = PagedModel(config, params, compiler_options=QUICK_COMPILER)
-        pieces = np.split(PROMPT, [1, 8, 21, 37])
-        found.append(
-            np.concatenate([paged.run(one, pads=16 - len(one)) for one in pieces])
-        )
-    assert np.isfinite(found[0]).all()
-    np.testing.assert_array_equal(*found)
-
-
 def test_layers_after_whole_periods_are_separate():
-    config = model_config(make_gemma3(num_hidden_layers=14), scan_layers=True)
+    config = model_config(MODELS["gemma 3"](), scan_layers=True)
     assert config.layers_of_pools == (2, 2, 2, 2, 2, 2, 1, 1)
-    params = random_params(
-        config, seed=3, dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
-    )
-    assert sorted(params["layers"]) == sorted("0 1 2 3 4 5 12 13".split())
-    each = random_params(
-        dataclasses.replace(config, scan_layers=False),
-        seed=3,
-        dtype=jnp.dtype(jnp.float32),
-        mesh=make_mesh(1),
-    )
+    options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
+    scanned = random_params(config, seed=3, **options)["layers"]
+    assert sorted(scanned) == sorted("0 1 2 3 4 5 12 13".split())
+    config = dataclasses.replace(config, scan_layers=False)
+    each = random_params(config, seed=3, **options)["layers"]
     for number in ("12", "13"):
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            params["layers"][number],
-            each["layers"][number],
-        )
-
-
-def test_streams_are_in_layer_order():
-    """The outputs of scanned layers come first, then those of separate layers."""
-    model, streams = make_gemma3(num_hidden_layers=14), []
-    for scan_layers in (False, True):
-        config = model_config(model, scan_layers=scan_layers)
-        network = build_network(config, load_ours(model, scan_layers=scan_layers))
-        batch = batch_of(8)
-        pages = init_kv_pages(config, 4, 4, jnp.float32)
-        run = jax.jit(
-            lambda batch, pages, network=network: network.forward(batch, pages)[0],
-            compiler_options=QUICK_COMPILER,
-        )
-        streams.append(run(batch, pages).streams)
-    assert len(streams[0]) == 15
-    for one, other in zip(*streams, strict=True):
-        np.testing.assert_array_equal(one, other)
+        jax.tree.map(np.testing.assert_array_equal, scanned[number], each[number])
 
 
 @pytest.mark.parametrize("unit_pages", [1, 2, 5])

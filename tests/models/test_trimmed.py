@@ -20,11 +20,15 @@ from jaxspec_checkpoints.quantization import Scheme, named_scheme, quantized
 from jaxspec_kernels import native
 from tests.models import llama
 from tests.models.test_weights import CONFIG, TENSORS, make_config
+from tests.support.oracles import forms_of
 
 # Token ids of 96 to keep: neither the first ones nor contiguous, and divisible over two
 # devices.
 KEPT = (0, 1, 2, 7, 31, 32, 50, 51, 64, 93, 94, 95)
 TRIMMED = dataclasses.replace(CONFIG, draft_vocab_size=len(KEPT))
+
+
+GROUPED = dict(hidden_size=128, num_attention_heads=16, intermediate_size=128)
 
 
 def test_removed_tokens_have_probability_zero():
@@ -38,8 +42,7 @@ def test_removed_tokens_have_probability_zero():
 
 
 def logits_of(config: Any, tensors: Any, **options: Any) -> np.ndarray:
-    given: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
-    params = load_params(config, tensors, **(given | options))
+    params = load_params(config, tensors, **(OPTIONS | options))
     rows = np.random.default_rng(1).normal(size=(6, config.hidden_size))
     network = build_network(config, params)
     return np.asarray(network.logits(jnp.asarray(rows, jnp.float32)))
@@ -57,6 +60,9 @@ def check_kept_logits() -> None:
     check_equal(CONFIG, in_memory(TENSORS))
 
 
+OPTIONS: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
+
+
 @pytest.mark.parametrize("kind", [None, "int8"])
 def test_untied_head_is_trimmed_and_quantized(kind):
     """The head keeps only some rows; the untied embedding remains whole."""
@@ -72,11 +78,10 @@ def test_untied_head_is_trimmed_and_quantized(kind):
     # Allowed error of int8 rows of 48 values; with a wrong matrix it would exceed 3.
     atol = 1e-5 if kind is None else 0.3
     np.testing.assert_allclose(logits_of(config, tensors), expected, atol=atol)
-    options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
-    params = load_params(config, tensors, **options)
+    params = load_params(config, tensors, **OPTIONS)
     assert params["head"].dtype == params["embedding"].dtype
     trimmed = dataclasses.replace(config, draft_vocab_size=len(KEPT))
-    params = load_params(trimmed, tensors, token_ids=KEPT, **options)
+    params = load_params(trimmed, tensors, token_ids=KEPT, **OPTIONS)
     assert params["head"].shape[0] == len(KEPT)
     assert params["embedding"].shape[0] == config.vocab_size
 
@@ -87,13 +92,10 @@ def test_differently_quantized_head_is_dequantized(kind):
 
     Its scheme differs from the requested one, so it is dequantized.
     """
-    sizes = dict(hidden_size=128, num_attention_heads=16, intermediate_size=128)
-    config = make_config(**sizes, tie_word_embeddings=False)
+    config = make_config(**GROUPED, tie_word_embeddings=False)
     arrays = random_tensors(config, tensor_shapes)
-    stored = quantized(
-        in_memory({HEAD: arrays[EMBEDDING][::-1].copy()})[HEAD],
-        Scheme(kind=kind, group_size=32),
-    )
+    plain = in_memory({HEAD: arrays[EMBEDDING][::-1].copy()})[HEAD]
+    stored = quantized(plain, Scheme(kind=kind, group_size=32))
     tensors = in_memory(arrays) | {HEAD: stored}
     expected = logits_of(config, in_memory(arrays | {HEAD: stored.whole()}))
     np.testing.assert_allclose(logits_of(config, tensors), expected, atol=1e-4)
@@ -108,15 +110,19 @@ def test_kept_logits_equal_the_whole_heads(kind, has_operations, monkeypatch):
     """Logits of kept tokens are equal for all storage layouts of the matrices."""
     if not has_operations:
         monkeypatch.setenv(native.VARIABLE, native.OFF)
-    config, tensors = CONFIG, TENSORS
-    if kind is not None:
-        # Groups of int4 have 128 features, so the model is wider.
-        sizes = dict(hidden_size=128, num_attention_heads=16, intermediate_size=128)
-        config = make_config(**sizes)
-        scheme = named_scheme(kind, has_embedding=True)
-        config = dataclasses.replace(config, quantization=scheme)
-        tensors = random_tensors(config, tensor_shapes)
+    if kind is None:
+        check_kept_logits()
+        return
+    # Groups of int4 have 128 features, so the model is wider.
+    config = make_config(**GROUPED)
+    scheme = named_scheme(kind, has_embedding=True)
+    tensors = random_tensors(config, tensor_shapes)
+    config = dataclasses.replace(config, quantization=scheme)
     check_equal(config, in_memory(tensors))
+    if kind == "int8":
+        read = in_memory(TENSORS)
+        read[EMBEDDING] = quantized(read[EMBEDDING], named_scheme("int8"))
+        check_equal(dataclasses.replace(CONFIG, quantization=scheme), read)
 
 
 def random_tensors(config: Any, shapes_of: Any) -> Any:
@@ -131,26 +137,11 @@ def random_tensors(config: Any, shapes_of: Any) -> Any:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_trimmed_head_is_split_over_devices(dtype):
     options: dict[str, Any] = dict(dtype=jnp.dtype(dtype), mesh=make_mesh(8, 2))
-    check_equal(CONFIG, in_memory(TENSORS), mesh_axes=DRAFT_MESH_AXES, **options)
-    params = load_params(
-        TRIMMED,
-        in_memory(TENSORS),
-        mesh_axes=DRAFT_MESH_AXES,
-        token_ids=KEPT,
-        **options,
-    )
+    options |= dict(mesh_axes=DRAFT_MESH_AXES)
+    check_equal(CONFIG, in_memory(TENSORS), **options)
+    params = load_params(TRIMMED, in_memory(TENSORS), token_ids=KEPT, **options)
     shards = params["head"].values.addressable_shards
     assert {one.data.shape for one in shards} == {(len(KEPT) // 2, CONFIG.hidden_size)}
-
-
-def test_quantized_embedding_provides_the_kept_rows():
-    scheme = named_scheme("int8")
-    read = in_memory(TENSORS)
-    read[EMBEDDING] = quantized(read[EMBEDDING], scheme)
-    config = dataclasses.replace(
-        CONFIG, quantization=named_scheme("int8", has_embedding=True)
-    )
-    check_equal(config, read)
 
 
 def test_untied_head_is_trimmed_in_place(monkeypatch):
@@ -166,20 +157,12 @@ def test_untied_head_is_trimmed_in_place(monkeypatch):
 
 
 def test_loaded_random_and_abstract_parameters_match():
-    options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
-    made = [
-        load_params(TRIMMED, in_memory(TENSORS), token_ids=KEPT, **options),
-        random_params(TRIMMED, seed=3, token_ids=KEPT, **options),
-        abstract_params(TRIMMED, **options),
-    ]
-    forms = [
-        [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree)]
-        for tree in made
-    ]
-    assert forms[0] == forms[1] == forms[2]
-    assert len(set(map(jax.tree.structure, made))) == 1
+    loaded = load_params(TRIMMED, in_memory(TENSORS), token_ids=KEPT, **OPTIONS)
+    random = random_params(TRIMMED, seed=3, token_ids=KEPT, **OPTIONS)
+    abstract = abstract_params(TRIMMED, **OPTIONS)
+    assert forms_of(loaded) == forms_of(random) == forms_of(abstract)
     # Except for the head, the parameters equal those of the whole model.
-    whole = random_params(CONFIG, seed=3, **options)
     for name in ("head", TOKEN_IDS):
-        del made[1][name]
-    jax.tree.map(np.testing.assert_array_equal, made[1], whole)
+        del random[name]
+    whole = random_params(CONFIG, seed=3, **OPTIONS)
+    jax.tree.map(np.testing.assert_array_equal, random, whole)

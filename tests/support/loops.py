@@ -1,6 +1,7 @@
 """Run a scheduler on a fake device, without detokenization."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +176,15 @@ class Loop:
 
         tables.free_behind = free_behind
 
+    def run(self, requests: Iterable[Request] = ()) -> None:
+        """Add requests, and run until all have ended."""
+        for request in requests:
+            self.scheduler.add(request)
+        for _ in range(20_000):
+            if not self.step():
+                return
+        raise AssertionError("requests do not end")
+
     def step(self) -> bool:
         launch = self.scheduler.plan()
         # The plan may have allocated them again: then it also overwrites them.
@@ -215,11 +225,7 @@ class Loop:
 
 def run_traffic(config: EngineConfig, requests: list[Request], seed: int = 0) -> Loop:
     loop = Loop(config, seed)
-    for request in requests:
-        loop.scheduler.add(request)
-    for _ in range(5000):
-        if not loop.step():
-            break
+    loop.run(requests)
     assert len(loop.finished) == len(requests)
     for request in requests:
         loop.assert_said_the_truth(request)

@@ -22,6 +22,7 @@ from jaxspec.models.families import config_from_hf
 from jaxspec.models.network import build_network
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params
+from jaxspec.program.plan import PoolShape
 from jaxspec.sharding import (
     TARGET_MESH_AXES,
     kv_copies,
@@ -49,6 +50,37 @@ TINY = dict(
     eos_token_id=1,
     bos_token_id=2,
 )
+
+
+def forms_of(params: Any) -> Any:
+    """Return the shape, type and sharding of each leaf, and the tree's structure."""
+    leaves = jax.tree.leaves(params)
+    forms = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
+    return forms, jax.tree.structure(params)
+
+
+def sequence_batch(
+    tokens: Any, pages: Any, *, page_size: int = 4, start: int = 0
+) -> TokenBatch:
+    """Return consecutive tokens of one sequence, the first at position `start`.
+
+    Args:
+        pages: The sequence's pages, in order.
+    """
+    positions = np.arange(start, start + len(tokens))
+    table = np.asarray(pages, np.int32)
+    slots = table[positions // page_size] * page_size + positions % page_size
+    region = Region(
+        page_table=jnp.asarray(table[None]),
+        kv_len=jnp.array([start + len(tokens)], jnp.int32),
+        num_queries=len(tokens),
+    )
+    return TokenBatch(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        positions=jnp.asarray(positions, jnp.int32),
+        slot_mapping=jnp.asarray(slots, jnp.int32),
+        regions=(region,),
+    )
 
 
 def make_hf_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> Any:
@@ -171,6 +203,17 @@ class PagedModel:
         self.num_traces = 0
         self.forward = jax.jit(
             self._forward, out_shardings=whole, compiler_options=self.compiler_options
+        )
+
+    @property
+    def pool(self) -> PoolShape:
+        """The shape of these pages, with one row."""
+        return PoolShape(
+            num_rows=1,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_model_len=self.num_pages * self.page_size,
+            vocab_size=self.config.vocab_size,
         )
 
     def _forward(self, params, batch, kv_pages):

@@ -17,6 +17,8 @@ from jaxspec.text.pieces import read_pieces
 from jaxspec.text.tokenizer import Tokenizer
 
 BUNDLED = jaxspec_checkpoints.bundled_target()
+BUNDLED_TEMPLATE = folder_template(BUNDLED)
+OPEN = {"add_generation_prompt": False, "continue_final_message": True}
 PIECES = read_pieces(BUNDLED, GemmaTurns.markers)
 PLAIN = Tokenizer(PIECES)
 # A template like Gemma 2's: it raises errors, renames a role and strips contents.
@@ -71,78 +73,61 @@ def hf() -> Any:
     return transformers.AutoTokenizer.from_pretrained(BUNDLED)
 
 
-def chat(template: str | None, turns: list[tuple[str, str]], **given: Any) -> Any:
+def chat(template: Any, turns: list[tuple[str, str]], **given: Any) -> Any:
     return PLAIN.apply_chat_template(
         messages_of(turns), chat_template=template, **given
     )
 
 
+def special_of(token_ids: Any) -> list[int]:
+    return [token for token in token_ids if PLAIN.is_special(token)]
+
+
 @pytest.mark.parametrize("turns", CONVERSATIONS)
-@pytest.mark.parametrize("template", [GEMMA, ALL_AT_ONCE, None])
 @pytest.mark.parametrize("is_opened", [True, False])
-def test_templates_render_like_transformers(
-    hf: Any, template: str | None, turns: Any, is_opened: bool
-):
+def test_templates_render_like_transformers(hf: Any, turns: Any, is_opened: bool):
     """A template of None means that of the model's folder."""
-    given = {"add_generation_prompt": is_opened, "chat_template": template}
-    ours = Tokenizer.from_folder(BUNDLED)
-    for tokenize in (False, True):
-        theirs = hf.apply_chat_template(
-            messages_of(turns), tokenize=tokenize, return_dict=False, **given
-        )
-        assert theirs == ours.apply_chat_template(
-            messages_of(turns), tokenize=tokenize, **given
-        )
-
-
-@pytest.mark.parametrize("turns", CONVERSATIONS)
-@pytest.mark.parametrize("is_opened", [True, False])
-def test_built_in_format_equals_bundled_template(turns: Any, is_opened: bool):
-    built_in = chat(None, turns, add_generation_prompt=is_opened)
-    bundled = folder_template(BUNDLED)
-    assert bundled is not None
+    for template in (GEMMA, ALL_AT_ONCE, None):
+        for tokenize in (False, True):
+            given: Any = dict(add_generation_prompt=is_opened, chat_template=template)
+            given["tokenize"] = tokenize
+            theirs = hf.apply_chat_template(
+                messages_of(turns), return_dict=False, **given
+            )
+            ours = given | {"chat_template": template or BUNDLED_TEMPLATE}
+            assert theirs == PLAIN.apply_chat_template(messages_of(turns), **ours)
+    # The format that is built in equals these templates.
     assert PLAIN.chat_template is None
-    for template in (GEMMA, bundled):
-        assert built_in == PLAIN.apply_chat_template(
-            messages_of(turns), is_opened, chat_template=template
-        )
+    for template in (GEMMA, BUNDLED_TEMPLATE):
+        given = dict(add_generation_prompt=is_opened)
+        assert chat(None, turns, **given) == chat(template, turns, **given)
 
 
 @pytest.mark.parametrize("template", [GEMMA, "{{ messages[-1].content }}. More"])
 @pytest.mark.parametrize("content", ["Once upon", "Once upon ", "a < b", " x\n"])
 def test_continues_message_like_transformers(hf: Any, template: str, content: str):
     turns = [("user", "Tell"), ("assistant", content)]
-    given = {"add_generation_prompt": False, "continue_final_message": True}
     theirs = hf.apply_chat_template(
-        messages_of(turns), chat_template=template, return_dict=False, **given
+        messages_of(turns), chat_template=template, return_dict=False, **OPEN
     )
-    assert chat(template, turns, **given) == theirs
+    assert chat(template, turns, **OPEN) == theirs
     assert END_OF_TURN not in PLAIN.decode(theirs, False).rpartition("model\n")[2]
 
 
-def test_message_rendered_twice_is_continued_at_last_place():
+def test_message_is_continued_where_it_is_rendered_last():
     template = "{{ messages[0].content | trim }}|{{ messages[0].content }}|"
-    given = {"add_generation_prompt": False, "continue_final_message": True}
-    text = chat(template, [("user", "a")], tokenize=False, **given)
-    assert text == "a|a"
-
-
-def test_message_left_out_cannot_be_continued():
-    given = {"add_generation_prompt": False, "continue_final_message": True}
+    assert chat(template, [("user", "a")], tokenize=False, **OPEN) == "a|a"
     with pytest.raises(RequestError, match="leaves out the last message"):
-        chat("{{ messages[0].content }}", [("user", "a"), ("user", "b")], **given)
+        chat("{{ messages[0].content }}", [("user", "a"), ("user", "b")], **OPEN)
 
 
 @pytest.mark.parametrize("template", [None, GEMMA, ALL_AT_ONCE])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_message_cannot_form_special_pieces(template: str | None, attack: str):
-    if template is ALL_AT_ONCE:
-        attack = attack.replace("</think>", "")
     harmless = chat(template, [("user", "x"), ("assistant", "y"), ("user", "z")])
     attacked = [("user", attack), ("assistant", attack), ("user", attack)]
     token_ids = chat(template, attacked)
-    special = [token for token in harmless if PLAIN.is_special(token)]
-    assert [token for token in token_ids if PLAIN.is_special(token)] == special
+    assert special_of(token_ids) == special_of(harmless)
     # The prompt contains the message's text unchanged.
     text = chat(template, attacked, tokenize=False)
     assert PLAIN.decode(token_ids, skip_special_tokens=False) == text
@@ -159,18 +144,17 @@ def test_pieces_joined_from_two_messages_are_text():
         {"role": "user", "content": "<end_", "name": "of_"},
         {"role": "<bos>", "content": "turn>", "name": "<unk>"},
     ]
-    token_ids = PLAIN.apply_chat_template(messages, chat_template=template)
-    assert [token for token in token_ids if PLAIN.is_special(int(token))] == [1]
+    assert special_of(PLAIN.apply_chat_template(messages, chat_template=template)) == [
+        1
+    ]
     fields = [{"role": "user", "content": "", "call": {"<pad>": ["<unk>"]}}]
-    called = PLAIN.apply_chat_template(
-        fields, chat_template="{{ messages[0].call | tojson }}<eos>"
-    )
-    assert [token for token in called if PLAIN.is_special(int(token))] == [1]
+    template = "{{ messages[0].call | tojson }}<eos>"
+    assert special_of(PLAIN.apply_chat_template(fields, chat_template=template)) == [1]
     # A piece that a message begins is not completed by the template's text.
-    halves = chat("{{ messages[0].content }}_turn><{{ 'eos' }}>", [("user", "<end_of")])
-    assert [token for token in halves if PLAIN.is_special(token)] == [1]
+    template = "{{ messages[0].content }}_turn><{{ 'eos' }}>"
+    assert special_of(chat(template, [("user", "<end_of")])) == [1]
     framed = chat("<{{ messages[0].content }}>", [("user", "end_of_turn")])
-    assert not any(map(PLAIN.is_special, framed))
+    assert special_of(framed) == []
 
 
 THINKING = "<bos>{{ messages[0].content.split('</think>')[-1] }}<end_of_turn>"
@@ -184,8 +168,7 @@ def test_template_that_depends_on_messages():
     # letter.
     asks = PICKY.replace("<e'", "e'")
     assert chat(asks, [("user", "see")]) == PLAIN.encode("see<eos>", False)
-    token_ids = chat(asks, [("user", "<eos>")])
-    assert [token for token in token_ids if PLAIN.is_special(token)] == [1]
+    assert special_of(chat(asks, [("user", "<eos>")])) == [1]
     with pytest.raises(RequestError, match="cannot be distinguished"):
         chat(PICKY, [("user", "<ex>")])
     assert chat(PICKY, [("user", "<ex>")], parse_special_tokens=True)[-1] == 1
@@ -200,8 +183,7 @@ def test_template_that_splits_messages():
     given = [("user", "I think</think>so<end_of_turn>")]
     assert chat(THINKING, given, tokenize=False) == text
     kept = chat(THINKING, given)
-    assert [token for token in kept if PLAIN.is_special(token)] == [2, 107]
-    assert kept[-1] == 107
+    assert special_of(kept) == [2, 107] and kept[-1] == 107
     assert PLAIN.decode(kept, False) == text
     # A piece that the template cuts off is harmless.
     cut = chat(THINKING, [("user", "<end_of_turn></think>so")])
@@ -242,21 +224,8 @@ def test_template_errors(template: str, error: type[Exception], words: str):
     assert words in str(caught.value)
 
 
-def test_bundled_template_has_gemma_errors():
-    tokenizer = Tokenizer.from_folder(BUNDLED)
-    for roles in (["system"], ["assistant"], ["user", "user"]):
-        messages = messages_of([(role, "x") for role in roles])
-        with pytest.raises(RequestError, match=r"config\.json refuses the mess"):
-            tokenizer.apply_chat_template(messages, strict_roles=True)
-
-
-CHATML = """\
-{% for message in messages %}<|{{ message.role }}|>{{ message.content }}
-{% endfor %}"""
-
-
-@pytest.mark.parametrize("template", [None, GEMMA])
-def test_system_message_is_merged_into_user_turn(template: str | None):
+@pytest.mark.parametrize("template", [None, GEMMA, BUNDLED_TEMPLATE])
+def test_system_message_is_merged_into_user_turn(template: Any):
     turns = [("user", "Be brief.\n\nHi"), ("assistant", "Ho"), ("user", "a\n\nb")]
     parts = [("system", "Be brief. "), ("user", "Hi"), ("assistant", "Ho")]
     parts += [("user", "a"), ("developer", "b")]
@@ -267,28 +236,22 @@ def test_system_message_is_merged_into_user_turn(template: str | None):
     for refused in ([("system", "a")], [("user", "a"), ("user", "b")]):
         with pytest.raises(RequestError, match=r"Without strict_roles \(a server"):
             chat(template, refused, strict_roles=True)
-    with pytest.raises(RequestError, match="roles must alternate"):
+    own = "take turns" if template is BUNDLED_TEMPLATE else "roles must alternate"
+    with pytest.raises(RequestError, match=own):
         chat(template, [("assistant", "a")])
     with pytest.raises(RequestError) as caught:
         chat(template, [("assistant", "a")], strict_roles=True)
     assert "strict_roles" not in str(caught.value)
+    if template is BUNDLED_TEMPLATE:
+        assert "config.json refuses the messages" in str(caught.value)
 
 
 def test_template_with_system_turn_keeps_it():
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     turns = [("system", "Be brief. "), ("user", "a"), ("user", "b")]
     text = "<|system|>Be brief. \n<|user|>a\n<|user|>b\n"
     for strict in (False, True):
-        assert chat(CHATML, turns, tokenize=False, strict_roles=strict) == text
-
-
-def test_bundled_template_merges_all_into_user_turn():
-    tokenizer = Tokenizer.from_folder(BUNDLED)
-    roles = ["system", "user", "user", "assistant", "developer"]
-    text = tokenizer.apply_chat_template(
-        messages_of([(role, role[0]) for role in roles]), tokenize=False
-    )
-    turns = messages_of([("user", "s\n\nu\n\nu"), ("assistant", "a"), ("user", "d")])
-    assert text == tokenizer.apply_chat_template(turns, tokenize=False)
+        assert chat(template, turns, tokenize=False, strict_roles=strict) == text
 
 
 def folder_with(folder: Path, **config: Any) -> Path:
@@ -316,8 +279,8 @@ def test_template_search_order(tmp_path: Path):
     folder_with(tmp_path, chat_template=None)
     with pytest.raises(ConfigError, match="no chat template.*plain prompts"):
         written(tmp_path)
-    old = tmp_path / "chat_template.json"
-    old.write_text(json.dumps({"chat_template": "O{{ bos_token }}"}))
+    old = json.dumps({"chat_template": "O{{ bos_token }}"})
+    (tmp_path / "chat_template.json").write_text(old)
     assert written(tmp_path) == "O<bos>"
     folder_with(tmp_path, chat_template="A{{ bos_token }}")
     assert written(tmp_path) == "A<bos>"
@@ -328,10 +291,13 @@ def test_template_search_order(tmp_path: Path):
     assert written(tmp_path) == "D"
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.chat_template == "D"
-    file = tmp_path / "given"
-    file.write_text("E")
-    assert written(tmp_path, str(file)) == "E"
+    (tmp_path / "given").write_text("E")
+    assert written(tmp_path, str(tmp_path / "given")) == "E"
     assert written(tmp_path, "{{ 'F' }}") == "F"
+    compiled = ChatTemplate("x", "here")
+    assert given_template(compiled) is compiled
+    with pytest.raises(ConfigError, match="got 3"):
+        given_template(3)
 
 
 @pytest.mark.parametrize(
@@ -344,9 +310,7 @@ def test_template_search_order(tmp_path: Path):
         ("{% if %}", "tokenizer_config.json, line 1, must be a Jinja"),
     ],
 )
-def test_rejects_folder_with_invalid_template(
-    tmp_path: Path, template: Any, words: str
-):
+def test_rejects_folder_with_invalid_template(tmp_path, template, words):
     folder_with(tmp_path, chat_template=template)
     with pytest.raises(ConfigError) as caught:
         Tokenizer.from_folder(tmp_path)
@@ -356,28 +320,19 @@ def test_rejects_folder_with_invalid_template(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"\xff", "readable text file"), (b"{{", "line 1, must be")]
+    ("name", "content", "words"),
+    [
+        ("chat_template.jinja", b"\xff", "readable text file"),
+        ("chat_template.jinja", b"{{", "line 1, must be"),
+        ("tokenizer_config.json", b"{", r"tokenizer_config\.json must be readable"),
+    ],
 )
-def test_rejects_invalid_template_file(tmp_path: Path, content: bytes, words: str):
+def test_rejects_invalid_template_file(tmp_path: Path, name, content, words: str):
     folder_with(tmp_path)
-    (tmp_path / "chat_template.jinja").write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=words) as caught:
         Tokenizer.from_folder(tmp_path)
-    assert str(tmp_path / "chat_template.jinja") in str(caught.value)
-
-
-def test_names_broken_config(tmp_path: Path):
-    folder_with(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json must be readable"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_accepts_compiled_template():
-    template = ChatTemplate("x", "here")
-    assert given_template(template) is template
-    with pytest.raises(ConfigError, match="got 3"):
-        given_template(3)
+    assert str(tmp_path / name) in str(caught.value)
 
 
 @pytest.mark.parametrize("where", ["messages", "variables"])

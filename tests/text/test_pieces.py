@@ -13,10 +13,8 @@ import tokenizers
 import transformers
 
 import jaxspec_checkpoints
-from jaxspec.engine.detokenizer import TextStream
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import DEFAULT_TURNS
-from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.pieces import _without_turns, read_pieces
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.texts import SPECIAL, is_alike, texts
@@ -79,20 +77,13 @@ def test_ten_thousand_texts_have_huggingface_ids(tokenizer: Tokenizer, hf: Any):
     theirs = hf(given, add_special_tokens=False)["input_ids"]
     ours = [tokenizer.encode(text, add_special_tokens=False) for text in given]
     assert first_difference(given, ours, theirs) is None
-
-
-def test_special_pieces_as_text_have_huggingface_ids(tokenizer: Tokenizer, hf: Any):
-    spelled = [text for text in texts() if any(piece in text for piece in SPECIAL)]
-    given = [text for text in spelled if is_alike(text)]
+    # Special pieces in a text can be encoded as text.
+    given = [text for text in given if any(piece in text for piece in SPECIAL)]
     assert len(given) > 1000
-    theirs = [
-        hf.encode(text, add_special_tokens=False, split_special_tokens=True)
-        for text in given
-    ]
-    ours = [
-        tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=False)
-        for text in given
-    ]
+    plain: Any = dict(add_special_tokens=False)
+    theirs = [hf.encode(text, **plain, split_special_tokens=True) for text in given]
+    plain["parse_special_tokens"] = False
+    ours = [tokenizer.encode(text, **plain) for text in given]
     assert first_difference(given, ours, theirs) is None
     special = {tokenizer.pieces.special[piece] for piece in SPECIAL}
     assert not any(special.intersection(token_ids) for token_ids in ours)
@@ -119,9 +110,7 @@ def test_model_file_encodes_like_sentencepiece(reference: Any):
     assert first_difference(given, ours, reference.encode(given)) is None
 
 
-def test_differences_of_huggingface_from_sentencepiece(
-    hf: Any, exported: Path, reference: Any
-):
+def test_differences_of_huggingface_from_sentencepiece(hf, exported, reference):
     pieces = {
         " " * 17: (["\u2581" * 16, "\u2581"], ["\u2581" * 8, "\u2581" * 9]),
         "\n" * 5: (["\n" * 4, "\n"], ["\n" * 2, "\n" * 3]),
@@ -182,15 +171,6 @@ def test_any_ids_decode_like_sentencepiece(tokenizer: Tokenizer, reference: Any)
     assert sum("\ufffd" in text for text in theirs) > 1000
 
 
-def test_text_grows_token_by_token(tokenizer: Tokenizer):
-    for token_ids in random_ids(tokenizer.vocab_size)[:500]:
-        stream = TextStream(tokenizer, SamplingParams())
-        for token in token_ids:
-            stream.push([token])
-        stream.finish()
-        assert stream.text == tokenizer.decode(token_ids), token_ids
-
-
 def test_both_files_have_equal_pieces(exported: Path, reference: Any):
     ours, from_json = (read_pieces(one, MARKERS) for one in (BUNDLED, exported))
     ids = range(reference.vocab_size())
@@ -208,13 +188,6 @@ def test_both_files_have_equal_pieces(exported: Path, reference: Any):
     assert sorted(ours.special.values()) == [0, 1, 2, 3, 106, 107]
 
 
-def test_model_file_takes_precedence(exported: Path, tmp_path: Path):
-    shutil.copy(exported / "tokenizer.json", tmp_path)
-    assert Tokenizer.from_folder(tmp_path).encode("<unused7>") != [2, 14]
-    (tmp_path / "tokenizer.model").write_bytes(MODEL)
-    assert Tokenizer.from_folder(tmp_path).encode("<unused7>") == [2, 14]
-
-
 def test_json_file_settings_of_padding_are_ignored(exported: Path, tmp_path: Path):
     library = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
     library.enable_truncation(2)
@@ -223,29 +196,10 @@ def test_json_file_settings_of_padding_are_ignored(exported: Path, tmp_path: Pat
     text = "The quick brown fox"
     expected = Tokenizer.from_folder(BUNDLED).encode(text)
     assert Tokenizer.from_folder(tmp_path).encode(text) == expected
-
-
-def test_json_file_with_one_turn_marker_has_no_turns(exported: Path, tmp_path: Path):
-    content = (exported / "tokenizer.json").read_text()
-    renamed = content.replace("<end_of_turn>", "<end_of_tale>")
-    (tmp_path / "tokenizer.json").write_text(renamed)
-    tokenizer = Tokenizer.from_folder(tmp_path, "{{ 'x' }}")
-    assert not tokenizer.has_turns
-    assert tokenizer.turn_end_ids == ()
-
-
-def changed_kind(kind: bytes) -> bytes:
-    """Return the bundled model file with another kind of piece for <start_of_turn>."""
-    place = MODEL.index(b"<start_of_turn>") + 15 + 5
-    assert MODEL[place : place + 2] == b"\x18\x04"
-    return MODEL[: place + 1] + kind + MODEL[place + 2 :]
-
-
-def test_turn_markers_as_control_pieces(tmp_path: Path):
-    (tmp_path / "tokenizer.model").write_bytes(changed_kind(b"\x03"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.encode("<start_of_turn>") == [2, 106]
-    assert 106 not in tokenizer.encode("<start_of_turn>", parse_special_tokens=False)
+    # The model file takes precedence.
+    assert Tokenizer.from_folder(tmp_path).encode("<unused7>") != [2, 14]
+    (tmp_path / "tokenizer.model").write_bytes(MODEL)
+    assert Tokenizer.from_folder(tmp_path).encode("<unused7>") == [2, 14]
 
 
 def broken_json(change: str) -> bytes:
@@ -265,29 +219,7 @@ def broken_json(change: str) -> bytes:
     return json.dumps({"version": "1.0", "model": model}).encode()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("tokenizer.model", b"", "must be a SentencePiece model"),
-        ("tokenizer.model", b"no model", "must be a SentencePiece model"),
-        ("tokenizer.model", MODEL[:-1000], "must be a SentencePiece model"),
-        ("tokenizer.model", changed_kind(b"\x01"), "neither control nor symbol"),
-        ("tokenizer.json", b"", "must be a tokenizer of Gemma's kind"),
-        ("tokenizer.json", b"{}", "must be a tokenizer of Gemma's kind"),
-        ("tokenizer.json", broken_json("another kind"), "not a BPE model"),
-        ("tokenizer.json", broken_json("no bytes"), "not a BPE model"),
-        ("tokenizer.json", broken_json("no end"), "no bos or no eos piece"),
-    ],
-)
-def test_rejects_invalid_file(tmp_path: Path, name: str, content: bytes, reason: str):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=reason) as caught:
-        Tokenizer.from_folder(tmp_path)
-    assert str(tmp_path / name) in str(caught.value)
-    assert caught.value.parameter == "tokenizer"
-
-
-def test_changes_only_kind_of_turn_markers():
+def test_changes_only_kind_of_turn_markers(tmp_path: Path):
     """The expected file is made with SentencePiece's own schema."""
     model: Any = protobuf
     expected = model.ModelProto.FromString(MODEL)
@@ -296,22 +228,58 @@ def test_changes_only_kind_of_turn_markers():
     for piece in turns:
         assert piece.type == piece.USER_DEFINED
         piece.type = piece.CONTROL
-    assert _without_turns(MODEL, MARKERS) == expected.SerializeToString()
+    control = expected.SerializeToString()
+    assert _without_turns(MODEL, MARKERS) == control
+    # A file may have control pieces already.
+    (tmp_path / "tokenizer.model").write_bytes(control)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("<start_of_turn>") == [2, 106]
+    assert 106 not in tokenizer.encode("<start_of_turn>", parse_special_tokens=False)
 
 
-def test_folder_without_tokenizer(tmp_path: Path):
-    allowed = r"tokenizer\.model or a tokenizer\.json.*no such file"
-    with pytest.raises(ConfigError, match=allowed):
+def with_text_marker() -> bytes:
+    """Return the bundled model file with <start_of_turn> as an ordinary piece."""
+    place = MODEL.index(b"<start_of_turn>") + 15 + 5
+    assert MODEL[place : place + 2] == b"\x18\x04"
+    return MODEL[: place + 1] + b"\x01" + MODEL[place + 2 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("", None, r"tokenizer\.model or a tokenizer\.json.*no such file"),
+        ("tokenizer.model", b"", "must be a SentencePiece model"),
+        ("tokenizer.model", b"no model", "must be a SentencePiece model"),
+        ("tokenizer.model", MODEL[:-1000], "must be a SentencePiece model"),
+        ("tokenizer.model", with_text_marker(), "neither control nor symbol"),
+        ("tokenizer.json", b"", "must be a tokenizer of Gemma's kind"),
+        ("tokenizer.json", b"{}", "must be a tokenizer of Gemma's kind"),
+        ("tokenizer.json", broken_json("another kind"), "not a BPE model"),
+        ("tokenizer.json", broken_json("no bytes"), "not a BPE model"),
+        ("tokenizer.json", broken_json("no end"), "no bos or no eos piece"),
+    ],
+)
+def test_rejects_invalid_file(tmp_path: Path, name: str, content: Any, reason: str):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=reason) as caught:
         Tokenizer.from_folder(tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
+    assert caught.value.parameter == "tokenizer"
 
 
 @pytest.mark.parametrize(
     "name", ["tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
 )
 def test_refuses_link_to_another_folder(tmp_path: Path, name: str):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "tokenizer.model").write_bytes(MODEL)
+    """Links within the cache of the hub are accepted."""
+    cache = tmp_path / "models--a--b"
+    folder, blobs = cache / "snapshots" / "main", cache / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "model").write_bytes(MODEL)
+    (folder / "tokenizer.model").symlink_to(blobs / "model")
+    assert Tokenizer.from_folder(folder).encode("<eos>") == [2, 1]
     (folder / name).unlink(missing_ok=True)
     (tmp_path / "other").write_bytes(MODEL)
     (folder / name).symlink_to(tmp_path / "other")
@@ -319,11 +287,9 @@ def test_refuses_link_to_another_folder(tmp_path: Path, name: str):
         Tokenizer.from_folder(folder)
 
 
-def test_accepts_links_of_hub_cache(tmp_path: Path):
-    repository = tmp_path / "models--a--b"
-    folder, blobs = repository / "snapshots" / "main", repository / "blobs"
-    folder.mkdir(parents=True)
-    blobs.mkdir()
-    (blobs / "model").write_bytes(MODEL)
-    (folder / "tokenizer.model").symlink_to(blobs / "model")
-    assert Tokenizer.from_folder(folder).encode("<eos>") == [2, 1]
+def test_json_file_with_one_turn_marker_has_no_turns(exported: Path, tmp_path: Path):
+    content = (exported / "tokenizer.json").read_text()
+    renamed = content.replace("<end_of_turn>", "<end_of_tale>")
+    (tmp_path / "tokenizer.json").write_text(renamed)
+    tokenizer = Tokenizer.from_folder(tmp_path, "{{ 'x' }}")
+    assert not tokenizer.has_turns and tokenizer.turn_end_ids == ()

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import sentencepiece
 import transformers
 
 import jaxspec_checkpoints
@@ -11,57 +10,12 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.inputs import parse_prompt
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 
-TEXTS = [
-    "",
-    " ",
-    "Hello, world!",
-    "  two spaces,\n\n\tand a tab  ",
-    "def f(x):\n    return x + 1234567890\n",
-    "生活的真谛是 🦉 naïve",
-    "\x00\x7f",
-    "<b>not special</b> <unused> <0x41>",
-]
-
-
-def train(folder: Path) -> Path:
-    """Train a tiny tokenizer with Gemma's special ids."""
-    symbols = ["<mask>", "<2mass>", "[@BOS@]", *(f"<unused{i}>" for i in range(99))]
-    symbols += ["<start_of_turn>", "<end_of_turn>", "\n"]
-    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore
-        sentence_iterator=iter(["the quick brown fox says hello to the world"] * 20),
-        model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=420,
-        pad_id=0,
-        eos_id=1,
-        bos_id=2,
-        unk_id=3,
-        pad_piece="<pad>",
-        eos_piece="<eos>",
-        bos_piece="<bos>",
-        unk_piece="<unk>",
-        user_defined_symbols=symbols,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return folder
+BUNDLED = jaxspec_checkpoints.bundled_target()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    bundled = jaxspec_checkpoints.bundled_target()
-    if (bundled / "tokenizer.model").is_file():
-        return bundled
-    return train(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.from_folder(folder)
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(BUNDLED)
 
 
 def test_special_ids_are_those_of_gemma(tokenizer: Tokenizer):
@@ -69,42 +23,19 @@ def test_special_ids_are_those_of_gemma(tokenizer: Tokenizer):
     assert tokenizer.eos_token_id == 1
     assert tokenizer.bos_token_id == 2
     assert tokenizer.all_special_ids == [0, 1, 2, 3, 106, 107]
+    assert tokenizer.is_special(107) and not tokenizer.is_special(108)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<bos>", "<eos>")
     assert tokenizer.vocab_size > 107
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_round_trip(tokenizer: Tokenizer, text: str):
-    token_ids = tokenizer.encode(text)
-    assert token_ids[0] == 2
-    assert tokenizer.encode(text, add_special_tokens=False) == token_ids[1:]
-    assert tokenizer.decode(token_ids) == text
-    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "<bos>" + text
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_ordinary_text_encodes_like_sentencepiece(
-    tokenizer: Tokenizer, folder: Path, text: str
-):
-    oracle = sentencepiece.SentencePieceProcessor()
-    oracle.LoadFromFile(str(folder / "tokenizer.model"))
-    assert tokenizer.encode(text)[1:] == oracle.encode(text)
-
-
-def test_special_pieces_in_text_become_their_ids(tokenizer: Tokenizer):
-    inner = tokenizer.encode("user", add_special_tokens=False)
-    assert tokenizer.encode("<start_of_turn>user<end_of_turn><eos>") == [
-        2,
-        106,
-        *inner,
-        107,
-        1,
-    ]
-
-
 def test_bos_is_added_once(tokenizer: Tokenizer):
-    assert tokenizer.encode("<bos>a") == tokenizer.encode("a")
+    inner = tokenizer.encode("user", add_special_tokens=False)
+    turn = tokenizer.encode("<start_of_turn>user<end_of_turn><eos>")
+    assert turn == [2, 106, *inner, 107, 1]
+    assert tokenizer.encode("<bos>user") == tokenizer.encode("user") == [2, *inner]
     assert tokenizer.encode("<bos>") == [2]
+    parsed = parse_prompt("user", tokenizer, tokenizer.vocab_size, 64)
+    assert parsed.token_ids == [2, *inner]
 
 
 def test_decode_skips_or_shows_special_ids(tokenizer: Tokenizer):
@@ -114,25 +45,11 @@ def test_decode_skips_or_shows_special_ids(tokenizer: Tokenizer):
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == (
         "<bos><start_of_turn> there<end_of_turn><unk><pad><eos>"
     )
-
-
-def test_bytes_form_characters(tokenizer: Tokenizer):
-    # U+1F9A6 is not in this small vocabulary, so it becomes four byte pieces.
-    token_ids = tokenizer.encode("\U0001f9a6", add_special_tokens=False)
-    assert len(token_ids) == 4
-    assert all(tokenizer.is_byte(token) for token in token_ids)
-    assert tokenizer.decode(token_ids) == "\U0001f9a6"
-    assert set(tokenizer.decode(token_ids[:3])) == {"\ufffd"}
-    assert not tokenizer.is_byte(106)
-
-
-def test_pieces_of_ids_are_returned(tokenizer: Tokenizer):
-    token_ids = tokenizer.encode(" a")
-    pieces = tokenizer.convert_ids_to_tokens(token_ids)
-    assert pieces[0] == "<bos>"
-    assert "".join(pieces[1:]) == "\u2581a"
-    assert tokenizer.is_special(107)
-    assert not tokenizer.is_special(108)
+    # Padding rows of the embedding have no text.
+    last = tokenizer.vocab_size
+    assert tokenizer.decode([2, last, -1, last + 128]) == ""
+    assert tokenizer.convert_ids_to_tokens([last, -1]) == ["", ""]
+    assert not tokenizer.is_byte(last) and not tokenizer.is_byte(-1)
 
 
 def test_special_pieces_can_be_encoded_as_text(tokenizer: Tokenizer):
@@ -144,14 +61,6 @@ def test_special_pieces_can_be_encoded_as_text(tokenizer: Tokenizer):
     # "<bos>" in the text is encoded as text; only the first token is the real bos.
     spelled = tokenizer.encode("<bos>a", parse_special_tokens=False)
     assert spelled[0] == 2 and len(spelled) > 3 and 2 not in spelled[1:]
-
-
-def test_padding_ids_have_no_text(tokenizer: Tokenizer):
-    last = tokenizer.vocab_size
-    assert tokenizer.decode([2, last, -1, last + 128]) == ""
-    assert tokenizer.convert_ids_to_tokens([last, -1]) == ["", ""]
-    assert not tokenizer.is_byte(last)
-    assert not tokenizer.is_byte(-1)
 
 
 USER = {"role": "user", "content": "a"}
@@ -166,9 +75,6 @@ def test_conversation_has_one_bos(tokenizer: Tokenizer):
     assert token_ids[:2] == [2, 106]
     assert token_ids.count(2) == 1
     assert tokenizer.write_chat([USER]) == (text, token_ids)
-
-
-def test_continue_final_message_excludes_generation_prompt(tokenizer: Tokenizer):
     with pytest.raises(RequestError, match="add_generation_prompt=False"):
         tokenizer.apply_chat_template([USER], continue_final_message=True)
 
@@ -196,55 +102,40 @@ def test_model_with_template_has_turn_end_ids(tmp_path: Path):
 
 def write_model(folder: Path, renamed: dict[str, str]) -> None:
     """Write the bundled model with some pieces renamed, to names of equal length."""
-    model = (jaxspec_checkpoints.bundled_target() / "tokenizer.model").read_bytes()
+    model = (BUNDLED / "tokenizer.model").read_bytes()
     for old, new in renamed.items():
         assert len(old) == len(new)
         model = model.replace(old.encode(), new.encode())
     (folder / "tokenizer.model").write_bytes(model)
 
 
-def test_equal_tokenizers_in_two_files(tmp_path: Path):
-    target = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
+def test_equal_tokenizers_in_two_files(tokenizer: Tokenizer, tmp_path: Path):
     draft = Tokenizer.from_folder(jaxspec_checkpoints.bundled_draft())
-    check_same_tokenizer(target, draft)
-    hf = transformers.AutoTokenizer.from_pretrained(
-        jaxspec_checkpoints.bundled_target()
-    )
+    check_same_tokenizer(tokenizer, draft)
+    hf = transformers.AutoTokenizer.from_pretrained(BUNDLED)
     hf.save_pretrained(tmp_path)
     other = Tokenizer.from_folder(tmp_path)
-    assert other.pieces.digest != target.pieces.digest
-    check_same_tokenizer(target, other)
+    assert other.pieces.digest != tokenizer.pieces.digest
+    check_same_tokenizer(tokenizer, other)
+    hf.add_tokens(["<extra>"])
+    hf.save_pretrained(tmp_path)
+    longer = Tokenizer.from_folder(tmp_path)
+    assert longer.vocab_size == tokenizer.vocab_size + 1
+    with pytest.raises(ConfigError, match="8192 is no piece for the target and '<ex"):
+        check_same_tokenizer(tokenizer, longer)
+    with pytest.raises(ConfigError, match="'<extra>' for the target and no piece"):
+        check_same_tokenizer(longer, tokenizer)
 
 
-def test_error_names_first_different_piece(tmp_path: Path):
-    target = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
+def test_error_names_first_different_piece(tokenizer: Tokenizer, tmp_path: Path):
     write_model(tmp_path, {"<unused5>": "<unique5>", "<unused9>": "<unique9>"})
+    other = Tokenizer.from_folder(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        check_same_tokenizer(target, Tokenizer.from_folder(tmp_path), "Take this one.")
+        check_same_tokenizer(tokenizer, other, "Take this one.")
     message = str(caught.value)
     assert "12 is '<unused5>' for the target and '<unique5>' for the draft" in message
     assert message.endswith("Take this one.")
     assert caught.value.parameter == "speculative_model"
-
-
-def test_different_vocab_sizes_are_refused(tmp_path: Path):
-    target = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
-    hf = transformers.AutoTokenizer.from_pretrained(
-        jaxspec_checkpoints.bundled_target()
-    )
-    hf.add_tokens(["<extra>"])
-    hf.save_pretrained(tmp_path)
-    longer = Tokenizer.from_folder(tmp_path)
-    assert longer.vocab_size == target.vocab_size + 1
-    with pytest.raises(ConfigError, match="8192 is no piece for the target and '<ex"):
-        check_same_tokenizer(target, longer)
-    with pytest.raises(ConfigError, match="'<extra>' for the target and no piece"):
-        check_same_tokenizer(longer, target)
-
-
-def test_encodes_prompts(tokenizer: Tokenizer):
-    parsed = parse_prompt("Hello", tokenizer, tokenizer.vocab_size, 64)
-    assert parsed.token_ids == tokenizer.encode("Hello")
 
 
 def test_tokenizer_has_huggingfaces_methods(tokenizer: Tokenizer):

@@ -22,15 +22,9 @@ from jaxspec_checkpoints import bundled_target
 
 TOKENIZER = Tokenizer.from_folder(bundled_target())
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"name": "weather", "description": "The weather.", "parameters": CITY}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather.",
-            "parameters": CITY,
-        },
-    },
+    {"type": "function", "function": WEATHER},
     {"type": "function", "function": {"name": "time"}},
 ]
 READS_TOOLS = (
@@ -69,6 +63,7 @@ def write(messages: Any, **options: Any) -> str:
 
 
 def test_first_turn_lists_tools():
+    """A system message precedes the tools."""
     text = write([asked()], tools=TOOLS)
     assert text.startswith("<bos><start_of_turn>user\nYou can call functions.")
     assert text.endswith("\n]\n\nHi<end_of_turn>\n<start_of_turn>model\n")
@@ -77,14 +72,11 @@ def test_first_turn_lists_tools():
         {"name": "weather", "description": "The weather.", "parameters": CITY},
         {"name": "time", "parameters": {"type": "object", "properties": {}}},
     ]
-
-
-def test_system_message_precedes_tools():
     system = {"role": "system", "content": "Be brief.\n"}
-    text = write([system, asked()], tools=TOOLS)
-    assert text.count("<start_of_turn>user\n") == 1
-    assert "user\nBe brief.\n\nYou can call functions." in text
-    assert text.index("functions:") < text.index("\n\nHi<end_of_turn>")
+    before = "user\nBe brief.\n\nYou can call functions."
+    assert write([system, asked()], tools=TOOLS) == text.replace(
+        "user\nYou can call functions.", before
+    )
 
 
 def test_calls_and_results_are_turns():
@@ -96,12 +88,10 @@ def test_calls_and_results_are_turns():
         result("y", tool_call_id=None),
         {"role": "assistant", "content": "Warm."},
     ]
+    call = '[{"name": "weather", "parameters": {"city": "Rom"}}]'
     assert rendered(messages) == [
         ("user", "Hi"),
-        (
-            "assistant",
-            'Let me see.\n[{"name": "weather", "parameters": {"city": "Rom"}}]',
-        ),
+        ("assistant", f"Let me see.\n{call}"),
         ("user", '{"name": "weather", "result": "21 °C"}'),
         ("user", '{"name": "time", "result": "x"}'),
         ("user", '{"result": "y"}'),
@@ -111,18 +101,18 @@ def test_calls_and_results_are_turns():
     text = write([*messages[:4], asked("So?")])
     assert text.count("<start_of_turn>user\n") == 2
     assert '"21 °C"}\n\n{"name": "time", "result": "x"}\n\nSo?<end_of_turn>' in text
+    for arguments in ("", None, {}, "{}"):
+        (_, turn) = rendered([asked(), called(arguments)])
+        assert turn == ("assistant", '[{"name": "weather", "parameters": {}}]')
 
 
-@pytest.mark.parametrize("arguments", ["", None, {}, "{}"])
-def test_call_without_arguments(arguments: Any):
-    (_, turn) = rendered([asked(), called(arguments)])
-    assert turn == ("assistant", '[{"name": "weather", "parameters": {}}]')
-
-
-def test_rendered_calls_can_be_parsed():
-    """Calls of earlier turns are rendered in the format of generated calls."""
-    (_, (_, text)) = rendered([asked(), called('{"city": "}\\"{"}')])
-    assert read(text) == ("", [("weather", '{"city": "}\\"{"}')])
+def test_only_assistant_messages_may_lack_content():
+    with pytest.raises(RequestError, match="content"):
+        write([asked() | {"content": None}])
+    empty = write([asked(), {"role": "assistant", "content": ""}, asked()])
+    for more in ({}, {"tool_calls": None}, {"tool_calls": [], "function_call": None}):
+        answer = {"role": "assistant", "content": None, "refusal": None} | more
+        assert write([asked(), answer, asked()]) == empty
 
 
 def test_tools_and_results_cannot_end_a_turn():
@@ -157,6 +147,10 @@ def test_strict_roles_refuse_tools_without_template():
             write(messages, strict_roles=True, **options)
 
 
+FIRST = "tools[0]['function']"
+MESSAGE = "messages[1]['tool_calls']"
+
+
 @pytest.mark.parametrize(
     ("tools", "name"),
     [
@@ -168,16 +162,13 @@ def test_strict_roles_refuse_tools_without_template():
         ([{}], "tools[0]"),
         ([TOOLS[0], {"function": None}], "tools[1]"),
         ([{"type": "retrieval", "function": {"name": "f"}}], "tools[0]['type']"),
-        ([{"function": {}}], "tools[0]['function']['name']"),
-        ([{"function": {"name": ""}}], "tools[0]['function']['name']"),
-        (
-            [{"function": {"name": "f", "description": 7}}],
-            "tools[0]['function']['description']",
-        ),
+        ([{"function": {}}], f"{FIRST}['name']"),
+        ([{"function": {"name": ""}}], f"{FIRST}['name']"),
+        ([{"function": {"name": "f", "description": 7}}], f"{FIRST}['description']"),
         *(
             (
                 [{"function": {"name": "f", "parameters": wrong}}],
-                "tools[0]['function']['parameters']",
+                f"{FIRST}['parameters']",
             )
             for wrong in (7, [], {"type": "string"}, {"type": ["object", "null"]})
         ),
@@ -193,14 +184,14 @@ def test_rejects_invalid_tools(tools: Any, name: str):
 @pytest.mark.parametrize(
     ("calls", "name"),
     [
-        ({}, "messages[1]['tool_calls']"),
-        ([7], "messages[1]['tool_calls'][0]"),
-        ([{}], "messages[1]['tool_calls'][0]"),
-        ([{"function": {"name": 7}}], "messages[1]['tool_calls'][0]"),
+        ({}, MESSAGE),
+        ([7], f"{MESSAGE}[0]"),
+        ([{}], f"{MESSAGE}[0]"),
+        ([{"function": {"name": 7}}], f"{MESSAGE}[0]"),
         *(
             (
                 [{"function": {"name": "f", "arguments": wrong}}],
-                "messages[1]['tool_calls'][0]['function']['arguments']",
+                f"{MESSAGE}[0]['function']['arguments']",
             )
             for wrong in ("{", "[]", "7", 7, ["a"])
         ),
@@ -212,15 +203,6 @@ def test_rejects_invalid_calls(calls: Any, name: str):
         write([asked(), message])
     assert refused.value.parameter == name
     assert name in str(refused.value)
-
-
-def test_only_assistant_messages_may_lack_content():
-    with pytest.raises(RequestError, match="content"):
-        write([asked() | {"content": None}])
-    empty = write([asked(), {"role": "assistant", "content": ""}, asked()])
-    for more in ({}, {"tool_calls": None}, {"tool_calls": [], "function_call": None}):
-        answer = {"role": "assistant", "content": None, "refusal": None} | more
-        assert write([asked(), answer, asked()]) == empty
 
 
 def test_reads_deprecated_function_call():
@@ -260,10 +242,7 @@ def allows(schema: dict[str, Any], text: str) -> bool:
 
 
 ROM = {"name": "where", "parameters": {"place": "Rom"}}
-DEEP = {
-    "name": "where",
-    "parameters": {"place": "Rom", "more": [{"place": "Oslo"}]},
-}
+DEEP = {"name": "where", "parameters": {"place": "Rom", "more": [{"place": "Oslo"}]}}
 NOW = {"name": "time", "parameters": {}}
 
 
@@ -286,10 +265,11 @@ NOW = {"name": "time", "parameters": {}}
     ],
 )
 def test_grammar_of_forced_calls(answer: Any, one: bool, several: bool):
+    functions = {"where": PLACES, "time": {}}
     tools = read_tools(
         [
-            {"function": {"name": "where", "parameters": PLACES}},
-            {"function": {"name": "time", "parameters": {}}},
+            {"function": {"name": name, "parameters": parameters}}
+            for name, parameters in functions.items()
         ]
     )
     for is_parallel, expected in ((False, one), (True, several)):
@@ -444,6 +424,12 @@ FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
 def test_parses_text_and_calls(text: str, words: str, calls: Any):
     for step in (1, 2, 3, 7, 10**6):
         assert read(text, step) == (words, calls), step
+
+
+def test_rendered_calls_can_be_parsed():
+    """Calls of earlier turns are rendered in the format of generated calls."""
+    (_, (_, text)) = rendered([asked(), called('{"city": "}\\"{"}')])
+    assert read(text) == ("", [("weather", '{"city": "}\\"{"}')])
 
 
 def test_parsing_is_independent_of_pieces(unchecked_types: None):

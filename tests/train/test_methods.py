@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from jaxspec.models.heads.weights import functions_of_head, load_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.methods import DraftMethod
-from jaxspec.train.target import States, Target
+from jaxspec.train.target import Target
 from jaxspec_checkpoints import bundled_target, open_checkpoint
 from tests.checkpoints.gguf_files import write_gguf
 from tests.support.oracles import (
@@ -30,52 +29,44 @@ from tests.support.oracles import (
 )
 from tests.train import tiny
 
-
-@partial(jax.jit, static_argnums=0)
-def passes_of(method, params, embedding, tokens, states):
-    """Return the logits of every pass."""
-    found = method.hidden(params, embedding, tokens, states)
-    return [
-        method.logits(params, embedding, number, hidden)
-        for number, hidden in enumerate(found)
-    ]
+TEXT = tiny.make_text(1)
 
 
-def states_of(target: Target, method, tokens) -> States:
-    return target.reader(method.layers)(tokens)
+def run_passes(target: Target, method: Any, params: Any) -> list[jax.Array]:
+    """Return the logits of every pass over a text."""
+    tokens = jnp.asarray(TEXT.tokens)
+    states = target.reader(method.layers)(tokens)
+
+    @jax.jit
+    def run(params, embedding, tokens, states):
+        found = method.hidden(params, embedding, tokens, states)
+        return [
+            method.logits(params, embedding, number, hidden)
+            for number, hidden in enumerate(found)
+        ]
+
+    return run(params, target.embedding, tokens, states)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
 def test_saved_head_equals_the_trained_one(tmp_path, kind):
     method, target = getattr(tiny, f"{kind}_method")(), tiny.make_target()
     ids = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
-    trimmed = ids if method.config.is_trimmed else None
-    params = method.init(target, 3, trimmed)
-    # Make parameters nonzero, and round them to the type in which they are written.
-    params = jax.tree.map(
-        lambda leaf: (
-            leaf
-            if leaf.dtype == jnp.int32
-            else (leaf + 0.1).astype(jnp.bfloat16).astype(jnp.float32)
-        ),
-        params,
-    )
+    params = method.init(target, 3, ids if method.config.is_trimmed else None)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        """Make a parameter nonzero, and round it to the type in which it is written."""
+        if leaf.dtype == jnp.int32:
+            return leaf
+        return (leaf + 0.1).astype(jnp.bfloat16).astype(jnp.float32)
+
+    params = jax.tree.map(moved, params)
     method.save(tmp_path / "head", params, target)
-    config, loaded = load_head(
-        tmp_path / "head",
-        target.config,
-        dtype=jnp.dtype(jnp.float32),
-        mesh=target.mesh,
-    )
+    options: Any = dict(dtype=jnp.dtype(jnp.float32), mesh=target.mesh)
+    config, loaded = load_head(tmp_path / "head", target.config, **options)
     assert config == method.config
-    tokens = jnp.asarray(tiny.make_text(1).tokens)
-    states = states_of(target, method, tokens)
-    passes = partial(passes_of, method)
-    for one, other in zip(
-        passes(params, target.embedding, tokens, states),
-        passes(loaded, target.embedding, tokens, states),
-        strict=True,
-    ):
+    found = [run_passes(target, method, one) for one in (params, loaded)]
+    for one, other in zip(*found, strict=True):
         # EAGLE has no norm before its logits, so they are in the thousands.
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     content = json.loads((tmp_path / "head" / "config.json").read_text())
@@ -100,36 +91,36 @@ def test_eagle3_head_starts_with_the_targets_logits():
 
 def draft_target(folder: Path) -> Target:
     """Return the tiny target, in a folder with a tokenizer."""
+    folder.mkdir()
     shutil.copy(bundled_target() / "tokenizer.model", folder)
     (folder / "config.json").write_text("{}")
     return dataclasses.replace(tiny.make_target(), folder=folder)
+
+
+def draft_of(reference: Any, *, mask: int | None = None, **changes: Any) -> DraftMethod:
+    """Return the training of a draft model that starts as a HuggingFace model."""
+    content = TINY | changes | dict(model_type="gemma2")
+    content["architectures"] = ["Gemma2ForCausalLM"]
+    if mask is not None:
+        content[MASK_TOKEN] = mask
+    config: Any = model_config(reference, mask_token_id=mask)
+    start = hf_tensors(reference)
+    num_passes = 1 if mask is None else 3
+    return DraftMethod(
+        config=config, hf_config=content, start=start, num_passes=num_passes
+    )
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_saved_draft_equals_huggingface(tmp_path, is_tied):
     changes: dict[str, Any] = dict(num_hidden_layers=2, tie_word_embeddings=is_tied)
     reference = make_hf_model(seed=4, **changes)
-    content = TINY | changes | dict(model_type="gemma2")
-    method = DraftMethod(
-        config=model_config(reference),  # pyright: ignore[reportArgumentType]
-        hf_config=content | dict(architectures=["Gemma2ForCausalLM"]),
-        start=hf_tensors(reference),
-    )
-    target, text = draft_target(tmp_path), tiny.make_text(1)
+    method, target = draft_of(reference, **changes), draft_target(tmp_path / "target")
     params = method.init(target, 0, None)
-    assert isinstance(params["embedding"], DenseMatrix)
     assert type(params["embedding"]) is DenseMatrix
-    states = states_of(target, method, text.tokens)
-
-    @jax.jit
-    def run(params, embedding, tokens, states):
-        (hidden,) = method.hidden(params, embedding, tokens, states)
-        return method.logits(params, embedding, 0, hidden)
-
-    found = run(params, target.embedding, jnp.asarray(text.tokens), states)
-    np.testing.assert_allclose(found, hf_logits(reference, text.tokens[0]), atol=1e-4)
-
-    made = tmp_path.parent / f"{tmp_path.name}-draft"
+    (found,) = run_passes(target, method, params)
+    np.testing.assert_allclose(found, hf_logits(reference, TEXT.tokens[0]), atol=1e-4)
+    made = tmp_path / "made"
     method.save(made, params, target)
     assert config_from_folder(made).num_layers == 2
     stored = open_checkpoint(made).tensors
@@ -137,21 +128,14 @@ def test_saved_draft_equals_huggingface(tmp_path, is_tied):
         wanted = tensor.whole().astype(jnp.bfloat16)
         np.testing.assert_array_equal(stored[name].whole(), wanted)
     assert (made / "tokenizer.model").is_file()
-
-
-def test_draft_of_a_gguf_target_has_its_tokenizer(tmp_path):
-    reference = make_hf_model(seed=4, num_hidden_layers=2)
-    method = DraftMethod(
-        config=model_config(reference),  # pyright: ignore[reportArgumentType]
-        hf_config=TINY | dict(num_hidden_layers=2, model_type="gemma2"),
-        start=hf_tensors(reference),
-    )
-    write_gguf(tmp_path / "m.gguf")
-    target = dataclasses.replace(tiny.make_target(), folder=tmp_path / "m.gguf")
-    method.save(tmp_path / "made", method.init(target, 0, None), target)
-    found = Tokenizer.from_folder(tmp_path / "made")
-    assert found.digest == Tokenizer.from_folder(tmp_path / "m.gguf").digest
-    assert not (tmp_path / "made" / "model.gguf").exists()
+    if is_tied:
+        # The draft of a GGUF target has the tokenizer of this file.
+        path = tmp_path / "m.gguf"
+        write_gguf(path)
+        method.save(tmp_path / "own", params, dataclasses.replace(target, folder=path))
+        found = Tokenizer.from_folder(tmp_path / "own")
+        assert found.digest == Tokenizer.from_folder(path).digest
+        assert not (tmp_path / "own" / "model.gguf").exists()
 
 
 def test_parallel_draft_is_trained_on_an_engines_inputs(tmp_path):
@@ -159,43 +143,26 @@ def test_parallel_draft_is_trained_on_an_engines_inputs(tmp_path):
 
     The oracle runs HuggingFace on each prefix of the text, followed by masks.
     """
-    reference = make_hf_model(seed=4, num_hidden_layers=2, sliding_window=4)
-    content = TINY | dict(num_hidden_layers=2, model_type="gemma2", sliding_window=4)
-    method = DraftMethod(
-        config=model_config(reference, mask_token_id=3),  # pyright: ignore[reportArgumentType]
-        hf_config=content | {MASK_TOKEN: 3, "architectures": ["Gemma2ForCausalLM"]},
-        start=hf_tensors(reference),
-        num_passes=3,
-    )
-    target, text = draft_target(tmp_path), tiny.make_text(1)
-    params, tokens = method.init(target, 0, None), np.asarray(text.tokens)
-    states = states_of(target, method, tokens)
-
-    @jax.jit
-    def run(params, tokens, states):
-        made = method.hidden(params, target.embedding, tokens, states)
-        return [
-            method.logits(params, target.embedding, number, hidden)
-            for number, hidden in enumerate(made)
-        ]
-
-    found = run(params, jnp.asarray(tokens), states)
+    changes = dict(num_hidden_layers=2, sliding_window=4)
+    reference = make_hf_model(seed=4, **changes)
+    method = draft_of(reference, mask=3, **changes)
+    target = draft_target(tmp_path / "target")
+    params = method.init(target, 0, None)
+    found = run_passes(target, method, params)
     for place in (0, 4, tiny.LENGTH - 1):
-        known = np.append(tokens[0, : place + 1], [3, 3])
+        known = np.append(TEXT.tokens[0, : place + 1], [3, 3])
         wanted = hf_logits(reference, known)[place:]
         ours = np.stack([np.asarray(one)[place] for one in found])
         np.testing.assert_allclose(ours, wanted, atol=1e-4)
-
-    made = tmp_path.parent / f"{tmp_path.name}-pard"
-    method.save(made, params, target)
-    found = config_from_folder(made)
-    assert (found.mask_token_id, found.num_layers) == (3, 2)
+    method.save(tmp_path / "made", params, target)
+    config = config_from_folder(tmp_path / "made")
+    assert (config.mask_token_id, config.num_layers) == (3, 2)
 
 
 def test_new_draft_keeps_the_embeddings_inner_products(tmp_path):
     reference = make_hf_model(hidden_size=24, num_hidden_layers=2)
     method = DraftMethod(config=model_config(reference), hf_config={})  # pyright: ignore[reportArgumentType]
-    target = draft_target(tmp_path)
+    target = draft_target(tmp_path / "target")
     params = method.init(target, 0, None)
     ours = np.asarray(params["embedding"].values)
     theirs = np.asarray(target.embedding.values)  # pyright: ignore[reportAttributeAccessIssue]

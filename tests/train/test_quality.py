@@ -64,11 +64,9 @@ def test_quantized_weights_and_kv_are_compared_with_unquantized_weights(folders)
     assert 0 < cost(kv_kind="int8") < cost(kv_kind="fp8") < 0.1
     assert 0 < cost(kind="int8") < 0.1
     assert Reader(folders[0], mesh, kind="int8").num_bytes < 0.7 * plain.num_bytes
-
-
-def test_devices_share_both_models(folders):
-    whole, shared = (Reader(folders[0], make_mesh(count)) for count in (1, 2))
-    found, expected = (np.asarray(one.log_probs(PIECES)) for one in (shared, whole))
+    # Devices share both models.
+    shared = Reader(folders[0], make_mesh(2))
+    found, expected = (np.asarray(one.log_probs(PIECES)) for one in (shared, plain))
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -80,8 +78,6 @@ def test_pieces_are_whole_and_divisible_by_rows():
     assert ["".join(map(chr, one)) for one in pieces] == ["abc", "def", "hij"]
     assert len(cut(["abcdefg", "hijkl"], encode, length=3, num_rows=2)) == 2
     assert cut(["abc"], encode, length=3, num_rows=2).shape == (0, 3)
-
-
-def test_texts_are_chosen_evenly():
+    # Texts are chosen evenly.
     assert chosen("abcdefghi", 3) == ["a", "d", "g"]
     assert chosen("ab", 5) == ["a", "b"]

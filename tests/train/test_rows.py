@@ -9,7 +9,6 @@ import torch
 from jaxspec.models.heads import eagle3
 from jaxspec.models.weights import tensors_of
 from jaxspec.train import rows
-from jaxspec.train.rows import shifted
 from jaxspec.train.target import States, target_states
 from tests.models.heads import torch_heads as theirs
 from tests.train import tiny
@@ -23,14 +22,12 @@ def test_rows_of_the_target_equal_huggingface(monkeypatch):
     layers = (0, 1, 3)
     read = jax.jit(lambda params, tokens: target_states(target, params, tokens, layers))
     found = read(target.params, jnp.asarray(text.tokens))
+    tokens = torch.tensor(text.tokens).long()
     with torch.no_grad():
-        wanted = tiny.reference()(
-            torch.tensor(text.tokens).long(), output_hidden_states=True
-        )
+        wanted = tiny.reference()(tokens, output_hidden_states=True)
     for number, layer in enumerate(layers):
-        np.testing.assert_allclose(
-            found.streams[:, :, number], wanted.hidden_states[layer], atol=1e-4
-        )
+        stream = found.streams[:, :, number]
+        np.testing.assert_allclose(stream, wanted.hidden_states[layer], atol=1e-4)
     np.testing.assert_allclose(found.rows, wanted.hidden_states[-1], atol=1e-4)
     logits = wanted.logits
     np.testing.assert_allclose(found.log_sum, logits.logsumexp(-1), atol=1e-4)
@@ -73,12 +70,6 @@ def test_passes_over_rows_equal_chains_from_every_token(monkeypatch):
             hidden = torch.cat([hidden, wanted[-1:]])
 
 
-def test_shifted_rows_end_with_zeros():
-    found = shifted(jnp.arange(1, 9).reshape(2, 4), 2)
-    np.testing.assert_array_equal(found, [[3, 4, 0, 0], [7, 8, 0, 0]])
-    assert shifted(jnp.ones((2, 4, 3)), 5).sum() == 0
-
-
 @pytest.mark.slow
 def test_attention_over_rows_has_a_gradient():
     target = tiny.make_target()
@@ -90,3 +81,9 @@ def test_attention_over_rows_has_a_gradient():
     gradient = jax.jit(jax.grad(total))(target.params)
     first = gradient["layers"]["0"]["attention"]["kv_proj"].values
     assert np.isfinite(first).all() and np.abs(first).max() > 0
+
+
+def test_shifted_rows_end_with_zeros():
+    found = rows.shifted(jnp.arange(1, 9).reshape(2, 4), 2)
+    np.testing.assert_array_equal(found, [[3, 4, 0, 0], [7, 8, 0, 0]])
+    assert rows.shifted(jnp.ones((2, 4, 3)), 5).sum() == 0

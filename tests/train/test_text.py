@@ -36,12 +36,8 @@ def write(path, *documents):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.xz"])
 def test_prompts_are_read_from_files(tmp_path, suffix):
-    documents = [
-        dict(text=CHAT),
-        dict(text=LONG),
-        dict(prompt="1 + 1 =", completion=" 2"),
-    ]
-    path = write(tmp_path / f"data{suffix}", *documents)
+    pair = dict(prompt="1 + 1 =", completion=" 2")
+    path = write(tmp_path / f"data{suffix}", dict(text=CHAT), dict(text=LONG), pair)
     found = read_prompts(path, TOKENIZER, length=256, seed=0)
     assert found == read_prompts(path, TOKENIZER, length=256, seed=0)
     by_start = {TOKENIZER.decode(head)[:6]: (head, tail) for head, tail in found}
@@ -65,18 +61,15 @@ def test_prompts_are_read_from_files(tmp_path, suffix):
         ('{"body": "a"}', "document 1, has neither 'text' nor 'prompt': body"),
         ("", "no document with room for an answer in length=32"),
         (json.dumps(dict(prompt=LONG)), "no document with room"),
+        (None, "data must be a file of JSON lines, got"),
     ],
 )
 def test_wrong_data_is_named(tmp_path, content, named):
     path = tmp_path / "data.jsonl"
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content)
     with pytest.raises(ConfigError, match=named):
         read_prompts(path, TOKENIZER, length=32, seed=0)
-
-
-def test_missing_data_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="data must be a file of JSON lines, got"):
-        read_prompts(tmp_path / "nothing.jsonl", TOKENIZER, length=32, seed=0)
 
 
 class Echo:
@@ -91,17 +84,16 @@ class Echo:
     def generate(self, prompts, sampling_params):
         self.params += sampling_params
         return [
-            SimpleNamespace(
-                outputs=[
-                    SimpleNamespace(
-                        token_ids=[prompt[0]] * min(4, params.max_tokens),
-                        finish_reason="length" if prompt[0] else "error",
-                        stop_reason=None if prompt[0] else "NaN",
-                    )
-                ]
-            )
+            self.answer(prompt[0], min(4, params.max_tokens))
             for prompt, params in zip(prompts, sampling_params, strict=True)
         ]
+
+    def answer(self, token, count):
+        reasons = dict(finish_reason="length", stop_reason=None)
+        if token == 0:
+            reasons = dict(finish_reason="error", stop_reason="NaN")
+        output = SimpleNamespace(token_ids=[token] * count, **reasons)
+        return SimpleNamespace(outputs=[output])
 
 
 def test_only_generated_tokens_count():
@@ -113,11 +105,9 @@ def test_only_generated_tokens_count():
     assert (text.starts == 7).all() and (text.sizes == 10).all()
     np.testing.assert_array_equal(text.tokens[5], [6] * 10)
     assert len({params.seed for params in echo.params}) == len(echo.params)
-    shares = [
-        np.mean([params.temperature == way[1] for params in echo.params])
-        for way in WAYS
-    ]
-    np.testing.assert_allclose(shares, [way[0] for way in WAYS], atol=0.1)
+    temperatures = np.array([params.temperature for params in echo.params])
+    for share, temperature, *_ in WAYS:
+        assert abs((temperatures == temperature).mean() - share) <= 0.1
 
 
 def test_failed_request_is_not_trained_on():

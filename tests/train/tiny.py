@@ -9,18 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.models.heads.config import (
-    Eagle3Config,
-    EagleConfig,
-    MedusaConfig,
-)
+from jaxspec.models.heads.config import Eagle3Config, EagleConfig, MedusaConfig
 from jaxspec.models.weights import load_params
 from jaxspec.sharding import MESH_AXES
-from jaxspec.train.methods import (
-    Eagle3Method,
-    EagleMethod,
-    MedusaMethod,
-)
+from jaxspec.train.methods import Eagle3Method, EagleMethod, MedusaMethod
 from jaxspec.train.target import Target
 from jaxspec.train.text import Text, pack
 from tests.support.oracles import TINY, hf_tensors, make_hf_model, model_config

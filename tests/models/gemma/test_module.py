@@ -9,7 +9,6 @@ from flax import nnx
 
 import jaxspec.models.gemma
 from jaxspec.models import Gemma
-from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.gemma.network import param_specs
 from tests.support.oracles import (
     hf_logits,
@@ -17,10 +16,11 @@ from tests.support.oracles import (
     load_ours,
     make_hf_model,
     model_config,
+    sequence_batch,
 )
 
 PROMPT = np.random.default_rng(1).integers(0, 96, 7)
-PAGES = np.array([[5, 2, 7]], np.int32)
+PAGES = [5, 2, 7]
 
 
 def make_module(reference: Any, dtype: Any = jnp.float32) -> Gemma:
@@ -36,30 +36,13 @@ def make_module(reference: Any, dtype: Any = jnp.float32) -> Gemma:
     return module
 
 
-def batch_of(tokens: np.ndarray) -> TokenBatch:
-    positions = np.arange(len(tokens))
-    region = Region(
-        page_table=jnp.asarray(PAGES),
-        kv_len=jnp.array([len(tokens)], jnp.int32),
-        num_queries=len(tokens),
-    )
-    return TokenBatch(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        positions=jnp.asarray(positions, jnp.int32),
-        slot_mapping=jnp.asarray(PAGES[0][positions // 4] * 4 + positions % 4),
-        regions=(region,),
-    )
-
-
 @pytest.mark.parametrize(("length", "is_tied"), [(7, True), (2, True), (7, False)])
 def test_module_logits_equal_huggingface(length, is_tied):
     reference = make_hf_model(
         num_hidden_layers=2, sliding_window=3, tie_word_embeddings=is_tied
     )
-    module, pages = (
-        make_module(reference),
-        init_kv_pages(model_config(reference), 8, 4, jnp.float32),
-    )
+    module = make_module(reference)
+    pages = init_kv_pages(model_config(reference), 8, 4, jnp.float32)
 
     @nnx.jit
     def forward(module, batch, pages):
@@ -67,7 +50,7 @@ def test_module_logits_equal_huggingface(length, is_tied):
         return module.logits(output.hidden_states), output, pages
 
     tokens = PROMPT[:length]
-    logits, output, after = forward(module, batch_of(tokens), pages)
+    logits, output, after = forward(module, sequence_batch(tokens, PAGES), pages)
     assert np.abs(logits - hf_logits(reference, tokens)).max() <= 1e-4
     assert output.is_finite.shape == (length,)
     assert output.is_finite.all()
@@ -91,9 +74,7 @@ def test_module_parameters_have_names_and_axes():
     kv_proj = module.layers[1].attention.kv_proj
     assert kv_proj.shape == (32, 48)
     assert module.config is config
-
-
-def test_module_has_two_lazy_import_paths():
+    # The class has two lazy import paths.
     assert jaxspec.models.gemma.Gemma is Gemma
     with pytest.raises(AttributeError, match="no attribute 'Gemma3'"):
         _ = jaxspec.models.Gemma3  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,27 +5,9 @@ import json
 import pytest
 
 from jaxspec.errors import ConfigError, UnsupportedError
-from jaxspec.models.heads.config import (
-    CONFIGS,
-    Eagle3Config,
-    EagleConfig,
-    MedusaConfig,
-    default_layers,
-    read_head,
-)
+from jaxspec.models.heads.config import CONFIGS, Eagle3Config, default_layers, read_head
 from tests.models.heads import torch_heads as theirs
-from tests.models.heads.targets import target_config
-
-HEADS = {
-    "eagle": EagleConfig.from_file(theirs.eagle_config(), ()),
-    "eagle3": Eagle3Config.from_file(theirs.speculators_config(), ()),
-    "medusa": MedusaConfig(
-        target_hidden_size=theirs.HIDDEN,
-        vocab_size=theirs.VOCAB,
-        draft_vocab_size=theirs.VOCAB,
-        num_heads=3,
-    ),
-}
+from tests.models.heads.targets import HEADS, target_config
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -36,25 +18,20 @@ def test_written_config_is_read_back(kind):
 
 
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_another_target_is_rejected(kind):
+    HEADS[kind].check_target(target_config())
+    for change, named in (
         (dict(hidden_size=48), "target_hidden_size=24, and the target has 48"),
         (dict(vocab_size=64), "vocab_size=50, and the target has 64"),
-    ],
-)
-def test_another_target_is_rejected(kind, change, named):
-    HEADS[kind].check_target(target_config())
-    with pytest.raises(ConfigError, match=f"This {kind} head.* another.*{named}"):
-        HEADS[kind].check_target(target_config(**change))
-
-
-def test_layers_missing_in_the_target_are_named():
-    target = target_config(num_hidden_layers=4)
-    with pytest.raises(
-        ConfigError, match=r"layer_ids=\[2, 3, 5\], and 9B has 4 layers"
     ):
-        HEADS["eagle3"].check_target(target, "9B")
+        expected = f"This {kind} head.* another.*{named}"
+        with pytest.raises(ConfigError, match=expected):
+            HEADS[kind].check_target(target_config(**change))
+    if kind == "eagle3":
+        target = target_config(num_hidden_layers=4)
+        expected = r"layer_ids=\[2, 3, 5\], and 9B has 4 layers"
+        with pytest.raises(ConfigError, match=expected):
+            HEADS[kind].check_target(target, "9B")
 
 
 @pytest.mark.parametrize(
@@ -67,43 +44,54 @@ def test_default_layers_of_a_head(num_layers, layers):
     config = Eagle3Config.from_file(content, ())
     target = target_config(num_hidden_layers=num_layers)
     assert config.layers_of(target) == layers
-
-
-def test_specforge_layer_numbers_are_converted():
-    assert Eagle3Config.from_file(theirs.specforge_config(), ()).target_layers == (
-        2,
-        3,
-        5,
-    )
+    # SpecForge counts layers from 0.
+    found = Eagle3Config.from_file(theirs.specforge_config(), ())
+    assert found.target_layers == (2, 3, 5)
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "error", "named"),
     [
-        (dict(norm_before_fc=True), "norm_before_fc must be False, got True"),
-        (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
-        (dict(num_hidden_layers=2), "num_hidden_layers must be 1, got 2"),
-        (dict(rope_scaling=dict(rope_type="llama3")), "rope_type must be 'default'"),
-        (dict(eagle_config=dict(use_aux_hidden_state=False)), "use_aux_hidden_state"),
+        (
+            dict(norm_before_fc=True),
+            UnsupportedError,
+            "norm_before_fc must be False, got True",
+        ),
+        (dict(hidden_act="gelu"), UnsupportedError, "hidden_act must be 'silu'"),
+        (
+            dict(num_hidden_layers=2),
+            UnsupportedError,
+            "num_hidden_layers must be 1, got 2",
+        ),
+        (
+            dict(rope_scaling=dict(rope_type="llama3")),
+            UnsupportedError,
+            "rope_type must be 'default'",
+        ),
+        (
+            dict(eagle_config=dict(use_aux_hidden_state=False)),
+            UnsupportedError,
+            "use_aux_hidden_state",
+        ),
+        (dict(hidden_size=None), ConfigError, "hidden_size must be an integer"),
+        (
+            dict(draft_vocab_size=51),
+            ConfigError,
+            "draft_vocab_size must be an integer from 1 to 50",
+        ),
+        *(
+            (
+                dict(eagle_aux_hidden_state_layer_ids=layers),
+                ConfigError,
+                "3 numbers of layers",
+            )
+            for layers in ([1, 2], "all")
+        ),
+        (dict(target_hidden_size=32), ConfigError, "no embed_tokens.weight.* 32 wide"),
     ],
 )
-def test_unsupported_variants_are_named(change, named):
-    with pytest.raises(UnsupportedError, match=named):
-        Eagle3Config.from_file(theirs.specforge_config(**change), ())
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (dict(hidden_size=None), "hidden_size must be an integer"),
-        (dict(draft_vocab_size=51), "draft_vocab_size must be an integer from 1 to 50"),
-        (dict(eagle_aux_hidden_state_layer_ids=[1, 2]), "3 numbers of layers"),
-        (dict(eagle_aux_hidden_state_layer_ids="all"), "3 numbers of layers"),
-        (dict(target_hidden_size=32), "no embed_tokens.weight.* 32 wide"),
-    ],
-)
-def test_wrong_numbers_are_named(change, named):
-    with pytest.raises(ConfigError, match=named):
+def test_unsupported_variants_and_wrong_numbers_are_named(change, error, named):
+    with pytest.raises(error, match=named):
         Eagle3Config.from_file(theirs.specforge_config(**change), ())
 
 

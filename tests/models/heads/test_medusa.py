@@ -8,33 +8,25 @@ import torch
 from jaxspec.errors import ConfigError
 from jaxspec.models.heads import medusa
 from jaxspec.models.heads.config import MedusaConfig
-from jaxspec.models.heads.weights import load_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.trimmed import LOWEST, to_target_vocab
-from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
-from tests.models.heads.targets import target_config
+from tests.models.heads.targets import EMBEDDING, load
 
 HEADS, BLOCKS = 3, 2
 RANDOM = torch.Generator().manual_seed(3)
 ROWS = torch.randn(5, theirs.HIDDEN, generator=RANDOM)
-EMBEDDING = torch.randn(theirs.VOCAB, theirs.HIDDEN, generator=RANDOM)
 
 
 def our_logits(folder) -> tuple[MedusaConfig, list[np.ndarray]]:
-    config, params = load_head(
-        folder, target_config(), dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
-    )
+    config, params = load(folder)
     assert isinstance(config, MedusaConfig)
     rows = medusa.forward(config, params, jnp.asarray(ROWS.numpy()))
-    target = DenseMatrix(jnp.asarray(EMBEDDING.numpy()))
-    found = [
-        to_target_vocab(
-            params, medusa.logits(config, params, head, one, target), theirs.VOCAB
-        )
-        for head, one in enumerate(rows)
-    ]
-    return config, [np.asarray(one) for one in found]
+    target, found = DenseMatrix(jnp.asarray(EMBEDDING.numpy())), []
+    for head, one in enumerate(rows):
+        logits = medusa.logits(config, params, head, one, target)
+        found.append(np.asarray(to_target_vocab(params, logits, theirs.VOCAB)))
+    return config, found
 
 
 def vllm_config(**changes):
@@ -49,41 +41,34 @@ def vllm_config(**changes):
 
 
 def blocks_of(tensors, head):
+    """Return the blocks of a head with vLLM's names, which has no biases."""
     return [(tensors[f"blocks.{head}.layers.{n}.weight"], 0) for n in range(BLOCKS)]
 
 
-@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
-def test_reads_vllms_names(tmp_path, prefix):
-    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=False)
-    named = {prefix + name: value for name, value in tensors.items()}
-    config, found = our_logits(theirs.write(tmp_path, vllm_config(), named))
-    assert config.lm_heads == HEADS
-    for head in range(HEADS):
-        lm_head = tensors[f"lm_heads.{head}.weight"]
-        wanted = theirs.medusa_logits(ROWS, blocks_of(tensors, head), lm_head)
-        np.testing.assert_allclose(found[head], wanted, atol=1e-4)
-
-
-def test_reads_the_papers_names_with_biases(tmp_path):
-    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=True)
-    content = dict(
-        medusa_num_heads=HEADS,
-        medusa_num_layers=BLOCKS,
-        hidden_size=theirs.HIDDEN,
-        vocab_size=theirs.VOCAB,
-    )
-    theirs.write(tmp_path, content, tensors)
-    # The name of the file in the code of Medusa's paper.
-    (tmp_path / "model.safetensors").rename(tmp_path / "medusa_lm_head.safetensors")
+@pytest.mark.parametrize("prefix", ["", "medusa_heads.", "papers"])
+def test_reads_names_of_vllm_and_of_the_paper(tmp_path, prefix):
+    is_papers = prefix == "papers"
+    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=is_papers)
+    if is_papers:
+        content = dict(medusa_num_heads=HEADS, medusa_num_layers=BLOCKS)
+        content |= dict(hidden_size=theirs.HIDDEN, vocab_size=theirs.VOCAB)
+        theirs.write(tmp_path, content, tensors)
+        # The name of the file in the code of Medusa's paper.
+        (tmp_path / "model.safetensors").rename(tmp_path / "medusa_lm_head.safetensors")
+    else:
+        named = {prefix + name: value for name, value in tensors.items()}
+        theirs.write(tmp_path, vllm_config(), named)
     config, found = our_logits(tmp_path)
-    assert config.has_bias
+    assert (config.lm_heads, config.has_bias) == (HEADS, is_papers)
     for head in range(HEADS):
-        blocks = [
-            (tensors[f"{head}.{n}.linear.weight"], tensors[f"{head}.{n}.linear.bias"])
-            for n in range(BLOCKS)
-        ]
-        lm_head = tensors[f"{head}.{BLOCKS}.weight"]
-        wanted = theirs.medusa_logits(ROWS, blocks, lm_head)
+        blocks, name = blocks_of(tensors, head), f"lm_heads.{head}.weight"
+        if is_papers:
+            names = [f"{head}.{n}.linear" for n in range(BLOCKS)]
+            blocks = [
+                (tensors[f"{one}.weight"], tensors[f"{one}.bias"]) for one in names
+            ]
+            name = f"{head}.{BLOCKS}.weight"
+        wanted = theirs.medusa_logits(ROWS, blocks, tensors[name])
         np.testing.assert_allclose(found[head], wanted, atol=1e-4)
 
 
@@ -106,9 +91,7 @@ def test_heads_can_share_one_output_matrix(tmp_path, shared):
     lm_head, ids = tensors["lm_heads.0.weight"], torch.arange(theirs.VOCAB)
     for head in range(HEADS):
         del tensors[f"lm_heads.{head}.weight"]
-    if (
-        shared == "file"
-    ):  # the shared matrix under the first head's name, as vLLM allows
+    if shared == "file":  # under the first head's name, as vLLM allows
         tensors["lm_heads.0.weight"] = lm_head
     if shared == "target":
         lm_head = EMBEDDING

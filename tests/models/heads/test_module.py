@@ -12,9 +12,13 @@ from jaxspec.models.heads.weights import init_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
-from tests.models.heads.test_config import HEADS
-from tests.models.heads.test_eagle import one_pass as eagle_pass
-from tests.models.heads.test_eagle3 import PAGE_SIZE, one_pass, rows_at
+from tests.models.heads.targets import (
+    HEADS,
+    PAGE_SIZE,
+    eagle3_pass,
+    eagle_pass,
+    rows_at,
+)
 
 FLOAT32 = jnp.dtype(jnp.float32)
 RANDOM = np.random.default_rng(5)
@@ -38,43 +42,33 @@ def filled(module, config):
 
 
 @pytest.mark.slow
-def test_eagle3_module_equals_the_function():
-    module, params = filled(Eagle3(HEADS["eagle3"], FLOAT32), HEADS["eagle3"])
-    streams = [ROWS, 2 * ROWS, 3 * ROWS]
-    hidden = module.fuse(streams)
-    np.testing.assert_array_equal(hidden, eagle3.fuse(module.config, params, streams))
-    pages = jnp.zeros((8, PAGE_SIZE, 2 * theirs.KV_HEADS, theirs.HEAD_DIM))
-    batch = rows_at(0, 4)
-    found, after = nnx.jit(Eagle3.__call__)(module, batch, hidden, pages, EMBEDDING)
-    wanted, _, _ = one_pass(
-        module.config,
-        params,
-        batch,
-        batch.tokens,
-        DenseMatrix(EMBEDDING),
-        hidden,
-        pages,
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_eagle_module_equals_the_function(kind):
+    config = HEADS[kind]
+    module, params = filled(
+        {"eagle": Eagle, "eagle3": Eagle3}[kind](config, FLOAT32), config
     )
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert isinstance(after, jax.Array) and jnp.abs(after).max() > 0
-    np.testing.assert_array_equal(
-        module.logits(found), eagle3.logits(module.config, params, wanted)
-    )
-
-
-@pytest.mark.slow
-def test_eagle_module_equals_the_function():
-    config = HEADS["eagle"]
-    module, params = filled(Eagle(config, FLOAT32), config)
+    hidden = ROWS
+    if kind == "eagle3":
+        streams = [ROWS, 2 * ROWS, 3 * ROWS]
+        hidden = module.fuse(streams)
+        np.testing.assert_array_equal(hidden, eagle3.fuse(config, params, streams))
     pages = jnp.zeros((8, PAGE_SIZE, 2 * theirs.KV_HEADS, theirs.HEAD_DIM))
     batch, target = rows_at(0, 4), DenseMatrix(EMBEDDING)
-    found, after = nnx.jit(Eagle.__call__)(module, batch, ROWS, pages, EMBEDDING)
-    wanted, _, logits = eagle_pass(
-        config, params, batch, batch.tokens, target, ROWS, pages
+    found, after = nnx.jit(type(module).__call__)(
+        module, batch, hidden, pages, EMBEDDING
+    )
+    one_pass = {"eagle": eagle_pass, "eagle3": eagle3_pass}[kind]
+    wanted, _, logits = one_pass(
+        config, params, batch, batch.tokens, target, hidden, pages
     )
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert isinstance(after, jax.Array) and jnp.abs(after).max() > 0
-    np.testing.assert_allclose(module.logits(found, EMBEDDING), logits, atol=1e-4)
+    if kind == "eagle":
+        np.testing.assert_allclose(module.logits(found, EMBEDDING), logits, atol=1e-4)
+    else:
+        logits = eagle3.logits(config, params, wanted)
+        np.testing.assert_array_equal(module.logits(found), logits)
 
 
 def test_medusa_module_equals_the_function():

@@ -38,28 +38,30 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path
 # EAGLE and EAGLE-3
 
 
+def layer_shapes(layer: str, width: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer whose attention has inputs of this width."""
+    queries, keys = Q_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    return {
+        layer + "self_attn.q_proj.weight": (queries, width),
+        layer + "self_attn.k_proj.weight": (keys, width),
+        layer + "self_attn.v_proj.weight": (keys, width),
+        layer + "self_attn.o_proj.weight": (HIDDEN, queries),
+        layer + "mlp.gate_proj.weight": (INNER, HIDDEN),
+        layer + "mlp.up_proj.weight": (INNER, HIDDEN),
+        layer + "mlp.down_proj.weight": (HIDDEN, INNER),
+        layer + "post_attention_layernorm.weight": (HIDDEN,),
+    }
+
+
 def eagle3_tensors(layer: str = "layers.0.") -> dict[str, torch.Tensor]:
     """Return tensors of an EAGLE-3 head with names that begin with `layer`.
 
     In files of SafeAILab and SpecForge, `layer` is `midlayer.`.
     """
-    queries, keys = Q_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    shapes = {
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
-        layer + "self_attn.q_proj.weight": (queries, 2 * HIDDEN),
-        layer + "self_attn.k_proj.weight": (keys, 2 * HIDDEN),
-        layer + "self_attn.v_proj.weight": (keys, 2 * HIDDEN),
-        layer + "self_attn.o_proj.weight": (HIDDEN, queries),
-        layer + "mlp.gate_proj.weight": (INNER, HIDDEN),
-        layer + "mlp.up_proj.weight": (INNER, HIDDEN),
-        layer + "mlp.down_proj.weight": (HIDDEN, INNER),
-        layer + "hidden_norm.weight": (HIDDEN,),
-        layer + "input_layernorm.weight": (HIDDEN,),
-        layer + "post_attention_layernorm.weight": (HIDDEN,),
-        "norm.weight": (HIDDEN,),
-        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
-    }
-    tensors = random_tensors(shapes)
+    shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), **layer_shapes(layer, 2 * HIDDEN)}
+    for name in (layer + "hidden_norm", layer + "input_layernorm", "norm"):
+        shapes[f"{name}.weight"] = (HIDDEN,)
+    tensors = random_tensors(shapes | {"lm_head.weight": (DRAFT_VOCAB, HIDDEN)})
     generator = torch.Generator().manual_seed(1)
     kept = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
     tensors["d2t"] = kept - torch.arange(DRAFT_VOCAB)
@@ -130,21 +132,11 @@ def eagle_tensors(form: str = "papers", *, has_bias: bool = False) -> dict[str, 
 
     The latter includes a copy of the target's output matrix.
     """
-    queries, keys = Q_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     fc, layer = "fc.", "layers.0."
     if form == "speculators":
         fc, layer = "fusion_fc.", "transformer."
-    shapes: dict[str, Any] = {
-        fc + "weight": (HIDDEN, 2 * HIDDEN),
-        layer + "self_attn.q_proj.weight": (queries, HIDDEN),
-        layer + "self_attn.k_proj.weight": (keys, HIDDEN),
-        layer + "self_attn.v_proj.weight": (keys, HIDDEN),
-        layer + "self_attn.o_proj.weight": (HIDDEN, queries),
-        layer + "mlp.gate_proj.weight": (INNER, HIDDEN),
-        layer + "mlp.up_proj.weight": (INNER, HIDDEN),
-        layer + "mlp.down_proj.weight": (HIDDEN, INNER),
-        layer + "post_attention_layernorm.weight": (HIDDEN,),
-    }
+    shapes: dict[str, Any] = {fc + "weight": (HIDDEN, 2 * HIDDEN)}
+    shapes |= layer_shapes(layer, HIDDEN)
     if has_bias:
         shapes[fc + "bias"] = (HIDDEN,)
     if form == "speculators":
