@@ -3,7 +3,7 @@
 # SUITE_ARGS.
 
 SHELL := bash
-# Where engines keep compiled programs: see `_cache_dir` in jaxspec/engine/arg_utils.py.
+# Default folder of compiled programs: see `_cache_dir` in jaxspec/engine/arg_utils.py.
 programs := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxspec
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,15 +15,15 @@ installed := $(VENV)/.installed
 installed_test := $(VENV)/.installed-test
 installed_ray := $(VENV)/.installed-ray
 
-# Tests run in a process more than there are cores, as some wait; four at most, as each
-# takes a few GB. They stay in order, so that those of a file share models and compiled
-# programs, until one process is done and takes some from another.
+# Tests run in one process more than there are cores, because some tests wait, and in at
+# most four, because each takes a few GB. They run in order, so that the tests of a file
+# share models and compiled programs; a process that is done takes tests from another.
 cores := $(shell getconf _NPROCESSORS_ONLN)
 pytest := $(bin)/python -m pytest -q -n $(shell echo $$(($(cores) < 3 ? $(cores) + 1 : 4))) \
   --dist worksteal
 
-# What a change must pass: `.ci/run` runs all of it, and then the long suites that are due;
-# pre-commit runs the same targets. The tests come last, so that their closing line is
+# Checks that a change must pass. `.ci/run` runs them and then the long suites that are
+# due; pre-commit runs the same targets. The tests are last, so that pytest's summary is
 # the last line.
 checks := ruff-check ruff-format pyright lint-imports test
 
@@ -69,10 +69,10 @@ lint-imports: $(installed_test)
 test: $(installed_test)
 	@$(pytest) -m "not slow and not long_suite and not aot" $(PYTEST_ARGS)
 
-# The long proofs in runs of their own, one for each, which record what passed; until
-# what they read has changed, the record is the proof. `python -m tests.long_suites --all`
-# runs them whatever is on record. Those that compile for TPU and GPU could not run with
-# the other tests: see tests/conftest.py.
+# Each long suite runs separately and records that it passed. It runs again only if the
+# files that it reads have changed; `python -m tests.long_suites --all` runs all suites.
+# Suites that compile for TPU and GPU cannot run in one process with other tests: see
+# tests/conftest.py.
 run_suites := $(bin)/python -m tests.long_suites
 
 test-all: $(installed_test) $(installed_ray)
@@ -112,15 +112,16 @@ $(installed): pyproject.toml | $(bin)/python
 	@$(build_native)
 	@touch $@
 
-# Its own requirements hold TensorFlow, which the network in it does not use.
+# Installed without its requirements: they include TensorFlow, which its network does not
+# use.
 gemma := tests/accuracy/gemma_requirements.txt
 
-# Compilers for TPU and GPU, in a folder of their own: where no such device is present,
-# jax would complain about them at every start. The plugin must be of jax's version.
+# Compilers for TPU and GPU, in a separate folder: without such a device, jax would log a
+# warning about them at every start. The plugin must have jax's version.
 aot := $(VENV)/aot
 jax_version = $$($(bin)/python -c 'import jax; print(jax.__version__)')
 
-# Clients of the server have requirements of their own.
+# The clients that are tested with the server have their own environment.
 clients := $(VENV)/clients
 client_requirements := tests/serve/client_requirements.txt
 
@@ -146,7 +147,7 @@ $(installed_test): pyproject.toml $(gemma) $(client_requirements) | $(bin)/pytho
 	  echo "  without llama.cpp: the tests that compare with it are skipped"
 	@touch $(installed) $@
 
-# Ray has many requirements of its own, and only slow tests run it.
+# Ray has its own environment: it has many requirements, and only slow tests run it.
 ray := $(VENV)/ray
 ray_extra = $$($(bin)/python -c 'import tomllib; print(*tomllib.load(open( \
   "pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"])')

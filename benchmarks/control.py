@@ -482,14 +482,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, default=RESULT, help="path of the result")
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--num-tokens", type=int, default=300, help="new tokens of every request")
-    add("--repeats", type=int, default=5, help="measured runs of every way")
+    add("--repeats", type=int, default=5, help="measured runs per configuration")
     add(
         "--warm-up-s",
         type=float,
         default=3.0,
         help="adaptive runs before the measured ones",
     )
-    add("--max-num-seqs", type=int, default=max(BATCHES), help="no larger batches")
+    add(
+        "--max-num-seqs", type=int, default=max(BATCHES), help="skip larger batch sizes"
+    )
     add("--prompts", type=Path, nargs="+", default=[BUNDLED], help="of `foreign`")
     add("--prompts-per-domain", type=int, default=2)
     add("--fixed", type=int, nargs="+", default=list(range(MOST_DRAFTS + 1)))
@@ -537,7 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif name == "ramp":
             ratios = {key: result[name][f"adaptive_by_{key}"] for key in (PLAIN, FIXED)}
             print(
-                "ramp, adaptive by "
+                "ramp, adaptive / "
                 + ", ".join(f"{k} {v:.3f}" for k, v in ratios.items())
             )
         elif name == "short":

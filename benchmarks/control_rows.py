@@ -51,7 +51,7 @@ def ratio(speeds: Mapping[str, list[float]], way: str, other: str) -> dict[str, 
 
 
 def compare(speeds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return a cell's speeds by mode, and adaptive / best fixed K and / plain."""
+    """Return speeds by mode, and those of adaptive K / best fixed K and / plain."""
     fixed = [name for name in speeds if name not in (PLAIN, ALIKE, ADAPTIVE)]
     best = max(fixed, key=lambda name: median(speeds[name]))
     alike = {}
@@ -140,13 +140,17 @@ def misses(result: Mapping[str, Any]) -> list[str]:
     for name in ("cells", "foreign", "free"):
         for row in result.get(name, ()):
             place, goal = place_of(name, row), FREE if name == "free" else NOT_SLOWER
-            at_least(row["adaptive_by_plain"]["median"], goal, f"{place}, by plain")
+            at_least(
+                row["adaptive_by_plain"]["median"], goal, f"{place}, adaptive / plain"
+            )
             if name == "cells":
                 value = row["adaptive_by_best"]["median"]
-                at_least(value, BEST, f"{place}, by K = {row['best_num_drafts']}")
+                at_least(
+                    value, BEST, f"{place}, adaptive / K = {row['best_num_drafts']}"
+                )
             elif name == "free":
                 value = row["fixed_by_plain"]["median"]
-                at_least(value, FREE, f"{place}, K = 0 by plain")
+                at_least(value, FREE, f"{place}, K = 0 / plain")
     for row in result.get("step", ()):
         for number, phase in enumerate(row["phases"][1:], start=2):
             place = f"step, batch {row['batch']}, phase {number}"
@@ -157,13 +161,19 @@ def misses(result: Mapping[str, Any]) -> list[str]:
                 # Check the speed too: an engine that keeps making drafts that are
                 # rejected settles as well, at a lower speed.
                 settled = phase["tokens_per_s"] / phase["plain_tokens_per_s"]
-                at_least(settled, NOT_SLOWER, f"{place}, settled by plain")
+                at_least(settled, NOT_SLOWER, f"{place}, settled speed / plain")
     if "short" in result:
         lowest = min(one["median"] for one in result["short"]["by_plain"])
-        at_least(lowest, BEST, "short, slowest prompt by plain")
-        at_least(min(result["short"]["first_by_plain"]), BEST, "short, first request")
+        at_least(lowest, BEST, "short, slowest prompt, adaptive / plain")
+        at_least(
+            min(result["short"]["first_by_plain"]),
+            BEST,
+            "short, first request, adaptive / plain",
+        )
     if "ramp" in result:
-        at_least(result["ramp"]["adaptive_by_plain"], NOT_SLOWER, "ramp, by plain")
+        at_least(
+            result["ramp"]["adaptive_by_plain"], NOT_SLOWER, "ramp, adaptive / plain"
+        )
     return found
 
 
@@ -172,7 +182,7 @@ def short_line(result: Mapping[str, Any]) -> str:
     medians = sorted(one["median"] for one in result["by_plain"])
     firsts = ", ".join(f"{one:.2f}" for one in result["first_by_plain"])
     return (
-        f"short, adaptive by plain: median {median(medians):.2f}, prompts "
+        f"short, adaptive / plain: median {median(medians):.2f}, prompts "
         f"{medians[0]:.2f} to {medians[-1]:.2f}; first requests {firsts}"
     )
 

@@ -63,7 +63,9 @@ def main() -> None:
     if options.quick:
         vars(options).update(QUICK)
     if options.num_tokens < 2 or options.repeats < 1 or options.prompts_per_domain < 1:
-        raise SystemExit("--num-tokens must be at least 2, the other counts 1")
+        raise SystemExit(
+            "--num-tokens must be at least 2, and the other numbers at least 1"
+        )
     # Read the machine's load before the run, as it shows whether the machine was idle.
     device = warn_unless_quiet()
     chosen = load_prompts(options.corpus, options.prompts_per_domain)
@@ -110,7 +112,11 @@ def warn_unless_quiet() -> dict[str, Any]:
     """Describe the machine; print a warning if other programs load it."""
     found = machine()
     if found["load_average"][0] > 0.5 * found["cores"]:
-        print(f"Not a quiet machine: load {found['load_average']}", file=sys.stderr)
+        print(
+            f"Warning: the machine is busy (load {found['load_average']}), so "
+            "results are unreliable",
+            file=sys.stderr,
+        )
     return found
 
 
@@ -173,7 +179,7 @@ def took_s(child: Child, prompt: list[int], num_tokens: int) -> float:
 def measure_huggingface(
     prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure greedy `generate` of transformers by dtype; a reason if it cannot run."""
+    """Measure transformers' greedy `generate` by dtype, or return why it cannot run."""
     peer, num_tokens = huggingface(), options.num_tokens
     if options.skip_huggingface:
         return {"skipped": "by --skip-huggingface"}

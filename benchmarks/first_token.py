@@ -85,7 +85,7 @@ def peak_resident_bytes() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", required=True, help="folder of compiled programs")
+    parser.add_argument("--cache", required=True, help="folder for compiled programs")
     parser.add_argument("--num-tokens", type=int, required=True)
     parser.add_argument("--num-speculative-tokens", type=int, required=True)
     parser.add_argument("--dtype", default="auto")

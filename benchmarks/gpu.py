@@ -82,14 +82,19 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=520, help="no part runs longer than this")
+    add(
+        "--seconds",
+        type=float,
+        default=520,
+        help="start no part after this many seconds",
+    )
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--num-drafts", type=int, nargs="+", default=NUM_DRAFTS)
     add("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
     add("--batches", type=int, nargs="+", default=BATCHES)
     add("--context", type=int, help="tokens before the first step (default: 1024)")
     add("--scan-layers", action="store_true", help="programs with one loop over layers")
-    add("--dry-run", action="store_true", help="tiny shapes: to see that it works")
+    add("--dry-run", action="store_true", help="use tiny shapes, to test the script")
     add("--output", type=Path, help="default: benchmarks/results/gpu-<device>.json")
     add("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child does
     return parser
@@ -150,7 +155,7 @@ def target_passes(models: Models, options: argparse.Namespace) -> Makers:
 
 
 def rounds(models: Models, options: argparse.Namespace) -> Makers:
-    """Return rounds at the first batch size: every K forced, the largest unforced."""
+    """Return rounds of every K with forced acceptance, and one without forcing."""
     make = partial(Program, models, seqs=options.batches[0])
     makers: Makers = {
         count: partial(make, num_drafts=count, acceptance=(0.5,) * count)
@@ -398,7 +403,7 @@ def rows_of(name: str, end: float, arguments: list[str]) -> Generator[Row]:
     """Yield the rows of one part until a time of the monotonic clock."""
     left = end - time.monotonic()
     if left <= 0:
-        yield {"what": "left out: no time"}
+        yield {"what": "skipped: the time limit was reached"}
         return
     yield from run_child(name, left, arguments)
 

@@ -1,6 +1,6 @@
 """Prompts of benchmarks, and runs that alternate plain decoding and speculation.
 
-Prompts are valid documents of a corpus, or our own short list.
+Prompts are held-out documents of the training corpus, or our own short list.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
     """
     default = HERE.parents[1] / "shared" / "corpus"
     path = (corpus or default) / "valid.jsonl.xz"
-    source, given = "valid documents of the corpus", _of_corpus(path)
+    source, given = "held-out documents of the training corpus", _of_corpus(path)
     if corpus is None and not path.is_file():
         source, given = "benchmarks/prompts.jsonl", bundled("prompts.jsonl")
     elif not path.is_file():
@@ -66,7 +66,8 @@ def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
     short = {domain: count for domain, count in short.items() if count < per_domain}
     if short:
         raise SystemExit(
-            f"--prompts-per-domain {per_domain}: {source} has fewer of {short}"
+            f"--prompts-per-domain {per_domain} is too high: {source} has fewer "
+            f"prompts of {short}"
         )
     # Take documents at equal distances, because neighboring documents are often alike.
     chosen = {
@@ -119,7 +120,7 @@ def sampling(num_tokens: int, num_drafts: int, **controls: Any) -> SamplingParam
 
 def decode(run: Run) -> Span:
     """Return the decoding phase of the run: from its first token to its last."""
-    assert run.decode is not None, "one token is no decoding"
+    assert run.decode is not None, "at least two tokens are needed to measure decoding"
     return run.decode
 
 

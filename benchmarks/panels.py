@@ -197,7 +197,7 @@ def kept_by_position(
     """Return the share of rounds that accepted each draft position, with its spread.
 
     Args:
-        runs: Acceptance as results have it; empty gives nothing.
+        runs: The `acceptance` of each run; without runs, the result is empty.
     """
     if not runs:
         return []

@@ -5,13 +5,13 @@
 - Acceptance with every KV cache type, greedy and sampled with seeds, and the number of
   texts that are equal with and without drafts.
 - Speed of pairs of types on a CPU at batch 1: tokens per second, plain and with drafts,
-  and acceptance; also with a draft whose LM head is cut to a quarter.
+  and acceptance; also with a draft whose LM head is trimmed to a quarter.
 
 Prints a line per row and writes benchmarks/results/quantization-cpu.json; skipped parts
 keep their earlier results. See docs/quantization.md.
 
-`--trimmed` measures only the acceptance of drafts with a cut LM head, with the bundled
-prompts and with documents, greedy and at temperature 1; see docs/drafts.md.
+`--trimmed` measures only the acceptance of drafts with a trimmed LM head, with the
+bundled prompts and with documents, greedy and at temperature 1; see docs/drafts.md.
 
 `--tables` runs nothing: it prints the recorded tables, and the bounds for published
 sizes that follow from bytes.
@@ -131,7 +131,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--skip-speed", action="store_true", help="skip speeds")
     add("--skip-quality", action="store_true", help="skip quality")
     add("--skip-acceptance", action="store_true", help="skip acceptance by KV type")
-    add("--trimmed", action="store_true", help="only acceptance with a cut LM head")
+    add(
+        "--trimmed",
+        action="store_true",
+        help="measure only the acceptance with a trimmed LM head",
+    )
     add("--other-map", type=Path, help="a token map to compare with the draft's own")
     add("--output", type=Path, default=PATH)
     return parser
@@ -147,7 +151,7 @@ def main() -> None:
     if options.trimmed:
         options.skip_quality = options.skip_acceptance = options.skip_speed = True
     if options.corpus is None and (options.trimmed or not options.skip_quality):
-        raise SystemExit("--corpus FOLDER is required: it has the documents")
+        raise SystemExit("--corpus FOLDER is required: the folder with valid.jsonl.xz")
     device = warn_unless_quiet()
     quality = [] if options.skip_quality else list(measure_quality(options))
     every = list(bundled("prompts.jsonl"))
@@ -181,7 +185,7 @@ def measure_quality(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     pieces = cut(texts, tokenizer.encode, length=options.length, num_rows=options.rows)
     if not len(pieces):
         raise SystemExit(
-            f"too few documents of {options.length} tokens: lower --length"
+            f"too few documents have {options.length} tokens: lower --length"
         )
     mesh = make_mesh(1)
     plain = Reader(folder, mesh, dtype=options.dtype)
@@ -322,7 +326,7 @@ def measure_speed(
     for pair, engine, own in zip(PAIRS, engines, runs, strict=True):
         found = summarise(own)
         plan = engine.runner.memory
-        assert plan is not None, "an engine was made without a memory plan"
+        assert plan is not None, "the engine has no memory plan"
         facts = plan.facts
         yield {
             **pair._asdict(),
@@ -412,7 +416,7 @@ def speed_lines(record: dict[str, Any]) -> list[str]:
 
 
 def trimmed_lines(record: dict[str, Any]) -> list[str]:
-    """Return the table of acceptance with cut LM heads."""
+    """Return the table of acceptance with trimmed LM heads."""
     columns = list(itertools.product(("prompts", "documents"), HEAD_MODES))
     lines = [
         "| of 8,192 tokens | "

@@ -69,9 +69,10 @@ def _notes(result: dict[str, Any]) -> list[str]:
         f"`{result['target']}` with `{result['draft']}`, K = "
         f"{arguments['num_speculative_tokens']}, batch 1, {arguments['num_tokens']} "
         f"new tokens, {result['dtype']}; medians of {arguments['repeats']} runs of "
-        f"{row['num_prompts']} prompts ({result['prompts']['source']}). The speed-up "
-        "is the median of ratios of paired runs, not the ratio of the two medians. "
-        "Greedy text is the same with and without speculation for "
+        f"{row['num_prompts']} prompts ({result['prompts']['source']}). Runs with and "
+        "without speculation alternate; the speed-up is the median of the ratios of "
+        "these pairs, so it differs from the ratio of the two columns. Greedy text is "
+        "the same with and without speculation for "
         f"{row['num_equal']} of {row['num_prompts']} prompts.",
     ]
     peers = result["huggingface"]
@@ -85,8 +86,8 @@ def _notes(result: dict[str, Any]) -> list[str]:
         cold, warm = startup["cold"], startup["warm"]
         lines.append(
             f"From process start to the first token: {cold['first_token_s']:.1f} s "
-            "with nothing compiled (the round's own program is compiled after it), "
-            f"{warm['first_token_s']:.1f} s with a compilation cache.{_memory(startup)}"
+            "with an empty compilation cache (programs with drafts are compiled after "
+            f"it), {warm['first_token_s']:.1f} s with a filled one.{_memory(startup)}"
         )
     lines.append(_measured(result))
     return lines
@@ -121,78 +122,60 @@ def peers_result(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def forms_table(folder: Path) -> str:
-    """Return the table of all results of `jaxspec.bench spec --forms`, with notes."""
-    rows = [
-        "| prompts, temperature, batch | form | drafts | tokens per round | round, ms "
-        "| plain round, ms | times as fast as plain | least |",
-        "|---|---|---|---|---|---|---|---|",
+def spec_table(folder: Path, kind: str) -> str:
+    """Return the table of `jaxspec.bench spec`, with notes on how it was measured.
+
+    A row is a shape of the drafts or a method, a column a set of prompts with a
+    temperature and a batch size.
+
+    Args:
+        kind: `forms` or `methods`: the option of the command, and the result's key.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    places: dict[str, None] = {}
+    notes = [
+        "A cell has the tokens per round, the speed-up over plain decoding (median of "
+        "the runs), and in brackets the lowest speed-up of all runs."
     ]
-    notes = []
-    for path in sorted(folder.glob("forms-*.json")):
+    for path in sorted(folder.glob(f"{kind}-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         prompts = prompts_of(result)
-        found = [(one, point) for one in result["forms"] for point in one["points"]]
-        found.sort(key=lambda pair: (pair[1]["temperature"], pair[1]["batch_size"]))
-        rows += [_form_row(prompts, one, point) for one, point in found]
-        for one in result["forms"]:
-            if one["form"].startswith("best"):
-                tree = one["speculative_token_tree"]
-                notes.append(f"- {prompts}, {one['form']}: `{tree}`")
-        notes += [f"- {prompts}: {line}" for line in result["answer"][:-1]]
-        notes.append(f"- {prompts}: {_measured(result)}")
-    return "\n".join([*rows, "", *notes]) if notes else NO_FORMS
+        for entry in result[kind]:
+            row = cells.setdefault(_row_name(entry), {})
+            for point in entry["points"]:
+                batch = f"batch {point['batch_size']}"
+                place = f"{prompts}, temperature {point['temperature']:g}, {batch}"
+                places[place] = None
+                ratio = point["decode_speed_up"]
+                row[place] = (
+                    f"{point['tokens_per_round']:.2f}, {ratio['median']:.2f} "
+                    f"({ratio['least']:.2f})"
+                )
+        notes.append(f"Columns with {prompts}: {_measured(result)}")
+    if not cells:
+        return NO_FORMS
+    rows = [
+        f"| {'shape' if kind == 'forms' else 'method'} | {' | '.join(places)} |",
+        "|---" * (1 + len(places)) + "|",
+    ]
+    for name, row in cells.items():
+        rows.append(
+            f"| {name} | {' | '.join(row.get(place, '-') for place in places)} |"
+        )
+    return "\n".join([*rows, "", *notes])
+
+
+def _row_name(entry: dict[str, Any]) -> str:
+    """Return the name of a method, or of a shape of the drafts."""
+    if "form" not in entry:
+        return f"{entry['name'].split()[0]}, K = {entry['num_levels']}"
+    return entry["form"] if len(entry["form"]) < 20 else "tree"
 
 
 def prompts_of(result: dict[str, Any]) -> str:
     """Return the name of the prompts of a result of `jaxspec.bench spec`."""
     given = result["arguments"]["dataset_path"]
-    return "bundled" if given is None else Path(given).stem.replace("_", " ")
-
-
-def methods_table(folder: Path) -> str:
-    """Return the table of all results of `jaxspec.bench spec --all-methods`."""
-    rows = [
-        "| prompts, temperature, batch | method | K | acceptance by position "
-        "| tokens per round | round, ms | times as fast as plain | least | MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    notes = []
-    for path in sorted(folder.glob("methods-*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        found = [(one, point) for one in result["methods"] for point in one["points"]]
-        found.sort(key=lambda pair: (pair[1]["temperature"], pair[1]["batch_size"]))
-        rows += [_method_row(prompts_of(result), *pair) for pair in found]
-        notes.append(f"- {prompts_of(result)}: {_measured(result)}")
-    return "\n".join([*rows, "", *notes]) if notes else NO_FORMS
-
-
-def _method_row(prompts: str, one: dict[str, Any], point: dict[str, Any]) -> str:
-    speculative, ratio = point["speculative"], point["decode_speed_up"]
-    round_ms = speculative["round_s"]["median"] * 1e3
-    rates = speculative["acceptance"]["acceptance_rate_per_position"]
-    return (
-        f"| {prompts}, {point['temperature']:g}, {point['batch_size']} "
-        f"| {one['name'].split()[0]} | {one['num_levels']} "
-        f"| {' '.join(f'{rate:.2f}' for rate in rates)} "
-        f"| {point['tokens_per_round']:.2f} | {round_ms:.1f} "
-        f"| {ratio['median']:.2f} | {ratio['least']:.2f} "
-        f"| {one['memory_bytes'] / MIB:.1f} |"
-    )
-
-
-def _form_row(prompts: str, one: dict[str, Any], point: dict[str, Any]) -> str:
-    times = [
-        f"{point[mode]['round_s']['median'] * 1e3:.1f}"
-        for mode in ("speculative", "plain")
-    ]
-    ratio = point["decode_speed_up"]
-    form = one["form"] if len(one["form"]) < 20 else "tree"
-    return (
-        f"| {prompts}, {point['temperature']:g}, {point['batch_size']} | {form} "
-        f"| {one['num_nodes']} | {point['tokens_per_round']:.2f} | {times[0]} "
-        f"| {times[1]} | {ratio['median']:.2f} | {ratio['least']:.2f} |"
-    )
+    return "bundled prompts" if given is None else Path(given).stem.replace("_", " ")
 
 
 def replace_table(readme: str, table: str, begin: str, end: str) -> str:
@@ -200,7 +183,7 @@ def replace_table(readme: str, table: str, begin: str, end: str) -> str:
     before, found_begin, rest = readme.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise SystemExit(f"The page must hold {begin} and, below it, {end}")
+        raise SystemExit(f"The page must have the line {begin} and, below it, {end}")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
@@ -216,10 +199,15 @@ def main() -> None:
     tables = [
         (options.readme, own, BEGIN, END),
         (options.peers_page, peers, PEERS_BEGIN, PEERS_END),
-        (options.peers_page, forms_table(options.results), FORMS_BEGIN, FORMS_END),
         (
             options.peers_page,
-            methods_table(options.results),
+            spec_table(options.results, "forms"),
+            FORMS_BEGIN,
+            FORMS_END,
+        ),
+        (
+            options.peers_page,
+            spec_table(options.results, "methods"),
             METHODS_BEGIN,
             METHODS_END,
         ),

@@ -15,7 +15,7 @@ import xllamacpp
 
 def main() -> None:
     given: dict[str, Any] = json.load(sys.stdin)
-    library: Any = xllamacpp  # its types name nothing
+    library: Any = xllamacpp  # its types are not declared
     params = library.CommonParams()
     params.model.path = given["path"]
     params.n_ctx, params.n_parallel = 1024, 1

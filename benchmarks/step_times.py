@@ -276,7 +276,9 @@ class Program(_Setup):
             seconds.append(took_s / setting.steps)
             for result in jax.device_get(results):
                 step = StepResult.unpack(np.asarray(result), self.shape)
-                assert not step.is_broken.any(), "NaN or infinity in random weights"
+                assert not step.is_broken.any(), (
+                    "the random weights produced NaN or infinity"
+                )
                 emitted += int(step.num_emitted.sum())
                 accepted += int(step.num_accepted.sum())
                 drafted += int(step.num_draft_tokens.sum())

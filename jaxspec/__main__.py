@@ -52,7 +52,7 @@ def make_parser(prog: str = PROG) -> CommandParser:
     _add_generate_arguments(generate)
     chat = commands.add_parser(
         "chat",
-        help="chat in the terminal, with models loaded here or with a server",
+        help="chat in the terminal, with local models or with a server",
         description="Answer line by line; /help lists all commands.",
     )
     _add_chat_arguments(chat)
@@ -62,7 +62,8 @@ def make_parser(prog: str = PROG) -> CommandParser:
         help="show the memory plan of an engine, also for devices that are not present",
     )
     commands.add_parser(
-        "compile", help="compile programs ahead, also for devices that are not present"
+        "compile",
+        help="compile programs ahead of time, also for devices that are not present",
     )
     commands.add_parser("quality", help="measure the effect of quantization on texts")
     commands.add_parser("bench", help="measure plain decoding and speculation")
@@ -72,7 +73,7 @@ def make_parser(prog: str = PROG) -> CommandParser:
 
 
 def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    server = parser.add_argument_group("a server, in place of models loaded here")
+    server = parser.add_argument_group("use a server instead of local models")
     server.add_argument(
         "--url", help="server with OpenAI's API, such as http://127.0.0.1:8000"
     )
@@ -93,15 +94,15 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         dest="is_chat",
         action="store_true",
         default=None,
-        help="write the prompt as a user's turn (default, if the model was trained on "
-        "conversations)",
+        help="send the prompt as a user's message (default for models with a chat "
+        "template)",
     )
     form.add_argument(
         "--raw",
         dest="is_chat",
         action="store_false",
         default=None,
-        help="continue the bare prompt",
+        help="continue the prompt as plain text, without a chat template",
     )
     _add_model_arguments(parser.add_argument_group("models"))
     _add_sampling_arguments(parser.add_argument_group("sampling"), max_tokens=128)
@@ -109,7 +110,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-compare",
         dest="is_compared",
         action="store_false",
-        help="leave out the run without speculation",
+        help="do not repeat the request without speculation",
     )
 
 
@@ -152,7 +153,8 @@ def _add_model_arguments(models: argparse._ArgumentGroup) -> None:
     models.add_argument(
         "--speculative-model-quantization",
         metavar="KIND",
-        help="the same for the draft model; changes only the speed",
+        help="store the draft model's matrices in int8, int4 or fp8; changes only "
+        "the speed",
     )
     models.add_argument(
         "--quantize-embedding",
@@ -182,7 +184,7 @@ def _add_sampling_arguments(
         metavar="T",
         type=float,
         default=0.0,
-        help="0, the default, takes the most likely token",
+        help="0 (default) always chooses the most likely token",
     )
     sampling.add_argument("--top-p", metavar="P", type=float, default=1.0)
     sampling.add_argument("--top-k", metavar="N", type=int, default=0)

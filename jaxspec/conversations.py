@@ -22,7 +22,8 @@ class ChatOptions(TypedDict, total=False):
             file with one.
         chat_template_kwargs: Further variables for the template. A variable that the
             template does not use has no effect.
-        chat_template_content_format: "auto" or "string": contents are texts.
+        chat_template_content_format: "auto" or "string": with both, the template gets
+            the messages' contents as strings.
         parse_special_tokens: Encode special pieces in messages as special tokens.
             Without it "<end_of_turn>" in a message is text and cannot end its turn.
         strict_roles: Raise an error for conversations that the template rejects.
@@ -65,7 +66,9 @@ def write_conversations(
         refuse(name, own.pop(name, None))
     content_format = own.pop("chat_template_content_format", "auto")
     if content_format not in ("auto", "string"):
-        allowed = "'auto' or 'string': the template gets contents as texts"
+        allowed = (
+            "'auto' or 'string' (message contents are given to the template as strings)"
+        )
         name = "chat_template_content_format"
         raise wrong_argument(RequestError, name, allowed, content_format)
     if own.get("chat_template") is not None:

@@ -27,6 +27,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise AttributeError(
         f"{__name__} has no {name}: of vLLM's environment variables only "
-        f"{' and '.join(_READ)} are read. In place of others use arguments of LLM and "
-        "EngineArgs, or flags of the server."
+        f"{' and '.join(_READ)} are read. For other settings use arguments of LLM "
+        "and EngineArgs, or flags of the server."
     )

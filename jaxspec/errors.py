@@ -62,7 +62,8 @@ class EngineDeadError(Exception):
     def __init__(self, message: str = ""):
         super().__init__(
             message
-            or "The engine has stopped. See the log for the reason, and make a new one."
+            or "The engine has stopped. See the log for the reason, and create a "
+            "new engine."
         )
 
 

@@ -141,9 +141,9 @@ def parse_prompt(
         token_ids = _check_ids(given_ids, vocab_size)
     if len(token_ids) >= max_model_len:
         raise RequestError(
-            f"The prompt has {len(token_ids)} tokens; allowed are 1 to "
-            f"{max_model_len - 1}, one below max_model_len={max_model_len}, so that at "
-            "least one token can follow. Shorten it or raise max_model_len.",
+            f"The prompt has {len(token_ids)} tokens, but must have 1 to "
+            f"{max_model_len - 1}: max_model_len={max_model_len} includes at least "
+            "one generated token. Shorten the prompt or raise max_model_len.",
             parameter="prompt",
             value=len(token_ids),
         )

@@ -64,8 +64,9 @@ def find_devices() -> list[Any]:
         reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
         reason = reason or "no device was found"
         raise ConfigError(
-            f"jax cannot start with JAX_PLATFORMS={named or ''!r}: {reason}. Name a "
-            "platform of this machine (cpu, cuda, tpu), or unset it: jax chooses then.",
+            f"jax cannot start with JAX_PLATFORMS={named or ''!r}: {reason}. Set it "
+            "to a platform of this machine (cpu, cuda, tpu), or unset it to let jax "
+            "choose.",
             parameter="JAX_PLATFORMS",
             value=named,
         ) from error

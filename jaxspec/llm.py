@@ -473,7 +473,7 @@ class LLM:
         advice = "Enqueue them again; the next wait_for_completion() has the others."
         if failures:
             raise EngineGenerateError(
-                f"Requests {names} ended without an output: a step failed: "
+                f"Requests {names} ended without an output, because a step failed: "
                 f"{failures[0]!r}. {advice}"
             ) from failures[0]
         raise RequestError(

@@ -139,16 +139,16 @@ def test_missed_goals_are_reported():
         "ramp": {"adaptive_by_plain": 0.96},
     }
     assert misses(missed) == [
-        "cells, batch 1, acceptance 0.7, by plain: 0.960, goal 0.97",
-        "cells, batch 1, acceptance 0.7, by K = 5: 0.940, goal 0.95",
-        "math, temperature 1, by plain: 0.960, goal 0.97",
-        "free, batch 1, by plain: 0.980, goal 0.99",
-        "free, batch 1, K = 0 by plain: 0.980, goal 0.99",
-        "step, batch 8, phase 2, settled by plain: 0.625, goal 0.97",
+        "cells, batch 1, acceptance 0.7, adaptive / plain: 0.960, goal 0.97",
+        "cells, batch 1, acceptance 0.7, adaptive / K = 5: 0.940, goal 0.95",
+        "math, temperature 1, adaptive / plain: 0.960, goal 0.97",
+        "free, batch 1, adaptive / plain: 0.980, goal 0.99",
+        "free, batch 1, K = 0 / plain: 0.980, goal 0.99",
+        "step, batch 8, phase 2, settled speed / plain: 0.625, goal 0.97",
         "step, batch 8, phase 3: settles after 1.1 s, goal 1",
         "step, batch 8, phase 4: settles after None s, goal 1",
-        "step, batch 8, phase 4, settled by plain: 0.625, goal 0.97",
-        "ramp, by plain: 0.960, goal 0.97",
+        "step, batch 8, phase 4, settled speed / plain: 0.625, goal 0.97",
+        "ramp, adaptive / plain: 0.960, goal 0.97",
     ]
 
 

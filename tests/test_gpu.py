@@ -95,7 +95,7 @@ def test_measurements_are_kept_if_a_part_fails(tmp_path, monkeypatch):
     assert "--parts 27b-2b" in result["command"]
     gpu.main([*QUICK, *more[:-4], "--seconds", "0", "--output", str(output)])
     left = [row["what"] for row in json.loads(output.read_text())["rows"]]
-    assert left == ["left out: no time"] * 2
+    assert left == ["skipped: the time limit was reached"] * 2
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_full_run(tmp_path, monkeypatch, capsys):
         kind[::2]: row["failed"] for kind, row in by_kind.items() if "failed" in row
     }
     assert failed == {
-        ("single", 3): "does at most 1 at once",
+        ("single", 3): "limited to batch 1",
         ("dying", 3): "ended with code 1: no room in dying.py",
     }
     assert result["peers"]["absent"] == {"skipped": "not installed"}
@@ -226,7 +226,7 @@ def test_text_of_wrong_length_is_an_error(tmp_path):
     peer = fake(tmp_path, "jaxspec", run="num_tokens -= 1")
     child = Child(peer.command(), {"mode": "plain"}, **AROUND, limit_s=30.0)
     try:
-        with pytest.raises(PeerError, match="2 texts of 4 tokens, got 2 of .3."):
+        with pytest.raises(PeerError, match="got 2 texts of .3. tokens"):
             child.ask({"prompts": [[1], [2]], "batch_size": 2, "num_tokens": 4}, 30.0)
     finally:
         child.close()
@@ -237,10 +237,13 @@ def test_text_of_wrong_length_is_an_error(tmp_path):
     [
         (["--num-tokens", "0"], "--num-tokens must be at least 1"),
         (["--batch-sizes", "1", "0"], "--batch-sizes must be at least 1"),
-        (["--num-prompts", "4"], "do not fill 8 rows"),
+        (["--num-prompts", "4"], "4 must be at least 8, the largest batch size"),
         (["--threads", "9999"], "this process may use"),
-        (["--output", "nowhere/a.json"], "there is no folder nowhere"),
-        (["--peers", "vllm"], "--peers are of jaxspec, .*HuggingFace.*got vllm"),
+        (["--output", "nowhere/a.json"], "in an existing folder; there is no nowhere"),
+        (
+            ["--peers", "vllm"],
+            "--peers must be some of jaxspec, .*HuggingFace.*got vllm",
+        ),
     ],
 )
 def test_invalid_options_are_rejected(arguments, message):
@@ -256,7 +259,7 @@ def test_peers_report_missing_requirements(tmp_path):
     assert reasons["jaxspec"] is None
     assert reasons["openvino-genai"] == "no --openvino-python"
     assert reasons["llama.cpp"] == "no --llama-convert"
-    assert reasons["vLLM"] == "there is no python"
+    assert reasons["vLLM"] == "not found: python"
 
 
 class Lengths:
@@ -337,14 +340,14 @@ def test_table_has_a_line_per_engine_and_mode():
     assert lines[5] == "| odd | plain | 9 | 9 | 8/10 |"
     assert lines[6] == "| odd | n-gram | 9 | - | 4/5 |"
     assert lines[7] == ""
-    assert "Texts are compared with ours without drafts. fast: it rounds.\n" in table
+    assert "prompts: benchmarks/prompts.jsonl. Note on fast: it rounds.\n" in table
     assert "jaxspec 0.1, fast 2.0." in table
     assert "at commit 0123456789ab on a CPU, load 0.1" in table
-    left_out = "slow, draft at batch 1: did not start"
+    left_out = "slow (draft at batch 1): did not start"
     assert f"Not measured: gone: not installed; {left_out}." in table
-    early = "odd, plain at batch 1, n-gram at batch 1: it fell over"
-    assert f"Ended early, and fewer runs than others: {early}." in table
-    assert "is ahead" not in table
+    early = "odd (plain at batch 1, n-gram at batch 1): it fell over"
+    assert f"Ended early, so measured with fewer runs: {early}." in table
+    assert "is faster with" not in table
 
 
 def test_table_lists_where_others_are_ahead():
@@ -356,11 +359,14 @@ def test_table_lists_where_others_are_ahead():
     ]
     table = peers_table(table_of(*found), {"fast plain": "it reads less"})
     assert table.splitlines()[-2:] == [
-        "- fast is ahead, plain in 2 of 3 places, up to 2.0 times: it reads less.",
-        "- fast is ahead, draft in 1 of 1 places, up to 4.0 times: not explained yet.",
+        "- fast is faster with plain decoding in 2 of 3 columns (up to 2.0 times as "
+        "fast): it reads less.",
+        "- fast is faster with a draft model in 1 of 1 columns (up to 4.0 times as "
+        "fast): not explained yet.",
     ]
     table = peers_table(table_of(*found), {"fast": "for all"})
     assert table.splitlines()[-1] == (
-        "- fast is ahead, plain in 2 of 3 places, up to 2.0 times; draft in 1 of 1 "
-        "places, up to 4.0 times: for all."
+        "- fast is faster with plain decoding in 2 of 3 columns (up to 2.0 times as "
+        "fast) and with a draft model in 1 of 1 columns (up to 4.0 times as fast): for "
+        "all."
     )

@@ -131,8 +131,8 @@ ENDS = "import json, sys; '--port' in sys.argv and exit(1)"
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("timings = {}", "timings = {}; sys.argv = []", "made no drafts"),
-        ("import json, sys", ENDS, "llama-server did not come up"),
+        ("timings = {}", "timings = {}; sys.argv = []", "proposed no drafts"),
+        ("import json, sys", ENDS, "llama-server did not become ready"),
     ],
 )
 def test_faulty_servers_are_reported(tmp_path, before, after, message):
@@ -149,5 +149,7 @@ def test_options_of_several_versions(llama):
     assert llama.option(old, llama.MOST_DRAFTS) == "--draft-max"
     assert llama.option(new, llama.MOST_DRAFTS) == "--spec-draft-n-max"
     assert llama.option(f"{old}\n{new}", llama.MOST_DRAFTS) == "--spec-draft-n-max"
-    with pytest.raises(ValueError, match="has none of --spec-draft-n-max, --draft-max"):
+    with pytest.raises(
+        ValueError, match="supports none of the options --spec-draft-n-max, --draft-max"
+    ):
         llama.option("--no-draft-max --draft-max-x", llama.MOST_DRAFTS)

@@ -44,7 +44,7 @@ class Planned(NamedTuple):
     name: str
     shape: Any
     key: str | None  # in a tuned table
-    make: Callable[..., Work]  # takes is_ragged, for values that test every branch
+    make: Callable[..., Work]  # is_ragged=True: lengths that test every branch
 
     @property
     def is_goal(self) -> bool:
@@ -99,8 +99,8 @@ def plan(options: argparse.Namespace, device: str) -> list[Planned]:
     ]
     if not planned:
         raise SystemExit(
-            f"no case of {', '.join(chosen)} is named {options.case!r}; names are as "
-            "'9b/tp1/verify', with --quick as 'tiny/verify'"
+            f"--case {options.case!r} matches no case of {', '.join(chosen)}; names "
+            "are like '9b/tp1/verify', with --quick like 'tiny/verify'"
         )
     return sorted(planned, key=lambda found: not found.is_goal)
 
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> Row:
         if shape in seen:
             rows = [row | {"same_as": seen[shape]}]
         elif time.monotonic() - start > options.budget_s:
-            rows = [row | {"skipped": f"not begun within {options.budget_s:g} s"}]
+            rows = [row | {"skipped": f"not started within {options.budget_s:g} s"}]
         else:
             seen[shape] = case.name
             rows = measure_case(case, options, implementation, copy)
@@ -338,12 +338,12 @@ def goals(rows: Iterable[Row], implementation: str) -> list[Row]:
     for model in MODELS:
         verify, decode = f"{model}/tp1/verify", f"{model}/tp1/decode"
         share = shares.get((verify, implementation))
-        text = f"{verify}, 8 sequences of 8192: share of copy bandwidth"
+        text = f"{verify}, 8 sequences of 8192: share of the bandwidth of a copy"
         found.append(_goal(text, share, 0.70, is_least=True))
         ratio = _ratio(
             median("paged_attention", verify), median("paged_attention", decode)
         )
-        text = f"{model}/tp1: time of 6 queries over time of 1"
+        text = f"{model}/tp1: time of 6 queries / time of 1 query"
         found.append(_goal(text, ratio, 1.15, is_least=False))
     for controls in ("greedy", "sampled", "top-p"):
         case = f"{GOAL_SAMPLING}/{controls}"
@@ -351,7 +351,10 @@ def goals(rows: Iterable[Row], implementation: str) -> list[Row]:
             median("rejection_sampling", case),
             median("rejection_sampling", case, READ_ONCE),
         )
-        text = f"rejection sampling, 6 rows of 256,000, {controls}: time over one read"
+        text = (
+            f"rejection sampling, 6 rows of 256,000, {controls}: time / time of "
+            "reading the logits once"
+        )
         found.append(_goal(text, ratio, 2.0, is_least=False))
     return found
 

@@ -115,7 +115,9 @@ def tune_case(
         try:
             result = ragged.result(sized(ragged, implementation, sizes))
             if ragged.error(result, truth) > ragged.tolerance:
-                print(f"{planned.name}: {sizes} is wrong", file=sys.stderr)
+                print(
+                    f"{planned.name}: results with {sizes} are wrong", file=sys.stderr
+                )
                 return None
             return timer(sizes, work.step(run), work)
         except REFUSALS:
@@ -124,8 +126,9 @@ def tune_case(
     own = seconds({})
     if own is None:
         raise TuneError(
-            f"{planned.operation} {planned.name}: the {implementation} implementation "
-            "fails with its own sizes; see `benchmarks.kernels.bench --parity`"
+            f"{planned.operation} {planned.name}: the {implementation} "
+            "implementation gives wrong results with its default sizes; see "
+            "`benchmarks.kernels.bench --parity`"
         )
     found = search(
         heuristic(work, implementation),
@@ -153,8 +156,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--calls", type=int, default=32, help="calls in one timed loop")
     add("--repeats", type=int, default=5, help="timings of every loop")
     add("--budget-s", type=float, default=500, help="start no case after so long")
-    add("--again", action="store_true", help="measure what the table has already")
-    add("--quick", action="store_true", help="the small cases; needs --output")
+    add(
+        "--again",
+        action="store_true",
+        help="also measure cases that the table has already",
+    )
+    add("--quick", action="store_true", help="only small cases; needs --output")
     add("--output", type=Path, metavar="FILE.json", help="default: the package's own")
     return parser
 
@@ -167,11 +174,14 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     device = jax.devices()[0]
     if device.platform == "cpu" and not options.quick:
         raise SystemExit(
-            "jax has only a CPU here, whose sizes are not tuned. --quick tries the "
-            "tuner on the small cases"
+            "jax finds only a CPU, for which there is nothing to tune. --quick "
+            "tries the tuner on the small cases"
         )
     if options.quick and options.output is None:
-        raise SystemExit("--quick measures nothing worth keeping: name an --output")
+        raise SystemExit(
+            "--quick measures tiny cases, which must not replace the tuned table: "
+            "give --output"
+        )
     implementation = options.implementation
     if implementation is None:
         implementation = dispatch.implementation_for(device.platform)
@@ -206,7 +216,10 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
             bench.save(path, table)
     print(f"{path}: {_num_entries(table)} entries")
     if left:
-        print(f"not begun within {options.budget_s:g} s, run again: {', '.join(left)}")
+        print(
+            f"not started within {options.budget_s:g} s (run again to measure "
+            f"these): {', '.join(left)}"
+        )
     if failed:
         raise SystemExit("\n".join(failed))
 

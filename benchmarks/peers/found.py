@@ -67,7 +67,7 @@ class Peer:
         return [self.python, str(HERE / self.script)]
 
     def environment_of(self, cores: list[int]) -> dict[str, str]:
-        """Return its process's environment, with a thread per core."""
+        """Return the environment of the peer's process, with one thread per core."""
         threads = str(len(cores))
         found = os.environ | {
             "OMP_NUM_THREADS": threads,
@@ -154,7 +154,7 @@ def _openvino(python: str | None) -> Peer:
         script=script,
         python=python,
         missing=_lacks(python) or _lacks(exporter),
-        note="the exported models leave out the soft cap of attention scores",
+        note="its exporter leaves out the soft cap of attention scores: texts differ",
         export=(exporter, "export", "openvino", "--model", SOURCE, *what, MADE),
     )
 
@@ -171,7 +171,7 @@ def _llama(server: str | None, converter: str | None, python: str) -> Peer:
         task={"server": server},
         missing=_lacks(server) or _lacks(converter) or _lacks(python),
         bans_end=True,
-        note="its texts are compared up to their end, which it may not choose",
+        note="it bans end tokens, so texts are compared up to our first end token",
         export=(python, converter, SOURCE, "--outtype", "f32", "--outfile", MADE),
         suffix=".gguf",
     )
@@ -191,9 +191,10 @@ def _vllm(python: str | None) -> Peer:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "{cores}",
             "VLLM_NO_USAGE_STATS": "1",
-            # In one process: on one core its three processes, which wait for each other
-            # by polling, gave 40 and 250 tokens/s (batch 1 and 8) where one gave 52 and
-            # 315. The OpenMP settings of its worker process must then be set here.
+            # Run vLLM in one process: on one core, its three processes, which poll for
+            # each other's results, gave 40 and 250 tokens/s at batch 1 and 8, and one
+            # process 52 and 315. The OpenMP settings that vLLM makes for its worker
+            # process are then set here.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "KMP_AFFINITY": "granularity=fine,explicit,proclist=[{cores}]",
             "KMP_BLOCKTIME": "5",
@@ -207,7 +208,7 @@ def _vllm(python: str | None) -> Peer:
 def _lacks(program: str) -> str | None:
     if shutil.which(program) or Path(program).is_file():
         return None
-    return f"there is no {shorten(program)}"
+    return f"not found: {shorten(program)}"
 
 
 def run_export(command: list[str]) -> None:
@@ -330,7 +331,7 @@ class Child:
         self._log.seek(0)
         text = self._log.read().decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return shorten(lines[-1]) if lines else "it said nothing"
+        return shorten(lines[-1]) if lines else "it printed nothing"
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

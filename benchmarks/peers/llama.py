@@ -43,7 +43,7 @@ class Server:
         end = time.monotonic() + LONGEST_START_S
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError("llama-server did not come up")
+                raise RuntimeError("llama-server did not become ready")
             time.sleep(0.1)
 
     def _is_ready(self) -> bool:
@@ -142,7 +142,7 @@ class LlamaCpp:
             # or the one token that the target adds in each round.
             self._counts["rounds"] += num_tokens - 1 - accepted if drafted else 0
         if self._task["mode"] == "draft" and not self._counts["drafted"]:
-            raise RuntimeError("llama-server made no drafts")
+            raise RuntimeError("llama-server proposed no drafts")
         return [one["tokens"] for one in answers]
 
     def counts(self) -> dict[str, int]:
@@ -158,7 +158,7 @@ def option(about: str, names: tuple[str, ...]) -> str:
     for name in names:
         if re.search(rf"(?<![\w-]){name}(?![\w-])", about):
             return name
-    raise ValueError(f"llama-server has none of {', '.join(names)}")
+    raise ValueError(f"llama-server supports none of the options {', '.join(names)}")
 
 
 def version_of(server: str) -> str:

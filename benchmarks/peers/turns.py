@@ -19,7 +19,7 @@ ROOM = 512  # tokens for a prompt
 MOST_COMPILING_RUNS = 16
 LONGEST_ANSWER_S = 300.0
 LONGEST_COMPILING_S = 1800.0
-NO_TIME = "no time was left"
+NO_TIME = "the time limit was reached"
 
 
 class Turns:
@@ -97,7 +97,7 @@ class Turns:
                     batch_size=size,
                     threads=threads,
                     bans_end=peer.bans_end,
-                    failed=f"does at most {most} at once" if size > most else None,
+                    failed=f"limited to batch {most}" if size > most else None,
                 )
                 for dtype in dtypes
                 for mode, most in peer.modes.items()
@@ -170,7 +170,9 @@ class Turns:
                 return answer
             self._end += time.monotonic() - start
         # The child is still alive, but its runs cannot be used, so no more are made.
-        raise PeerError(f"compiled something in {MOST_COMPILING_RUNS} runs in a row")
+        raise PeerError(
+            f"a program was compiled in {MOST_COMPILING_RUNS} runs in a row"
+        )
 
     def _limit_s(self, cell: Cell) -> float:
         """Return the time limit of an answer; longer for this engine's compilations."""

@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "trim":
             if options.output is None and not checkpoint.folder.is_dir():
                 raise CheckpointError(
-                    f"{options.source} is a file: name the map's file with --output"
+                    f"{options.source} is a file, so there is no folder for the "
+                    "token map: give its file as --output"
                 )
             path = options.output or checkpoint.folder / TOKEN_MAP
             check_is_new(path)
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was left behind", file=sys.stderr)
+        print("interrupted; no files were left behind", file=sys.stderr)
         return 130
     return 0
 
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser(
-        "inspect", help="show what a folder holds and how it would be distributed"
+        "inspect", help="show a model's sizes and how it would be sharded over devices"
     )
     source = f"a model folder, a .gguf file, or one of {', '.join(NAMED_MODELS)}"
     inspect.add_argument("source", metavar="PATH", help=source)
@@ -87,19 +88,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--to", choices=FORMATS, required=True, help="the new format")
     convert.add_argument(
-        "--dtype", choices=DTYPES, help="the new type; default: every tensor keeps its"
+        "--dtype",
+        choices=DTYPES,
+        help="the new type (default: every tensor keeps its type)",
     )
     convert.add_argument(
         "--quantize",
         choices=VALUE_TYPES,
-        help="keep matrices of layers in 8 or 4 bits; hf and orbax",
+        help="store the matrices of layers in 8 or 4 bits; only with --to hf or orbax",
     )
     trim = commands.add_parser(
         "trim",
-        help="write which tokens of a draft model are frequent in texts",
-        description="Count the tokens of texts, and write them into a map, most "
-        "frequent first, special ones before all. With it a draft model's head can be "
-        "cut: speculative_config={'draft_vocab_size': N} keeps the first N.",
+        help="count a draft model's tokens in texts, to trim its vocabulary",
+        description="Count the tokens of texts, and write a token map: special tokens "
+        "first, then the others, most frequent first. The map lets a draft "
+        "model propose frequent tokens only: "
+        "speculative_config={'draft_vocab_size': N} keeps the first N.",
     )
     trim.add_argument("source", metavar="PATH", help=f"a draft: {source}")
     trim.add_argument(
@@ -107,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="TEXT",
-        help="files: .jsonl with text, or prompt and completion; anything else is text "
-        "itself; either may be .xz",
+        help='text files, or .jsonl files whose lines have "text", or "prompt" and '
+        '"completion"; both may be compressed (.xz)',
     )
     trim.add_argument(
         "--output",

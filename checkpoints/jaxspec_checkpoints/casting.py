@@ -24,7 +24,7 @@ def find_dtype(name: str) -> np.dtype:
 def cast_blocks(
     name: str, tensor: Tensor, *, dtype: np.dtype, rows: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (first row, values) in order, `rows` rows at a time, the last time fewer.
+    """Yield (first row, values) in order, `rows` rows at a time; the last may be fewer.
 
     Raises:
         CheckpointError: The file is damaged, or a value is too large for `dtype`.

@@ -69,13 +69,14 @@ class Counts:
         vocab_size = len(self.frequency)
         lines = [
             f"{self.frequency.sum():,} tokens of {self.num_texts:,} texts; "
-            f"{np.count_nonzero(self.frequency):,} of {vocab_size:,} came"
+            f"{np.count_nonzero(self.frequency):,} of the vocabulary's "
+            f"{vocab_size:,} tokens occur"
         ]
         for share in _SHARES:
             size = vocab_size // share
             lines.append(
-                f"draft_vocab_size {size:>7,} has {100 * self.share_of(size):6.2f} % "
-                "of them"
+                f"draft_vocab_size {size:>7,} covers "
+                f"{100 * self.share_of(size):6.2f} % of them"
             )
         return "\n".join(lines)
 
@@ -102,14 +103,15 @@ def count_tokens(
             beyond = ids[ids >= vocab_size]
             if beyond.size:
                 raise CheckpointError(
-                    f"the tokenizer of {checkpoint.folder} makes token {beyond[0]}, and"
-                    f" its model has {vocab_size}: they are not of one model"
+                    f"the tokenizer of {checkpoint.folder} gives token id "
+                    f"{beyond[0]}, but the model has a vocabulary of {vocab_size}: "
+                    "the tokenizer belongs to another model"
                 )
             frequency += np.bincount(ids, minlength=vocab_size)
             num_texts += len(some)
             bar.update(len(some))
     if not frequency.any():
-        raise CheckpointError("there is nothing to count: the texts are empty")
+        raise CheckpointError("the texts are empty: give files with text")
     special = [one for one in special if 0 <= one < vocab_size]
     return Counts(special=special, frequency=frequency, num_texts=num_texts)
 
@@ -181,7 +183,7 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Encode, list[int]]:
         else:
             raise CheckpointError(
                 f"{checkpoint.folder} has no tokenizer.model and no tokenizer.json, "
-                "which texts are cut by"
+                "which are needed to tokenize texts"
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(

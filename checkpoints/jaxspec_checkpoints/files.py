@@ -27,7 +27,7 @@ def readable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be read: {error}. Check the name and your rights to it"
+            f"{folder} cannot be read: {error}. Check the name and your permissions"
         ) from error
 
 
@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def listing(folder: Path) -> str:
     """Describe the content of a folder, for messages."""
     if not folder.is_dir():
-        return "a file, no folder" if folder.exists() else "no such folder"
+        return "a file, not a folder" if folder.exists() else "no such folder"
     names = sorted(path.name for path in folder.iterdir())
     shown = ", ".join(names[:8]) or "an empty folder"
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

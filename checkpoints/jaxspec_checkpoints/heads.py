@@ -123,7 +123,9 @@ def read_head_config(folder: str | Path) -> tuple[str, Mapping[str, Any]]:
     if kind == EAGLE and not _may_join(folder):
         kind = None
     if kind == MLP_SPECULATOR:
-        raise CheckpointError(f"{folder} holds a {kind!r}. {MLP_SPECULATOR_REMOVED}")
+        raise CheckpointError(
+            f"{folder} holds a head of kind {kind!r}. {MLP_SPECULATOR_REMOVED}"
+        )
     if kind not in KINDS:
         what = "no head" if kind is None else f"a head of kind {kind!r}"
         raise CheckpointError(
@@ -175,8 +177,8 @@ def _weights_file(folder: Path) -> str:
     pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))
     if pickles and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"{folder} has its weights in {pickles[0].name}, a pickle, which can run "
-            "anything: convert it to model.safetensors"
+            f"{folder} has its weights in {pickles[0].name}, a pickle, which could "
+            "run any code when loaded: convert it to model.safetensors"
         )
     has_other = (folder / _MEDUSA_FILE).is_file() and not (folder / SINGLE).is_file()
     return _MEDUSA_FILE if has_other else SINGLE

@@ -110,8 +110,8 @@ def _layout_of_tree(tree: FlaxTree, layouts: Mapping[str, Layout]) -> Layout:
         if layout.flax is not None and layout.flax.has_qk_norm == tree.has_qk_norm:
             return layout
     raise CheckpointError(
-        f"{tree.folder} has no config.json, and its tree is of no known family. Put "
-        "the model's config.json next to it"
+        f"{tree.folder} has no config.json, and the names of its tensors fit no "
+        "known family. Put the model's config.json next to it"
     )
 
 
@@ -119,8 +119,9 @@ def _published(folder: Path, layout: Layout, sizes: Sizes) -> dict[str, Any]:
     size = layout.published_name(sizes)
     if size is None or layout.flax is None:
         raise CheckpointError(
-            f"{folder} has no config.json, and the shapes are those of no published "
-            f"{layout.title}: found {sizes}. Put the model's config.json next to it"
+            f"{folder} has no config.json, and its shapes fit no published "
+            f"{layout.title} model: found {sizes}. Put the model's config.json next "
+            "to it"
         )
     return layout.flax.config(size)
 
@@ -146,7 +147,9 @@ def write_kaggle(
             or the sizes do not determine the orientation of `gating_einsum`.
     """
     if layout.flax is None:
-        raise CheckpointError(f"Kaggle's format has no form for {layout.title}")
+        raise CheckpointError(
+            f"{layout.title} has no Kaggle format: choose hf or orbax"
+        )
     if HEAD in tensors:
         raise CheckpointError(
             f"to must be hf or orbax for a model with an {HEAD} of its own: Kaggle's "
@@ -181,8 +184,9 @@ def write_kaggle(
             array, others = written[view.leaf]
             if kind != others:
                 raise CheckpointError(
-                    f"tensor {name!r} is {kind.name}, but shares {view.leaf!r} with "
-                    f"one of {others.name}: choose one dtype for the whole checkpoint"
+                    f"tensor {name!r} is {kind.name}, but Kaggle's format stores it "
+                    f"in {view.leaf!r} together with a tensor of type {others.name}: "
+                    "choose one dtype for the whole checkpoint"
                 )
             step = view.step(shape)
             rows = step * chunks[view.axis]

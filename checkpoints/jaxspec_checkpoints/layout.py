@@ -163,7 +163,7 @@ class Layout:
 
 
 def layout_of(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Layout:
-    """Return the layout for the content of a `config.json`.
+    """Return the layout of the family that a `config.json` describes.
 
     Args:
         layouts: By `model_type`; a config without one means the first.
@@ -219,7 +219,7 @@ def check_tensors(
     # fill the memory.
     if sizes.num_layers > max(1000, len(tensors)):
         raise CheckpointError(
-            f"config.json asks for num_hidden_layers={sizes.num_layers}, and the "
+            f"config.json has num_hidden_layers={sizes.num_layers}, but the "
             f"checkpoint has only {len(tensors)} tensors: it is incomplete, or the "
             "config is another model's"
         )
@@ -231,7 +231,7 @@ def check_tensors(
             raise CheckpointError(_unknown(name, tensor, layout, sizes))
         if tensor.shape != expected[name]:
             raise CheckpointError(
-                f"tensor {name!r} has shape {tensor.shape}, config.json asks for "
+                f"tensor {name!r} has shape {tensor.shape}, but config.json requires "
                 f"{expected[name]} ({tensor.source})"
             )
         if tensor.dtype.name not in DTYPES:

@@ -103,7 +103,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} must say format {FORMAT!r}, got {manifest.get('format')!r}"
+            f"{path} must have format {FORMAT!r}, got {manifest.get('format')!r}"
         )
     version = manifest.get("version")
     if isinstance(version, int) and version > VERSION:
@@ -112,7 +112,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"one reads {VERSION}. Update jaxspec"
         )
     if version != VERSION or isinstance(version, bool):
-        raise CheckpointError(f"{path} must say version {VERSION}, got {version!r}")
+        raise CheckpointError(f"{path} must have version {VERSION}, got {version!r}")
     tensors = manifest.get("tensors")
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{path} must list `tensors`, got {tensors!r:.80}")
@@ -128,8 +128,8 @@ def _tensor(folder: Path, name: str, record: Any, array: StoredArray | None) -> 
     for what, found in (("shape", [*array.shape]), ("dtype", array.dtype.name)):
         if given.get(what) != found:
             raise CheckpointError(
-                f"tensor {name!r} has {what} {found} in {folder / WEIGHTS}, recorded "
-                f"in {MANIFEST} is {given.get(what)}"
+                f"tensor {name!r} has {what} {found} in {folder / WEIGHTS}, but "
+                f"{MANIFEST} records {given.get(what)}"
             )
     digest = given.get("sha256")
     if not isinstance(digest, str) or len(digest) != 64:

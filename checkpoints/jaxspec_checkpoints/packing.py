@@ -152,8 +152,8 @@ def unpack(
         return dict(tensors)
     if isinstance(scheme, MixedScheme):
         raise CheckpointError(
-            "config.json: quantization_config names the quant_method 'gguf', and the "
-            "weights are in no GGUF file: remove quantization_config"
+            "config.json: quantization_config has quant_method 'gguf', but the "
+            "weights are not in a GGUF file: remove quantization_config"
         )
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -169,8 +169,8 @@ def unpack(
             assert plain is not None
             if ".layers." in module and len(plain.shape) == 2:
                 raise CheckpointError(
-                    f"tensor '{module}.weight' is not quantized, and config.json says "
-                    f"that all layers are ({plain.source})"
+                    f"tensor '{module}.weight' is not quantized, but config.json "
+                    f"says that all layers are ({plain.source})"
                 )
             found |= {f"{module}.{part}": one for part, one in parts.items()}
             continue
@@ -191,8 +191,8 @@ class _Parts:
         """Remove and return a tensor; raise `CheckpointError` if it is missing."""
         if name not in self._tensors:
             raise CheckpointError(
-                f"the checkpoint has no tensor '{self.module}.{name}'; of the same "
-                f"matrix there are {', '.join(sorted(self._tensors)) or 'none'}"
+                f"the checkpoint has no tensor '{self.module}.{name}'; found for the "
+                f"same matrix: {', '.join(sorted(self._tensors)) or 'none'}"
             )
         return self._tensors.pop(name)
 
@@ -250,7 +250,7 @@ def packed_words(values: np.ndarray, bits: int) -> np.ndarray:
 def _compressed(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """See https://github.com/vllm-project/compressed-tensors."""
+    """Read the layout of https://github.com/vllm-project/compressed-tensors."""
     [group] = given["config_groups"].values()
     bits = group["weights"]["num_bits"]
     if (group.get("format") or given.get("format")) != _PACK:
@@ -373,7 +373,7 @@ def _awq(
 def _gptq(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """Read AutoGPTQ's words [features / 8, outputs]; it stores zero points - 1."""
+    """Read AutoGPTQ's [features / 8, outputs] words; zero points are stored minus 1."""
     words, scales, zeros = (
         parts.take(name) for name in ("qweight", "scales", "qzeros")
     )
@@ -451,7 +451,7 @@ def packed(
     """
     if config.get("quantization_config") is not None:
         raise CheckpointError(
-            "the model is quantized already: convert the one that it was made of"
+            "the model is quantized already: convert the unquantized original instead"
         )
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -79,7 +79,7 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
 def _copy(
     values: np.ndarray, ids: np.ndarray, index: Index, buffer: np.ndarray
 ) -> None:
-    """Copy these rows, which go to rows `ids`, as far as they belong to one shard."""
+    """Copy the rows that belong to one shard; `ids` are their parameter's rows."""
     (first, stop), *columns = index
     kept = slice(*np.searchsorted(ids, (first, stop)))
     if kept.start == kept.stop:

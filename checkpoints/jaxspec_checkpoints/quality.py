@@ -52,9 +52,9 @@ class Quality:
         """Describe the measurement in one line."""
         return (
             f"perplexity {self.perplexity:.2f} ({self.reference}: "
-            f"{self.reference_perplexity:.2f}), KL {self.kl_nats_per_token:.5f} nats a "
-            f"token, {self.share_of_same_first:.1%} the same first token, on "
-            f"{self.num_tokens:,} tokens of {self.texts}"
+            f"{self.reference_perplexity:.2f}), KL {self.kl_nats_per_token:.5f} nats "
+            f"a token, the same most likely token at {self.share_of_same_first:.1%} "
+            f"of the positions, on {self.num_tokens:,} tokens of {self.texts}"
         )
 
     def table(self, form: str) -> str:
@@ -119,7 +119,7 @@ def read_quality(folder: Path) -> Quality | None:
     wrong = [name for name, kind in kinds.items() if not _is(content.get(name), kind)]
     if wrong or content.keys() != kinds.keys():
         raise CheckpointError(
-            f"{path} must have {', '.join(kinds)}, wrong here: "
+            f"{path} must have {', '.join(kinds)}; wrong or missing: "
             f"{', '.join(wrong or content.keys() - kinds.keys())}. Delete it, and "
             "measure again"
         )

@@ -66,17 +66,16 @@ def _open(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     for place in (folder, *folder.absolute().parents[:2]):
         if (place / INCOMPLETE).is_file():
             raise CheckpointError(
-                f"{folder} is what an unfinished conversion left ({place / INCOMPLETE} "
-                "says so): delete it and convert again"
+                f"{folder} is left from an unfinished conversion "
+                f"({place / INCOMPLETE} says so): delete it and convert again"
             )
     for name, (is_format, open_format) in _FORMATS.items():
         if (folder.is_dir() or name == "gguf") and is_format(folder):
             return open_format(folder, layouts)
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
-            f"{folder} holds a LoRA adapter without its model: adapters are not "
-            "supported; merge it into its model (peft's merge_and_unload) and give "
-            "the folder of the result"
+            f"{folder} holds a LoRA adapter, which is not supported: merge it into "
+            "its model (peft's merge_and_unload) and give the folder of the result"
         )
     raise CheckpointError(
         f"{folder} holds no checkpoint: expected model.safetensors or its index "

@@ -38,7 +38,9 @@ def describe(checkpoint: Checkpoint) -> str:
         ("format", f"{checkpoint.format} ({_FORMATS[checkpoint.format]})"),
         (
             "model",
-            f"{title} {name.upper()}" if name else f"{title} of an unpublished size",
+            f"{title} {name.upper()}"
+            if name
+            else f"{title} of a size that is not published",
         ),
         ("layers", f"{sizes.num_layers}, sliding window {_window(checkpoint)}"),
         ("hidden", f"{sizes.hidden_size}, feed-forward {sizes.intermediate_size}"),

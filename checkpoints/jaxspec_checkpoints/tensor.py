@@ -54,9 +54,9 @@ class Tensor:
             yield start, rows
         if self.sha256 is not None and digest.hexdigest() != self.sha256:
             raise CheckpointError(
-                f"{self.source}: the bytes have sha256 {digest.hexdigest()}, recorded "
-                f"was {self.sha256}. The file was damaged or changed after it was "
-                "written: fetch or convert it again."
+                f"{self.source}: the bytes have sha256 {digest.hexdigest()}, but "
+                f"{self.sha256} was recorded. The file is damaged or was changed "
+                "after it was written: fetch or convert it again."
             )
 
     def head(self, num_rows: int) -> "Tensor":
@@ -127,8 +127,8 @@ def with_copies(tensor: Tensor, copies: Sequence[Tensor]) -> Tensor:
 
 def _different(tensor: Tensor, copy: Tensor) -> CheckpointError:
     return CheckpointError(
-        f"{copy.source} and {tensor.source} differ, and config.json says that one is a "
-        "copy of the other: correct config.json, or export the model again"
+        f"{copy.source} and {tensor.source} differ, but config.json says that they "
+        "are the same: correct config.json, or export the model again"
     )
 
 

@@ -38,8 +38,8 @@ def read_token_map(path: str | Path, vocab_size: int) -> list[int]:
             raise CheckpointError(f"{path} is not a file")
         if path.suffix in (".pt", ".bin", ".pth"):
             raise CheckpointError(
-                f"{path} is a pickle, which can run anything: write its ids as a JSON "
-                "list, most frequent first"
+                f"{path} is a pickle, which could run any code when loaded: write "
+                "its ids as a JSON list, most frequent first"
             )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -55,12 +55,13 @@ def read_token_map(path: str | Path, vocab_size: int) -> list[int]:
     wrong = [one for one in ids if not 0 <= one < vocab_size]
     if wrong:
         raise CheckpointError(
-            f"{path} names token {wrong[0]}; the vocabulary has {vocab_size}, from 0"
+            f"{path} has token id {wrong[0]}, but ids go from 0 to "
+            f"vocab_size={vocab_size} - 1"
         )
     if len(set(ids)) < len(ids):
         known: set[int] = set()
         twice = next(one for one in ids if one in known or known.add(one))
-        raise CheckpointError(f"{path} names token {twice} twice")
+        raise CheckpointError(f"{path} has token id {twice} twice")
     return ids
 
 

@@ -126,8 +126,8 @@ def _quantized(
         )
     if dtype is not None:
         raise CheckpointError(
-            f"dtype={dtype!r} and quantization={kind!r} are two types for the same "
-            "matrices: give one of them"
+            f"dtype={dtype!r} and quantization={kind!r} exclude each other, as both "
+            "set the type of the matrices: give one of them"
         )
     config, tensors = packed(checkpoint.config, checkpoint.tensors, named_scheme(kind))
     return replace(checkpoint, config=config, tensors=tensors)
@@ -141,7 +141,9 @@ def _write(
     with tempfile.TemporaryDirectory(dir=parent, prefix=f".{name}.") as temporary:
         # The marker remains until the folder has been renamed, in one step.
         mark = Path(temporary) / INCOMPLETE
-        mark.write_text("What an unfinished conversion left: delete this folder.\n")
+        mark.write_text(
+            "This folder is left from an unfinished conversion: delete it.\n"
+        )
         folder = Path(temporary) / name
         folder.mkdir()
         write(folder, checkpoint.sizes, checkpoint.tensors)
@@ -162,11 +164,11 @@ def _check_destination(
         )
     parent = destination.parent
     if not parent.is_dir():
-        raise CheckpointError(f"{parent} is not a folder: make it first")
+        raise CheckpointError(f"{parent} is not a folder: create it first")
     if parent.resolve().is_relative_to(checkpoint.folder.resolve()):
         raise CheckpointError(
-            f"{destination} lies within the checkpoint that is read, "
-            f"{checkpoint.folder}: name a folder outside it"
+            f"{destination} is inside the source checkpoint {checkpoint.folder}: "
+            "name a folder outside it"
         )
     needed = int(num_bytes * _ROOM)
     needed += sum(path.stat().st_size for path in checkpoint.side_files.values())
@@ -174,7 +176,7 @@ def _check_destination(
     if free < needed:
         raise CheckpointError(
             f"{destination} needs {needed / 1e9:.3f} GB, and {parent} has "
-            f"{free / 1e9:.3f} GB free: make room or name another disk"
+            f"{free / 1e9:.3f} GB free: free space, or choose another disk"
         )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import sample
 import training
 
-# The last of every SHARE rows of a step is greedy text.
+# One of every SHARE rows of a step, the last one, is greedy text.
 SHARE = 4
 # Number of texts that are generated at a time, and of new tokens in each.
 NUM_WRITTEN, MAX_NEW = 48, 256
@@ -29,7 +29,7 @@ DOMAIN = "stories"
 def last_of_repeated(
     tokens: np.ndarray, segments: np.ndarray, is_written: np.ndarray, size: int = 4
 ) -> np.ndarray:
-    """Return which tokens end `size` written tokens that occurred before in a document.
+    """Mark tokens that end `size` written tokens which occurred before in the document.
 
     All arrays are [row, position].
     """
@@ -61,7 +61,7 @@ class MixedRows:
     ):
         if not state.exists():
             raise FileNotFoundError(
-                f"{state} is not there: train the target without --unlikelihood first"
+                f"{state} does not exist: train the target without --unlikelihood first"
             )
         self.rows = rows
         self.state = state

@@ -92,7 +92,7 @@ def stage_sample(args: Any) -> None:
     rows = corpus.PackedRows(by_domain, length=LENGTH, seed=args.seed + 1)
     sample.label_shards(params, config, rows, folder, tokens=args.corpus_tokens)
     share = sample.greedy_agreement(params, config, folder / "written-0000.npz")
-    print(f"greedy tokens that a full forward pass chooses as well: {share:.4f}")
+    print(f"share of greedy tokens that a full forward pass also chooses: {share:.4f}")
 
 
 def stage_draft(args: Any) -> None:
@@ -198,8 +198,8 @@ def main() -> None:
         "--unlikelihood",
         type=float,
         default=0.0,
-        help="weight of the loss that makes the target's repetitions unlikely "
-        "(loops.py); the target must have been saved before",
+        help="weight of the loss that trains the target against repeating itself "
+        "(loops.py); needs a target that was saved by an earlier run",
     )
     parser.add_argument("--loss", choices=LOSSES, default="kl", help="the draft's loss")
     parser.add_argument("--save-every", type=int, default=25)

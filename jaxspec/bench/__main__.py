@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxspec.bench.flags import MODULES, make_parser
-from jaxspec.command_line import run_command
+from jaxspec.command_line import CommandError, run_command
 from jaxspec.exit import end, interrupts_end
 from jaxspec.serve.flags import parse_flags
 
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         if options.json:
             for result in results:
                 print(json.dumps(result, allow_nan=False))
+        if not all(result.get("is_lossless", True) for result in results):
+            raise CommandError("The server's speculation is not lossless.")
 
     return run_command(prog, run)
 

@@ -1,6 +1,6 @@
-"""`spec --forms` and `spec --all-methods`: compare forms of drafts, or methods.
+"""`spec --forms` and `spec --all-methods`: compare shapes of drafts, or methods.
 
-Each form or method runs in an engine of its own, one after the other, with the same
+Each shape or method runs in an engine of its own, one after the other, with the same
 prompts. In each engine plain decoding alternates with speculation, and speeds are
 relative to plain decoding, so that a slow phase of the machine affects both.
 """
@@ -54,15 +54,15 @@ from jaxspec_checkpoints import read_config
 from jaxspec_checkpoints.heads import KINDS, kind_of_head
 
 CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
-# Default number of each form, as in `chain=K`. 0 for a chain means the K of the other
+# Default number of each shape, as in `chain=K`. 0 for a chain means the K of the other
 # flags.
 DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16}
 ALLOWED_FORMS = (
-    "chain, chain=K, leaves=W (W side leaves per draft of a chain), best=N (the tree "
-    "of at most N drafts that is predicted to be fastest from the measurements of the "
-    "forms before it) or a tree such as '[(0,), (1,), (0, 0)]'"
+    "chain, chain=K, leaves=W (W side leaves per draft of a chain), best=N (the "
+    "tree of at most N drafts that is predicted to be fastest from the measurements "
+    "of the shapes before it) or a tree such as '[(0,), (1,), (0, 0)]'"
 )
-# Minimum speed relative to the fastest chain at which a form with side branches is
+# Minimum speed relative to the fastest chain at which a shape with side branches is
 # recommended.
 MIN_GAIN = 1.02
 # Minimum number of times that a tree's node was compared with the target's token before
@@ -75,10 +75,10 @@ Ranks = dict[Place, Hits]
 
 @dataclass(frozen=True)
 class Form:
-    """A form of drafts: a chain, a chain with leaves, or a tree.
+    """A shape of drafts: a chain, a chain with leaves, or a tree.
 
     Attributes:
-        name: The form as written on the command line.
+        name: The shape as written on the command line.
         number: K of a chain, side leaves per draft, or the number of drafts of a tree.
     """
 
@@ -88,10 +88,10 @@ class Form:
 
     @classmethod
     def read(cls, name: str) -> "Form":
-        """Parse a form.
+        """Parse a shape.
 
         Raises:
-            ConfigError: `name` is not a form, or its tree is invalid.
+            ConfigError: `name` is not a shape, or its tree is invalid.
         """
         kind, has_number, number = name.partition("=")
         if name.startswith(("[", "(")):
@@ -105,7 +105,7 @@ class Form:
         return cls(name, kind, count)
 
     def of(self, given: SpeculativeConfig, best: str | None) -> SpeculativeConfig:
-        """Return the configuration with this form of drafts.
+        """Return the configuration with drafts of this shape.
 
         Args:
             best: The chosen tree, if this is `best`.
@@ -142,7 +142,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Measurements of the engine of one form or method.
+    """Measurements of the engine of one shape or method.
 
     Attributes:
         entry: Entry of the result, with a point per batch size and temperature.
@@ -164,7 +164,7 @@ class Found:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare forms or methods; return the results that `--json` prints.
+    """Compare shapes or methods; return the results that `--json` prints.
 
     Raises:
         ArgumentError: A flag is invalid; nothing was run.
@@ -205,7 +205,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _forms(
     options: argparse.Namespace, done: Sequence[Found]
 ) -> Iterator[tuple[Offline, dict[str, Any]]]:
-    """Yield each form's engine and name; `done` has the results of earlier forms."""
+    """Yield each shape's engine and name; `done` has the results of earlier shapes."""
     forms = [Form.read(name) for name in options.forms]
     for number, form in enumerate(forms):
         if form.kind == BEST and not {CHAIN, LEAVES} & {f.kind for f in forms[:number]}:
@@ -321,7 +321,7 @@ def measure(
     """Measure all batch sizes and temperatures on one engine, over all full batches.
 
     Args:
-        identity: Fields that name the form or method in a result.
+        identity: Fields that name the shape or method in a result.
         device: Result of `Offline.device`.
     """
     sizes, temperatures = sweep_of(offline.options)
@@ -388,7 +388,7 @@ def measure(
 
 
 def _name_of(entry: Mapping[str, Any]) -> str:
-    """Return the form or method of a result's entry."""
+    """Return the shape or method of a result's entry."""
     return entry["form"] if "form" in entry else entry["name"]
 
 
@@ -464,7 +464,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     levels = done[0].speculative.method_info.max_draft_tokens
     best = best_tree(rates, seconds, num_nodes=form.number, num_levels=levels)
     if not best.paths:
-        print(f"{form.name}: skipped: plain decoding is measured to be faster.\n")
+        print(f"{form.name}: skipped: plain decoding was faster.\n")
         return None
     written = str(list(best.paths))
     print(
@@ -488,7 +488,7 @@ def _places(
 
 
 def entry_table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Format all forms or methods of a result, by temperature and batch size."""
+    """Format all shapes or methods of a result, by temperature and batch size."""
     columns = ["temperature, batch, drafts", "K", "nodes", "acceptance by position"]
     columns += ["tokens/round", "round, ms", "plain, ms", "speed-up", "least", "MiB"]
     rows = [columns]
@@ -528,7 +528,7 @@ def answer(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         text = _chosen(speeds)
         lines.append(f"Temperature {temperature:g}, batch {size}: {text}")
     lines.append(
-        "Side branches are chosen if they are at least "
+        "Shapes with side branches are chosen only if they are at least "
         f"{MIN_GAIN:g} times as fast as the fastest chain."
     )
     return lines

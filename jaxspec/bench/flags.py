@@ -13,6 +13,7 @@ MODULES = {
     "latency": "jaxspec.bench.whole",
     "throughput": "jaxspec.bench.whole",
     "serve": "jaxspec.bench.serve",
+    "lossless": "jaxspec.bench.lossless",
     "spec": "jaxspec.bench.spec",
 }
 BATCH_SIZES, TEMPERATURES = (1, 4, 8), (0.0, 0.8)
@@ -41,12 +42,19 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         _command(commands, "throughput", "many prompts, all queued at the start")
     )
     _add_serve(_command(commands, "serve", "requests to any server with OpenAI's API"))
+    _add_lossless(
+        _command(
+            commands,
+            "lossless",
+            "whether speculation changes the texts of any server with OpenAI's API",
+        )
+    )
     _add_spec(
         _command(
             commands,
             "spec",
-            "whether speculation pays here: sweeps K, batch size and temperature, and "
-            "prints a summary",
+            "test whether speculation is faster on this machine: sweeps K, batch "
+            "size and temperature, and prints a summary",
         )
     )
     return parser
@@ -61,7 +69,8 @@ class _Removed(argparse.Action):
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    model = "" if name == "serve" else " Without a model: the bundled pair."
+    is_client = name in ("serve", "lossless")
+    model = "" if is_client else " Without a model: the bundled pair."
     description = f"{name}: {text}.{model}"
     parser = commands.add_parser(
         name, help=text, description=description, allow_abbrev=False
@@ -105,10 +114,11 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         "--forms",
         nargs="+",
         metavar="FORM",
-        help="compare forms of drafts instead of values of K, with an engine for each: "
-        "chain, chain=K, leaves=W, best=N or a tree such as '[(0,), (1,), (0, 0)]'. "
-        "best=N prints the speculative_token_tree of at most N drafts that is "
-        "predicted to be fastest from the measurements of the forms before it",
+        help="compare shapes of drafts instead of values of K, with an engine for "
+        "each: chain, chain=K, leaves=W, best=N or a tree such as '[(0,), (1,), "
+        "(0, 0)]'. best=N prints the speculative_token_tree of at most N drafts "
+        "that is predicted to be fastest from the measurements of the shapes "
+        "before it",
     )
     add(
         "--all-methods",
@@ -252,7 +262,7 @@ def _add_sampling(
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the server")
     add = group.add_argument
-    add("--base-url", metavar="URL", help="in place of host and port")
+    add("--base-url", metavar="URL", help="URL of the server, instead of host and port")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
     add(
@@ -271,6 +281,54 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--extra-body", type=_json, default={}, help="JSON, added to every request"
     )
     _add_saving(parser.add_argument_group("results"))
+
+
+def _add_lossless(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the servers")
+    add = group.add_argument
+    add("--base-url", metavar="URL", default="http://127.0.0.1:8000")
+    add(
+        "--other-base-url",
+        metavar="URL",
+        help="a server of the same model without speculation (default: the same server "
+        "with --other-extra-body)",
+    )
+    add("--extra-body", type=_json, default={}, help="JSON, added to every request")
+    add(
+        "--other-extra-body",
+        type=_json,
+        help="JSON, added to the reference's requests in its place (default for "
+        'jaxspec\'s server: {"num_speculative_tokens": 0})',
+    )
+    add("--model", help="default: the first model that the server lists")
+    add("--api-key", help="default: OPENAI_API_KEY of the environment")
+    group = parser.add_argument_group("measurement")
+    add = group.add_argument
+    add("--num-prompts", type=int, default=20, help="default: %(default)s")
+    add(
+        "--max-concurrency",
+        type=int,
+        default=8,
+        help="requests at once in the cases with several (default: %(default)s)",
+    )
+    add(
+        "--tie-gap",
+        type=float,
+        default=0.05,
+        metavar="NATS",
+        help="largest difference of two tokens' logprobs that counts as a near tie "
+        "(default: %(default)s)",
+    )
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="always generate --output-len tokens (default: yes)",
+    )
+    _add_json(group)
+    add("--output-json", type=Path, metavar="FILE", help="write the JSON to a file")
+    add("--seed", type=int, default=0, help="of random prompts")
+    _add_data(parser, output_len=64)
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
@@ -299,7 +357,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="shape of the gamma distribution of the times between requests; 1, the "
         "default, is a Poisson process, less is burstier",
     )
-    add("--num-warmups", type=int, default=0, help="requests that do not count")
+    add(
+        "--num-warmups",
+        type=int,
+        default=0,
+        help="number of requests before the measurement",
+    )
     add(
         "--compare-plain",
         action=argparse.BooleanOptionalAction,
@@ -329,7 +392,11 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     _add_json(group)
     add("--percentile-metrics", default="ttft,tpot,itl", help="of ttft,tpot,itl,e2el")
-    add("--metric-percentiles", default="99", help="such as 50,90,99")
+    add(
+        "--metric-percentiles",
+        default="99",
+        help="percentiles to report, such as 50,90,99",
+    )
     add(
         "--goodput",
         nargs="+",
@@ -337,9 +404,16 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
         help="count requests within these limits, such as ttft:200 tpot:50",
     )
     add("--save-result", action="store_true")
-    add("--save-detailed", action="store_true", help="with the times of every request")
+    add(
+        "--save-detailed",
+        action="store_true",
+        help="also save the times of every request",
+    )
     add("--result-dir", type=Path, default=Path())
-    add("--result-filename", help="default: made from time and load")
+    add(
+        "--result-filename",
+        help="name of the result file (default: made from date and load)",
+    )
 
 
 def _json(text: str) -> Any:

@@ -299,7 +299,8 @@ class Bench:
                     if num_discarded > MOST_COMPILING_RUNS:
                         raise BenchError(
                             f"{num_discarded} runs were discarded because programs "
-                            "were compiled in them: the measurement does not settle."
+                            "were compiled in them. Run it again: compiled programs "
+                            "are cached."
                         )
                 runs[name].append(run)
                 self.advance()

@@ -78,8 +78,9 @@ def forced_line(probabilities: Sequence[float]) -> str:
     """Return the warning that every output prints if acceptance is forced."""
     listed = ", ".join(f"{one:g}" for one in probabilities)
     return (
-        "ACCEPTANCE IS FORCED (synthetic): draft i is accepted with probability i of "
-        f"{listed} if those before it are. Texts are meaningless."
+        "ACCEPTANCE IS FORCED (synthetic): the draft at each position is accepted, "
+        f"if those before it are, with the probabilities {listed}. Texts are "
+        "meaningless."
     )
 
 

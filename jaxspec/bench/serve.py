@@ -95,7 +95,9 @@ class Site:
         """Wait until the server compiles nothing; return its counts."""
         found = await self.scrape()
         if found.num_warming:
-            print(f"The server compiles {found.num_warming} programs", file=sys.stderr)
+            print(
+                f"The server is compiling {found.num_warming} programs", file=sys.stderr
+            )
         while found.num_warming:
             await asyncio.sleep(POLL_S)
             found = await self.scrape()

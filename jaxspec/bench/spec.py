@@ -268,7 +268,10 @@ def _answer_at(best: dict[int, Cell]) -> str:
         text = "these runs do not show whether speculation pays."
     if unclear:
         found = ", ".join(f"batch {size} ({best[size]})" for size in unclear)
-        text += f" Unclear at {found}: give more --num-iters, on a quiet machine."
+        text += (
+            f" Unclear at {found}: raise --num-iters, and run nothing else on the "
+            "machine."
+        )
     if not paying:
         return text
     highest = max(*paying, *unclear) if unclear else paying[-1]

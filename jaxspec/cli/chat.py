@@ -148,7 +148,7 @@ def _part_of(output: RequestOutput) -> Part:
 
 @contextlib.contextmanager
 def _delay_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt after a step only: within one it breaks the engine."""
+    """Delay KeyboardInterrupt to the end of a step: within one it breaks the engine."""
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:

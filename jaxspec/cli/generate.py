@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> None:
             is_chat = engine.tokenizer.can_chat
             if not is_chat:
                 notes.append(
-                    "The model has no chat template: the prompt was continued."
+                    "The model has no chat template, so the prompt was continued as "
+                    "plain text."
                 )
         prompt = encode(engine.tokenizer, options.prompt, is_chat=is_chat)
         has_drafts = engine.config.speculative is not None
@@ -250,7 +251,9 @@ def comparison(
     ]
     count = len(speculative)
     repeats = "one run" if count == 1 else f"medians of {count} runs in turn"
-    lines.append(f"{repeats}; tokens/s: after the first token, without compilation")
+    lines.append(
+        f"{repeats}; tokens/s are measured after the first token, without compilation"
+    )
     return "\n".join(lines + notes)
 
 

@@ -48,7 +48,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "--compile",
         action="store_true",
         help="compile the largest program for the device, which takes minutes, and "
-        "plan with its memory",
+        "plan with the memory that it reports",
     )
     group.add_argument("--json", action="store_true", help="all numbers, in bytes")
     AsyncEngineArgs.add_cli_args(parser)

@@ -63,7 +63,11 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     )
     add("--length", metavar="N", type=int, default=256, help="tokens per piece")
     add("--rows", metavar="N", type=int, default=4, help="pieces per batch")
-    add("--dtype", default=DTYPES[0], help="of both: float32 (default) or bfloat16")
+    add(
+        "--dtype",
+        default=DTYPES[0],
+        help="type of the activations in both models: float32 (default) or bfloat16",
+    )
     add(
         "--tensor-parallel-size",
         metavar="N",

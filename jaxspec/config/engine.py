@@ -43,7 +43,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
 MAX_LOGPROBS = 1024  # per token: every launch copies them to the host
-MAX_SCHEDULER_STEPS = 64  # a result has room for all of them
+MAX_SCHEDULER_STEPS = 64  # a launch's result has room for all its rounds
 
 
 def draft_hint(target: ModelConfig) -> str:

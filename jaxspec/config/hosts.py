@@ -49,7 +49,7 @@ class HostsConfig:
             self.node_rank,
             low=0,
             high=self.nnodes - 1,
-            hint=f"There are nnodes={self.nnodes} processes, and the leader is 0.",
+            hint=f"Ranks go from 0, the leader, to nnodes={self.nnodes} - 1.",
         )
         check_integer(
             ConfigError,

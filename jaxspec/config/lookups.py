@@ -24,8 +24,8 @@ class LookupRule:
     """Limits on the drafts from matches.
 
     Attributes:
-        limits: Entry i: maximum number of drafts after a match of i tokens. Longer
-            matches than the last entry are not searched.
+        limits: Entry i: maximum number of drafts after a match of i tokens. Matches
+            longer than the last entry's are not searched.
         shortest: Minimum number of tokens of a match.
         min_share: Minimum share of the counted matches that continue with a draft and
             the drafts before it, in units of 1 / `WHOLE`; other drafts are not made.

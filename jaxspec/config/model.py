@@ -99,7 +99,7 @@ class ModelConfig(ABC):
     def _check_groups(self) -> None:
         scheme = self.quantization
         if not isinstance(scheme, Scheme) or scheme.group_size is None:
-            return  # the types of a GGUF file divide its matrices
+            return  # the groups of a GGUF file always divide its matrices
         for features in (
             self.hidden_size,
             self.num_q_heads * self.head_dim,

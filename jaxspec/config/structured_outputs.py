@@ -121,7 +121,8 @@ class StructuredOutputsConfig:
             `additionalProperties` allow none.
         whitespace_pattern: Regular expression of the white space between two parts of
             JSON. vLLM does not have it; None is `DEFAULT_WHITESPACE_PATTERN`.
-        reasoning_parser: Only "", like its plugin: Gemma marks no thinking.
+        reasoning_parser: Only "" is allowed, as for its plugin: Gemma does not mark its
+            reasoning.
         enable_in_reasoning: Without effect.
     """
 
@@ -137,15 +138,15 @@ class StructuredOutputsConfig:
     def __post_init__(self):
         if self.backend not in _BACKENDS:
             allowed = " or ".join(map(repr, _BACKENDS))
-            hint = "Grammars are llguidance's; leave it out."
+            hint = "Grammars are always compiled by llguidance; leave it out."
             raise wrong_argument(
                 UnsupportedError, "backend", allowed, self.backend, hint
             )
         for name in ("reasoning_parser", "reasoning_parser_plugin"):
             if getattr(self, name):
                 raise UnsupportedError(
-                    f"{name}={getattr(self, name)!r} is not supported: Gemma marks "
-                    "no thinking. Leave it out.",
+                    f"{name}={getattr(self, name)!r} is not supported: Gemma does "
+                    "not mark its reasoning. Leave it out.",
                     parameter=name,
                     value=getattr(self, name),
                 )

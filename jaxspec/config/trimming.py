@@ -63,14 +63,15 @@ def kept_tokens(
         size = len(ranked)
         if size >= vocab_size:
             raise ConfigError(
-                f"{_MAP}={speculative.draft_token_map!r} names all {vocab_size} tokens "
-                f"of the draft model: set {_SIZE} to the number of tokens to keep.",
+                f"{_MAP}={speculative.draft_token_map!r} lists all {vocab_size} "
+                f"tokens of the draft model: set {_SIZE} to the number of tokens to "
+                "keep.",
                 parameter=_SIZE,
             )
     if size > len(ranked):
         raise ConfigError(
-            f"{_SIZE} must be an integer from 1 to {len(ranked)}, got {size}: its map "
-            f"names no more tokens. {_WAY_OUT}.",
+            f"{_SIZE} must be an integer from 1 to {len(ranked)}, got {size}: its "
+            f"token map lists no more tokens. {_WAY_OUT}.",
             parameter=_SIZE,
             value=size,
         )

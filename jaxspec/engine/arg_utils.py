@@ -136,7 +136,8 @@ class EngineArgs:
         tokenizer: The same, for the tokenizer; the target's by default.
         revision: Branch, tag or commit of `model` on the Hugging Face Hub. The draft's
             is a key of `speculative_config`.
-        hf_token: For the Hugging Face Hub; by default the one its login has saved.
+        tokenizer_revision: The same, for `tokenizer`.
+        hf_token: Token for the Hugging Face Hub. Default: the one that its login saved.
         download_dir: Where downloads are kept, instead of the services' own caches.
         chat_template: Used in place of the model's: a Jinja template, or the path of
             a file with one.
@@ -147,6 +148,8 @@ class EngineArgs:
             features. Default: as in the checkpoint. For a checkpoint that is quantized
             already, vLLM's name of its method ("compressed-tensors", "awq", "gptq") is
             accepted as well. It changes texts: see docs/quantization.md.
+        served_model_name: Name of the model in the server's API; several are possible.
+        seed: Seed for requests that have none of their own.
         quantize_embedding: Store the embedding, which is also the LM head, in int8, in
             models that are quantized.
         speculative_model_quantization: The same as `quantization`, for the draft model.
@@ -201,6 +204,9 @@ class EngineArgs:
         skip_tokenizer_init: Read no tokenizer: prompts and outputs are token ids.
         generation_config: "auto" reads the model's recommended sampling parameters,
             "vllm" reads none, anything else is the folder to read them from.
+        override_generation_config: Sampling parameters that take precedence over those
+            of `generation_config`.
+        disable_log_stats: Do not log statistics, and do not collect metrics.
         compilation_cache_dir: Folder that keeps compiled programs between runs; "auto"
             is `jaxspec` in the user's cache folder, None keeps none.
         batch_invariant: Decode in programs of one width, so that a request's logits
@@ -218,6 +224,21 @@ class EngineArgs:
             `StructuredOutputsConfig`, e.g. disable_any_whitespace.
         kv_events_config: Publish which prefixes have pages, for gateways that route by
             them: keys of `KvEventsConfig`. Off, unless enable_kv_cache_events is true.
+        speculative_config: How drafts are proposed, with keys of `SpeculativeConfig`:
+            {"model": ..., "num_speculative_tokens": 5} for a draft model or a head, or
+            {"method": "ngram", ...} or "suffix" for drafts from earlier text.
+        spec_method: The key `method` of `speculative_config`.
+        spec_model: The same as `speculative_model`.
+        spec_tokens: The same as `num_speculative_tokens`.
+        speculative_model: The draft model or head, named like `model`; or "[ngram]" for
+            n-gram drafts.
+        num_speculative_tokens: Maximum number of draft tokens per round.
+        speculative_max_model_len: No drafts are made for longer sequences.
+        speculative_disable_by_batch_size: No drafts are made while more requests run.
+        spec_decoding_acceptance_method: The key `rejection_sample_method` of
+            `speculative_config`, the rule by which drafts are accepted.
+        ngram_prompt_lookup_max: Maximum length of a matching n-gram, in tokens.
+        ngram_prompt_lookup_min: Minimum length of a matching n-gram, in tokens.
     """
 
     # None only until `__post_init__`.
@@ -318,7 +339,7 @@ class EngineArgs:
             hint = nearest(name, known, f"see {cls.__name__}.")
             given_as = "" if is_secret(name) else f" (given {shown(given[name])})"
             raise ConfigError(
-                f"There is no engine argument {name}{given_as}: {hint}",
+                f"{name}{given_as} is not an engine argument: {hint}",
                 parameter=name,
                 value=None if is_secret(name) else given[name],
             )
@@ -665,7 +686,10 @@ def _quantized(
         raise wrong_argument(UnsupportedError, name, "None for a head", kind, hint)
     schemes = [one.quantization for one in (model, draft) if one is not None]
     if has_embedding and not any(schemes):
-        hint = f"It needs quantization or {name}: neither model is quantized."
+        hint = (
+            f"quantize_embedding needs quantization or {name}: neither model is "
+            "quantized."
+        )
         raise wrong_argument(ConfigError, "quantize_embedding", "False", True, hint)
     return model, draft
 
@@ -680,7 +704,7 @@ def _checked_dtype(dtype: str, model: ModelConfig, draft: ModelConfig | None) ->
                 )
         warnings.warn(
             f"dtype={dtype!r} is taken as 'bfloat16': activations of {model.family} "
-            "leave the range of float16.",
+            "exceed the range of float16.",
             UserWarning,
             stacklevel=3,
         )
@@ -725,8 +749,8 @@ def _max_logprobs(given: Any, vocab_size: int) -> int:
             "max_logprobs",
             f"an integer from 0 to {MAX_LOGPROBS}",
             given,
-            f"-1 means all {vocab_size} tokens of this vocabulary, and every launch "
-            "would copy them to the host for every token.",
+            f"-1 means all {vocab_size} tokens of this vocabulary, which every "
+            "launch would copy to the host for every token.",
         )
     return vocab_size if given == -1 else given
 

@@ -165,7 +165,7 @@ class AsyncLLMEngine:
     def _choose(self, request_id: str) -> EngineDriver:
         for driver in self._drivers:
             if driver.engine.is_unfinished(request_id):
-                return driver  # it rejects the duplicate id
+                return driver  # this engine rejects the duplicate id
         return least_loaded(
             self._drivers, lambda one: (not one.engine.is_ready, one.num_texts)
         )
@@ -227,7 +227,7 @@ class AsyncLLMEngine:
 
     @property
     def choice(self) -> Choice:
-        """The current choice of K, of the first engine."""
+        """The first engine's current choice of K."""
         return self.engine.choice
 
     async def get_num_unfinished_requests(self) -> int:

@@ -41,7 +41,7 @@ class TextStream:
         # copied for each token.
         self._pieces: list[str] = []
         self._ids: list[int] = []
-        self._read = 0  # ids whose text is in `_text`
+        self._read = 0  # number of ids whose text is in `_text`
         self._start = 0  # the first id of the context, which is decoded again
         # Text of the context; None if it must be decoded anew.
         self._known: str | None = ""

@@ -138,7 +138,7 @@ class EngineGroup:
     def _choose(self, prepared: Prepared) -> LLMEngine:
         for engine in self.engines:
             if engine.is_unfinished(prepared.request_id):
-                return engine  # it rejects the duplicate id
+                return engine  # this engine rejects the duplicate id
         return least_loaded(
             self.engines, lambda engine: (engine.get_num_unfinished_requests(),)
         )
@@ -249,8 +249,8 @@ class EngineGroup:
         count = self.get_num_unfinished_requests()
         if count:
             raise RequestError(
-                f"sleep() needs idle engines, and {count} requests run: finish or "
-                "abort them first."
+                f"sleep() needs idle engines, but {count} requests are running: "
+                "finish or abort them first."
             )
         self._each(lambda engine: engine.sleep(level))
 

@@ -98,7 +98,7 @@ class EngineThread:
         while not self._is_stopped:
             has_work = self._engine.has_unfinished_requests() and not self._is_paused
             if not has_work:
-                self._engine.log_if_due()  # no step will do it
+                self._engine.log_if_due()  # no further step will log
             self._handle_calls(waits=not has_work)
             if not has_work or self._is_stopped:
                 continue

@@ -425,7 +425,7 @@ class Matcher:
             return False  # after an error the next call fails
         reason = self._call("stop_reason")
         if reason not in _COMPLETE:
-            raise _failure(f"it stopped before the end of the text: {reason}")
+            raise _failure(f"it stopped before the text was complete: {reason}")
         return True
 
     def _spend(self, seconds: float) -> None:

@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
 
 
 class InputProcessor:
-    """Makes requests from prompts and parameters, in any thread."""
+    """Makes requests from prompts and parameters; may be used in any thread."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
         self._config = config
@@ -174,11 +174,12 @@ class InputProcessor:
         return params
 
     def _check_text(self, params: SamplingParams) -> None:
-        """Reject parameters that need a tokenizer or real verification without one."""
+        """Reject parameters that need a missing tokenizer, or real verification."""
         if params.structured_outputs is not None and self._config.is_synthetic:
             raise UnsupportedError(
-                "structured_outputs cannot be used with rejection_sample_method="
-                "'synthetic', which accepts drafts whatever they are.",
+                "structured_outputs cannot be used with "
+                "rejection_sample_method='synthetic', which accepts drafts at "
+                "random.",
                 parameter="structured_outputs",
                 value=params.structured_outputs,
             )
@@ -281,7 +282,7 @@ class InputProcessor:
             min_tokens=params.min_tokens,
             stop_ids=stop_ids,
         )
-        state.compute([])  # here no launch waits for it
+        state.compute([])  # computed here, no launch waits for it
         return state
 
     def _seed_and_rule(self, params: SamplingParams) -> tuple[tuple[int, int], int]:
@@ -419,8 +420,8 @@ def _check_some_left(
         raise wrong_argument(
             RequestError,
             "allowed_token_ids",
-            "some id that bad_words does not forbid, and that is no end of text if "
-            "min_tokens is set",
+            "a list with an id that bad_words does not forbid and, with min_tokens, "
+            "that is not an end token",
             list(allowed),
         )
 

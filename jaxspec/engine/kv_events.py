@@ -93,7 +93,7 @@ class KvEventPublisher:
         except queue.Full:
             if not self._has_dropped:
                 _log.warning(
-                    "KV events are made faster than they are sent: some are dropped"
+                    "KV events are produced faster than they are sent: some are dropped"
                 )
             self._has_dropped = True
 

@@ -137,12 +137,15 @@ class LLMEngine:
             allowed = "a jaxspec.text.tokenizer.Tokenizer"
             raise wrong_argument(ConfigError, "tokenizer", allowed, tokenizer, hint)
         if self.has_unfinished_requests():
-            raise RequestError("The tokenizer cannot change while requests run.")
+            raise RequestError(
+                "The tokenizer cannot change while requests are running: finish or "
+                "abort them first."
+            )
         token = first_difference(self.tokenizer, tokenizer)
         if token is not None:
             raise ConfigError(
-                "The tokenizer must have the model's pieces, and differs from the "
-                f"current one in id {token}.",
+                "The tokenizer must map every id to the same piece as the current "
+                f"one, but id {token} differs.",
                 parameter="tokenizer",
                 value=tokenizer,
             )
@@ -244,14 +247,16 @@ class LLMEngine:
     def _check_open(self, request_id: str) -> None:
         """Raise if the engine cannot accept a request with this id now."""
         if self.runner.compiler.is_exiting:
-            raise EngineDeadError("The interpreter exits: no request can run.")
+            raise EngineDeadError(
+                "The Python interpreter is exiting: no request can run."
+            )
         if self.is_sleeping():
             raise RequestError(
-                "The engine sleeps and accepts no requests: call wake_up() first."
+                "The engine is asleep and accepts no requests: call wake_up() first."
             )
         if self.is_unfinished(request_id):
             raise RequestError(
-                f"request_id {request_id!r} is running already: choose another",
+                f"request_id {request_id!r} is already running: choose another id",
                 parameter="request_id",
                 value=request_id,
             )
@@ -306,7 +311,9 @@ class LLMEngine:
             ) from error
         has_drafts = self.policy.max_draft_tokens(1) > 0
         if has_drafts:
-            _log.error("A launch failed: continue without drafts", exc_info=error)
+            _log.error(
+                "A launch failed: the engine continues without drafts", exc_info=error
+            )
             self.policy.stop("a launch failed")
             self.runner.leave_out_drafts()
             if self._first_program is not None:
@@ -439,7 +446,8 @@ class LLMEngine:
         """
         if self.config.disable_log_stats:
             raise ConfigError(
-                "Stat logging disabled: make the engine with disable_log_stats=False.",
+                "Stat logging is disabled: create the engine with "
+                "disable_log_stats=False.",
                 parameter="disable_log_stats",
                 value=True,
             )
@@ -517,8 +525,8 @@ class LLMEngine:
         count = self.get_num_unfinished_requests()
         if count:
             raise RequestError(
-                f"sleep() needs an idle engine, and {count} requests run: finish or "
-                "abort them first."
+                f"sleep() needs an idle engine, but {count} requests are running: "
+                "finish or abort them first."
             )
         self._drain()
         self.reset_prefix_cache()

@@ -73,13 +73,13 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     is_own = config.tokenizer == config.model
     if _is_dummy(config) and is_own and not _has_tokenizer(config.tokenizer):
         reason = f"{config.model} has no tokenizer file"
-        _log.warning("%s: prompts are token ids, outputs have no text", reason)
+        _log.warning("%s: prompts must be token ids, and outputs have no text", reason)
         return NoTokenizer(reason)
     turns = family_of(config.model_config).turns
     tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template, turns)
     folder = config.speculative and config.speculative.model
-    # A draft without its own tokenizer was trained for the target's. Compare them
-    # before the sizes: a pair has the smaller vocabulary of the two.
+    # A draft without a tokenizer uses the target's. Tokenizers are compared before
+    # sizes, because both configurations of a pair have the smaller vocabulary.
     if folder is not None and _has_tokenizer(folder):
         names = f"the target ({config.model})", f"the draft ({folder})"
         hint = draft_hint(config.model_config)
@@ -88,8 +88,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     if tokenizer.vocab_size > num_rows:
         raise ConfigError(
             f"The tokenizer of {config.tokenizer} has {tokenizer.vocab_size} pieces, "
-            f"but {config.model} has vocab_size={num_rows}: they do not belong to one "
-            "model. Pass the model's own tokenizer.",
+            f"but {config.model} has vocab_size={num_rows}: they do not belong "
+            "together. Pass the model's own tokenizer.",
             parameter="tokenizer",
             value=config.tokenizer,
         )
@@ -124,8 +124,9 @@ def make_runner(config: EngineConfig) -> Runner:
     if hosts is not None:
         if hosts.is_follower:
             raise ConfigError(
-                f"node_rank={hosts.node_rank} has no engine of its own: start it with "
-                "`python -m jaxspec.serve --headless` and the same arguments.",
+                f"node_rank={hosts.node_rank} is a follower, which has no engine of "
+                "its own: start it with `python -m jaxspec.serve --headless` and "
+                "the same arguments.",
                 parameter="node_rank",
                 value=hosts.node_rank,
             )
@@ -140,7 +141,7 @@ def make_runner(config: EngineConfig) -> Runner:
 
 
 def _make_leading(config: EngineConfig, followers: Followers | None) -> Runner:
-    """Decide the sizes, send them to the followers, and load the models."""
+    """Choose batch size and pages, send them to the followers, and load the models."""
     _warn_of_dummies(config)
     mesh, others = build_mesh(config), []
     if followers is not None:

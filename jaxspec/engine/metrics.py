@@ -24,7 +24,7 @@ from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 
 _log = logging.getLogger(__name__)
 
-# Dashboards use vLLM's prefix; scripts whose imports were renamed use ours.
+# Dashboards use vLLM's prefix; scripts with `vllm` replaced by `jaxspec` use ours.
 PREFIXES = ("vllm", "jaxspec")
 # Prefix of metrics that vLLM does not have.
 OWN = "jaxspec"

@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 # `stop_reason` of a text that ended because of NaN or infinite logits.
 NOT_FINITE = (
-    "The model's numbers became NaN or infinite for this request. If it happens again "
-    "the weights are damaged, or the type is too small for them."
+    "The model's logits became NaN or infinite for this request. If it happens "
+    "again, the weights are damaged, or dtype has too small a range for them."
 )
 Finish = Callable[[Request, str, int | str | None], None]
 

@@ -130,7 +130,9 @@ class ProgramCache:
             num_bytes = _save(path, built.executable)
         except (OSError, *_UNSUPPORTED) as error:
             if not self._has_warned:
-                _log.warning("Programs cannot be saved in %s: %r", self._folder, error)
+                _log.warning(
+                    "Compiled programs cannot be saved in %s: %r", self._folder, error
+                )
             self._has_warned = True
             return built
         return dataclasses.replace(built, num_bytes=num_bytes)
@@ -236,7 +238,9 @@ def _load(
     except (FileNotFoundError, NotADirectoryError):
         return None
     except _UNREADABLE as error:
-        _log.warning("%s cannot be loaded and is compiled again: %r", path, error)
+        _log.warning(
+            "%s cannot be loaded, so the program is compiled again: %r", path, error
+        )
         return None
     with contextlib.suppress(OSError):  # another user's file, or a read-only image
         os.utime(path)

@@ -197,8 +197,9 @@ class Runner:
         if num_bytes > plan.workspace_bytes and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "Programs take %s of a device, and %s were planned; %s are left. If "
-                "memory runs out, lower max_num_seqs=%d, or gpu_memory_utilization.",
+                "Compiled programs take %s of a device's memory, more than the "
+                "planned %s; %s are free. If memory runs out, lower "
+                "max_num_seqs=%d, or gpu_memory_utilization.",
                 shown_bytes(num_bytes),
                 shown_bytes(plan.workspace_bytes),
                 shown_bytes(plan.left_bytes),
@@ -220,7 +221,7 @@ class Runner:
             named = jax.config.values["jax_platforms"]
             raise ConfigError(
                 "structured_outputs need jax's CPU backend in addition to the "
-                f"accelerator's. JAX_PLATFORMS={named!r} leaves it out: add ',cpu'.",
+                f"accelerator's, but JAX_PLATFORMS={named!r} excludes it: add ',cpu'.",
                 parameter="structured_outputs",
                 value=named,
             ) from error
@@ -268,7 +269,7 @@ class Runner:
             raise
 
     def leave(self) -> None:
-        """End the followers' processes and this process's part in the cluster."""
+        """End the followers' processes, and leave the cluster of processes."""
         if self.followers is not None:
             self.followers.end()
             leave()
@@ -567,7 +568,7 @@ def join(hosts: HostsConfig) -> None:
     except RuntimeError as error:
         raise ConfigError(
             f"jax.distributed cannot start at {where}: {error}. master_port must be "
-            "free there, and all processes must reach it.",
+            "free on that host, and all processes must be able to reach it.",
             parameter="master_port",
             value=hosts.master_port,
         ) from error
@@ -591,17 +592,17 @@ def _hosts_devices(
     """
     if jax.process_index() != hosts.node_rank:
         raise ConfigError(
-            f"node_rank={hosts.node_rank}, but these devices are those of process "
-            f"{jax.process_index()}: on TPUs, node_rank is the host's number in its "
-            "slice (TPU_WORKER_ID).",
+            f"node_rank={hosts.node_rank}, but this host's devices belong to process "
+            f"{jax.process_index()}: on TPUs, node_rank must be the host's number in "
+            "its slice (TPU_WORKER_ID).",
             parameter="node_rank",
             value=hosts.node_rank,
         )
     if config.tensor_parallel_size != len(devices):
         raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size}, and {hosts.nnodes} "
-            f"processes have {len(devices)} devices together, all of which take part: "
-            f"set it to {len(devices)}.",
+            f"tensor_parallel_size={config.tensor_parallel_size}, but the "
+            f"{hosts.nnodes} processes have {len(devices)} devices together, and all "
+            f"of them must be used: set it to {len(devices)}.",
             parameter="tensor_parallel_size",
             value=config.tensor_parallel_size,
         )

@@ -75,12 +75,12 @@ _SPECULATIVE_LATER = (
 )
 # Keys of removed features, and what to use instead.
 _DYNAMIC = (
-    "Dynamic trees were removed: they reached 0.59 to 1.05 of plain decoding. Use a "
-    f"static tree ({TREE_KEY}), num_side_leaves or a chain."
+    "Dynamic trees were removed, because they were 0.59 to 1.05 times as fast as "
+    f"plain decoding. Use a static tree ({TREE_KEY}), num_side_leaves or a chain."
 )
 TYPICAL_REMOVED = (
-    "Typical acceptance was removed: it is lossy, its texts do not follow the target. "
-    "Use rejection_sample_method 'block', 'standard' or 'coupled'."
+    "Typical acceptance was removed, because its texts do not follow the target's "
+    "distribution. Use rejection_sample_method 'block', 'standard' or 'coupled'."
 )
 _SPECULATIVE_REMOVED = {
     "dynamic_tree_top_k": _DYNAMIC,
@@ -231,10 +231,10 @@ def _settle_kv_cache_dtype(merged: dict[str, Any], target: str) -> None:
     check_choice(ConfigError, name, cache_dtype, tuple(KV_CACHE_NAMES))
     if KV_CACHE_NAMES[cache_dtype] != KV_CACHE_NAMES[target]:
         hint = (
-            "The draft's keys and values have the target's type, in the same pages: "
-            f"leave it out, or set {_KV_CACHE_DTYPE} for both."
+            "The draft's keys and values are stored in the same type as the "
+            f"target's: leave it out, or set {_KV_CACHE_DTYPE} for both."
         )
-        allowed = f"left out or {target!r}, which the target has"
+        allowed = f"left out or {target!r}, as for the target"
         raise wrong_argument(UnsupportedError, name, allowed, cache_dtype, hint)
 
 
@@ -306,9 +306,9 @@ def _refuse_keys_of_others(merged: Mapping[str, Any], method: str) -> None:
         for key in keys:
             if key in merged and owner != method_of(method).lookup:
                 raise ConfigError(
-                    f"{key}={merged[key]!r} belongs to {title} drafts; method "
-                    f"{method!r} takes no such key. Set method to {owner!r}"
-                    f"{other_way}, or leave it out.",
+                    f"{key}={merged[key]!r} is for {title} drafts, and has no effect "
+                    f"with method {method!r}. Set method to {owner!r}{other_way}, or "
+                    "leave it out.",
                     parameter=key,
                     value=merged[key],
                 )
@@ -323,8 +323,9 @@ def _settle_lookup(merged: dict[str, Any], *, is_first_generation: bool) -> None
     most, fewest = (merged.get(key) for key in LOOKUPS[NGRAM][1])
     if is_first_generation and most is None:
         raise ConfigError(
-            "speculative_model='[ngram]' requires ngram_prompt_lookup_max, the most "
-            f"tokens of a match; {_DEFAULT_PROMPT_LOOKUP} is a good number.",
+            "speculative_model='[ngram]' requires ngram_prompt_lookup_max, the "
+            f"maximum length of a matching n-gram; {_DEFAULT_PROMPT_LOOKUP} is a "
+            "good value.",
             parameter="ngram_prompt_lookup_max",
         )
     if is_first_generation and fewest is None:

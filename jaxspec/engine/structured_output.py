@@ -590,7 +590,7 @@ class GrammarCompiler:
         return Vocabulary(self._tokenizer, self._vocab_size, self._end_ids)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
-        """Return a matcher at the beginning of a text.
+        """Return a matcher for these parameters that has read no token yet.
 
         Raises:
             RequestError: The schema, expression or grammar is not valid, or no text
@@ -644,7 +644,7 @@ def _schema_of(
     if isinstance(schema, str):
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
-        raise ValueError(f"a JSON schema is an object, this is {schema!r}")
+        raise ValueError(f"a JSON schema must be an object, got {schema!r}")
     if params.disable_additional_properties or config.disable_additional_properties:
         schema = _closed(schema)
     return dict(schema)

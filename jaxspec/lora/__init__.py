@@ -1,1 +1,1 @@
-"""Thin aliases of vLLM's modules on adapters, which this engine does not have."""
+"""Aliases of vLLM's modules on LoRA adapters, which this engine does not support."""

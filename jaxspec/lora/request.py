@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class LoRARequest:
-    """Names an adapter; every call that is given one says that there are none here."""
+    """Names a LoRA adapter; calls that receive one reject it as not supported."""
 
     lora_name: str
     lora_int_id: int

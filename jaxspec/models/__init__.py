@@ -2,10 +2,10 @@
 
 Reading order: `batch` (the input of a forward pass), `network` (the interface that the
 program calls), `gemma`, made of `layers` that a `stack` runs, `params` and `weights`
-(how parameters are declared, read and made), `matrices` and `quantized` (the storage
-forms of matrices), `trimmed` (a draft model's head with the rows of some tokens only),
-`backend` (kernels and devices), `cpu`. `heads` are small networks on a target's hidden
-states; `variables` presents parameters to Flax.
+(how parameters are declared, read and made), `matrices` and `quantized` (storage
+formats of matrices), `trimmed` (a draft model's head with the rows of some tokens
+only), `backend` (kernels and devices), `cpu`. `heads` are small networks on a target's
+hidden states; `variables` presents parameters to Flax.
 """
 
 import importlib

@@ -152,7 +152,7 @@ def choose_form(
 
 
 def choose_quantized_form(of_xla: type[Matrix], *, num_devices: int) -> type[Matrix]:
-    """Choose the form of a model's quantized matrices on CPU devices.
+    """Choose how a model's quantized matrices are stored on CPU devices.
 
     Args:
         of_xla: The class to use if the C++ operations are not available.
@@ -424,7 +424,7 @@ class PanelMatrix(DenseMatrix):
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """Multiply with the form that is faster for this number of rows."""
+        """Multiply with the copy that is faster for this number of rows."""
         inputs = inputs.astype(self.dtype)
         copied_bytes = self.panels.shape[0] * inputs.size * inputs.dtype.itemsize
         if inputs.shape[0] > MAX_ROWS or copied_bytes > MAX_COPIED_BYTES:

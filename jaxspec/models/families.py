@@ -150,7 +150,7 @@ def config_from_hf(
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        allowed = f"{one_of(FAMILIES)}, the architectures of this engine"
+        allowed = f"{one_of(FAMILIES)}, which are the supported architectures"
         for name, reason in _UNSUPPORTED.items():
             if str(model_type).startswith(name):
                 raise wrong_argument(

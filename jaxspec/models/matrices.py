@@ -1,10 +1,10 @@
-"""The storage forms of a matrix on a device, and the interface that networks use.
+"""Storage formats of a matrix on a device, and the interface that networks use.
 
-`jaxspec.models.weights.choose_forms` chooses a form once, from the platform and the
-type of the weights. Networks multiply and look up rows; only the form knows how the
-numbers are stored.
+`jaxspec.models.weights.choose_forms` chooses a format once, from the platform and the
+type of the weights. Networks multiply and look up rows; only the format's class knows
+how the numbers are stored.
 
-To add a form: a subclass of `Matrix` that is a pytree, and its condition in
+To add a format: a subclass of `Matrix` that is a pytree, and its condition in
 `choose_forms`.
 """
 
@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int
 
 
 class Matrix(ABC):
-    """An (out, features) matrix, HuggingFace's order, in some form; a pytree."""
+    """An (out, features) matrix, HuggingFace's order, in some format; a pytree."""
 
     @classmethod
     def fits(cls, shape: tuple[int, ...]) -> bool:
-        """Return whether a matrix of this shape can have the form."""
+        """Return whether a matrix of this shape can be stored in this format."""
         return True
 
     @classmethod
@@ -88,7 +88,7 @@ class DenseMatrix(Matrix):
     ) -> Float[Array, "token out"]:
         """Contract both second axes.
 
-        For this form XLA:CPU has a bf16 kernel whose cost does not grow between 2 and
+        For this format XLA:CPU has a bf16 kernel whose cost does not grow between 2 and
         16 rows, the range of verification.
         """
         return product(inputs.astype(self.dtype), self.values, (((1,), (1,)), ((), ())))

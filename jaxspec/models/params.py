@@ -17,7 +17,7 @@ from jaxspec.models.quantized import Quantized
 from jaxspec.sharding import named_sharding
 from jaxspec_checkpoints.quantization import Scheme
 
-# A tree of matrices in their forms, and of arrays for vectors.
+# A tree of matrices in their storage formats, and of arrays for vectors.
 Params = dict[str, Any]
 
 
@@ -31,7 +31,7 @@ class ParamSpec:
             alternate, in runs of `unit / len(tensors)`.
         unit: Elements of the split axis that stay on one device, such as a head's.
         copies: Times that every `unit` of rows is repeated, for several devices.
-        form: Storage form of a matrix; a vector is an array.
+        form: Class of a matrix, which is its storage format; a vector is an array.
         scheme: Quantization scheme; None if it is not quantized.
     """
 
@@ -45,7 +45,7 @@ class ParamSpec:
 
     @property
     def num_values(self) -> int:
-        """Number of values, without those that a storage form adds, such as padding."""
+        """Number of values, without those that storage adds, such as padding."""
         return math.prod(self.shape)
 
     def sharding(self, mesh: Mesh, mesh_axes: tuple[str, ...]) -> NamedSharding:

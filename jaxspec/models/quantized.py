@@ -1,8 +1,8 @@
-"""Forms of quantized matrices that XLA multiplies, and the placement of their parts.
+"""Formats of quantized matrices that XLA multiplies, and placement of their parts.
 
 Products read the values as stored: XLA converts them within the fusion of the dot, so
 that no matrix of the rows' type is ever written (`tests/models/test_quantized_aot.py`).
-A CPU's forms are in `jaxspec.models.cpu`.
+Formats for CPUs are in `jaxspec.models.cpu`.
 """
 
 import functools
@@ -175,7 +175,7 @@ class GroupedMatrix(Matrix):
 
 
 def choose_form(scheme: Scheme) -> type[Matrix]:
-    """Choose the form that XLA multiplies."""
+    """Choose the storage format of a matrix that XLA multiplies."""
     return ScaledMatrix if scheme.group_size is None else GroupedMatrix
 
 

@@ -1,10 +1,10 @@
-"""Runs a network's layers in one of two forms: separate, or scanned.
+"""Runs a network's layers in one of two ways: separate, or scanned.
 
 A separate layer has its own parameters, its own pages and its own operations in a
 program. Scanned (`ModelConfig.scan_layers`), layers of the same kind share one array
 for each parameter and one pool of pages, and the program has one loop over them: its
 size does not depend on the depth, and it compiles faster. Layers after the last whole
-period are separate in this form as well. Both forms compute the same.
+period are separate in this case as well. Both ways compute the same.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def run_layers(
 
     Args:
         params: Parameters of the whole network.
-        layer: Computes one layer. In scanned form it is called only for the first
+        layer: Computes one layer. For scanned layers it is called only for the first
             `config.period` layers.
 
     Returns:
@@ -157,7 +157,7 @@ def _batch_of(
 
 
 def stacked_place(config: ModelConfig, path: ParamPath) -> tuple[ParamPath, int] | None:
-    """Return a parameter's stack in the scanned form, and its entry there.
+    """Return a parameter's stack in a scanned network, and its entry there.
 
     None if it is not stacked.
     """

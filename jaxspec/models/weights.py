@@ -110,7 +110,7 @@ def choose_forms(
     are_bfloat16: bool = False,
     is_trained: bool = False,
 ) -> Specs:
-    """Return the declarations with each parameter's form on these devices.
+    """Return the declarations with each parameter's storage format on these devices.
 
     Args:
         specs: With the schemes of quantized matrices.

@@ -50,7 +50,7 @@ class Effects:
     bad_words: Int[Array, "seq bad_word token"]
     tail: Int[Array, "seq tail"]  # the output's last tokens, right-aligned
     stop_ids: Int[Array, "seq stop"]
-    num_early: Int[Array, " seq"]  # tokens from here on that may not be stop ids
+    num_early: Int[Array, " seq"]  # next tokens that must not be stop ids
 
 
 def unpack_bits(

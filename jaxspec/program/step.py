@@ -178,7 +178,8 @@ def _propose(
                 own_params, state, proposer_context, proposal
             )
         new_states.append(state)
-    # The host may not have read yet how close the end is: drafts past it are padding.
+    # The host may not know yet how few tokens are left before the maximum length:
+    # drafts past it are padding.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
     num_draft_tokens = jnp.minimum(context.fields["decode_num_draft_tokens"], room)
     if proposal is not None:

@@ -1,7 +1,7 @@
 """Owns the set of running requests, and the limits on waiting ones.
 
-The engine's own queue is in another thread. The limits are checked against a count that
-is kept here, of requests that were admitted and have not finished.
+The engine's own queue is in another thread. So this class keeps its own count of
+admitted, unfinished requests, and checks the limits against it.
 """
 
 import itertools
@@ -103,7 +103,7 @@ class Admission:
         unit = {"queued_reqs": "texts", "queued_tokens": "prompt tokens"}[kind]
         flag = f"--max-num-{kind.replace('_', '-')}"
         return OverloadedError(
-            f"The server is busy: with this request {found} {unit} would wait, and at "
-            f"most {allowed} may ({flag}). Try again later.",
+            f"The server is busy: with this request {found} {unit} would wait, but "
+            f"at most {allowed} are allowed ({flag}). Try again later.",
             min(max(retry_after_s, 1), MAX_RETRY_S),
         )

@@ -13,6 +13,7 @@ from jaxspec.serve.errors import add_error_handlers
 from jaxspec.serve.generation import generation_routes
 from jaxspec.serve.metrics import CountRequests, HttpMetrics, metric_routes
 from jaxspec.serve.middleware import (
+    AnthropicErrors,
     ApiKeys,
     BodyLimit,
     BodyTimeout,
@@ -80,5 +81,6 @@ def make_app(
         timeout_s=settings.timeout_read_body,
         admission=serving.admission,
     )
+    app.add_middleware(AnthropicErrors)
     app.add_middleware(RootPath)
     return app

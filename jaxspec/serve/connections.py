@@ -78,7 +78,8 @@ def find_max_connections(given: int | None) -> int:
         raise wrong_argument(
             ConfigError,
             "--limit-concurrency",
-            f"at most {max(num_free, 0)} where a process may open {soft} files",
+            f"at most {max(num_free, 0)}, because this process may open only {soft} "
+            "files",
             given,
             "Raise that limit with `ulimit -n`.",
         )
@@ -163,7 +164,7 @@ class LimitedProtocol(H11Protocol):
             seconds = self._limits.read_headers_s
             self._refuse(
                 408,
-                f"The headers did not arrive within {seconds:g} s "
+                f"The headers were not received within {seconds:g} s "
                 "(--timeout-read-headers).",
             )
         else:

@@ -26,6 +26,17 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+# Types of Anthropic's API; other statuses are "invalid_request_error" below 500, else
+# "api_error".
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ModelNotFoundError(Exception):
@@ -54,6 +65,15 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     error = {"message": _cut(message), "type": kind, "param": param and _cut(param)}
     error["code"] = status
     return {"error": error}
+
+
+def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Anthropic's error JSON for an error in vLLM's form."""
+    error = body.get("error")
+    message = error.get("message") if isinstance(error, Mapping) else error
+    default = "invalid_request_error" if status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(status, default)
+    return {"type": "error", "error": {"type": kind, "message": str(message)}}
 
 
 def _cut(text: str) -> str:

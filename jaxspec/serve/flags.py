@@ -310,8 +310,12 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         default=1,
         help="only 1 is supported; run several servers behind a proxy instead",
     )
-    add("--uvicorn-log-level", choices=LOG_LEVELS, default="info")
-    add("--disable-uvicorn-access-log", action=argparse.BooleanOptionalAction)
+    add("--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="default: info")
+    add(
+        "--disable-uvicorn-access-log",
+        action=argparse.BooleanOptionalAction,
+        help="do not log every request",
+    )
 
 
 def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:

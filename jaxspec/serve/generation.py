@@ -1,4 +1,4 @@
-"""Owns the endpoints that generate text: completions, chats and responses."""
+"""Owns the endpoints that generate text: completions, chats, responses, messages."""
 
 import asyncio
 import contextlib
@@ -25,6 +25,8 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.errors import status_and_body
 from jaxspec.serve.load_report import REQUEST_HEADER, load_header
 from jaxspec.serve.middleware import MAX_ID
+from jaxspec.serve.requests.anthropic_input import CountBody, MessagesBody
+from jaxspec.serve.requests.anthropic_input import as_chat as message_as_chat
 from jaxspec.serve.requests.params import field_of, make_beams, make_params
 from jaxspec.serve.requests.protocol import (
     ChatBody,
@@ -45,6 +47,7 @@ from jaxspec.serve.response_store import (
     ResponseNotFoundError,
     Stored,
 )
+from jaxspec.serve.responses.anthropic_messages import MessageWriter
 from jaxspec.serve.responses.chat_completions import ChatWriter
 from jaxspec.serve.responses.completions import CompletionWriter
 from jaxspec.serve.responses.response_writers import Numbered, Writer
@@ -77,7 +80,7 @@ POLL_S = 0.1
 
 
 def generation_routes(serving: Serving) -> APIRouter:
-    """Make the endpoints of completions, chats and (stored) responses."""
+    """Make the endpoints of completions, chats, (stored) responses and messages."""
     router = APIRouter()
 
     @router.post("/v1/completions")
@@ -95,6 +98,16 @@ def generation_routes(serving: Serving) -> APIRouter:
         """Answer a conversation, with OpenAI's Responses API."""
         return await _respond(serving, request, body, _answer)
 
+    @router.post("/v1/messages")
+    async def create_message(body: MessagesBody, request: Request) -> Response:
+        """Answer a conversation, with Anthropic's Messages API."""
+        return await _respond(serving, request, body, _message)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountBody, request: Request) -> Response:
+        """Count the tokens of a conversation's prompt."""
+        return await _respond(serving, request, body, _count)
+
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(
         request: Request,
@@ -110,7 +123,7 @@ def generation_routes(serving: Serving) -> APIRouter:
             return EventStream(_follow_events(serving, log, starting_after))
         if starting_after is not None:
             raise RequestError(
-                "starting_after is the number of a stream's event: it needs "
+                "starting_after is the number of an event in a stream, so it needs "
                 "stream=true.",
                 parameter="starting_after",
                 value=starting_after,
@@ -308,6 +321,27 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     # Generation continues if the client disconnects: the client may request the stream
     # again later.
     return EventStream(_follow_events(serving, log))
+
+
+async def _message(serving: Serving, body: MessagesBody, request: Request) -> Response:
+    chat, prompt, params = await _read_message(serving, body)
+    writer = MessageWriter(serving, body, chat, params, _id(body, request))
+    return await _generate(serving, body, [prompt], params, writer)
+
+
+async def _count(serving: Serving, body: CountBody, request: Request) -> Response:
+    _, prompt, _ = await _read_message(serving, body)
+    return JSONResponse({"input_tokens": len(prompt["prompt_token_ids"])})
+
+
+async def _read_message(
+    serving: Serving, body: CountBody
+) -> tuple[ChatBody, TokensPrompt, SamplingParams]:
+    serving.check_body(body)
+    chat = message_as_chat(body)
+    return await serving.engine.run_in_thread(
+        partial(_read_chat, serving, chat), is_long=_is_long_chat(chat)
+    )
 
 
 def _response_id(serving: Serving, body: ResponseBody, request: Request) -> str:
@@ -523,7 +557,7 @@ async def _events(
         status, body = status_and_body(error)
         log = _log.exception if status == 500 else _log.info
         log("A stream ended early: %s", escaped(str(error)))
-        yield event(body)
+        yield event(writer.error_event(status, body))
     if writer.end:
         yield writer.end
 

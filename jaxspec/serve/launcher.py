@@ -99,7 +99,11 @@ class Server(uvicorn.Server):
         """Accept no more requests, and wait for the running ones."""
         count = self._serving.admission.num_requests
         if count:
-            _log.info("%d requests have %d s to finish", count, self._timeout_s)
+            _log.info(
+                "Shutting down: %d running requests have %d s to finish",
+                count,
+                self._timeout_s,
+            )
         loop = asyncio.get_running_loop()
         end = loop.call_later(self._timeout_s, lambda: loop.create_task(self._abort()))
         try:
@@ -132,14 +136,14 @@ class Warming:
         if not self._is_ready:
             self._is_ready = True
             _log.info(
-                "Requests are served after %.1f s; %d more programs are compiled in "
-                "the background",
+                "The server is ready after %.1f s; %d more programs are being "
+                "compiled in the background",
                 seconds,
                 left,
             )
         if not left:
             self._is_over = True
-            _log.info("All programs are compiled after %.1f s", seconds)
+            _log.info("All programs were compiled after %.1f s", seconds)
             freeze_heap()
 
 
@@ -197,7 +201,9 @@ def _leader_decides() -> Iterator[None]:
         if seen:
             os._exit(128 + number)
         seen.append(number)
-        _log.warning("This process exits with the leader; a second signal ends it now")
+        _log.warning(
+            "This process exits when the leader does; a second signal ends it now"
+        )
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {one: signal.signal(one, handle) for one in numbers}

@@ -41,8 +41,8 @@ OTHER = "other"
 _HELP = {
     "jaxspec:round_time_seconds": "Time from a launch, or from the end of the previous "
     "one, until its tokens are read",
-    "jaxspec:round_time_predicted_seconds": "Predicted time of the same launches, as "
-    "far as it could be predicted",
+    "jaxspec:round_time_predicted_seconds": "Predicted time of those "
+    "launches for which there was a prediction",
     "jaxspec:round_time_error_seconds": "Sum of absolute errors of the predicted times",
     "jaxspec:host_time_seconds": "Host time per step, without waiting for devices and "
     "compiling",
@@ -69,13 +69,14 @@ _HELP = {
     "jaxspec:spec_decode_num_compared_by_rank": "Draft tokens of a tree that were "
     "verified after their parents were accepted: by depth from 1, by rank among their "
     "siblings from 0, after the main chain or after a side branch",
-    "jaxspec:spec_decode_num_accepted_by_rank": "Those of them that were accepted",
+    "jaxspec:spec_decode_num_accepted_by_rank": "Draft tokens counted by "
+    "num_compared_by_rank that were accepted",
     "jaxspec:synthetic_acceptance_info": "Acceptance is simulated: probability that a "
     "draft token is accepted after those before it",
-    "jaxspec:grammar_failures": "Texts that ended with an error of their grammar",
+    "jaxspec:grammar_failures": "Sequences that ended because their grammar failed",
     "jaxspec:num_compiles": "Programs compiled",
     "jaxspec:compile_seconds": "Time spent compiling programs",
-    "jaxspec:warming": "Programs that warm-up has still to compile",
+    "jaxspec:warming": "Programs that the warm-up has yet to compile",
     "jaxspec:memory_bytes": "Memory of one device as planned at startup, by use",
     "jaxspec:memory_limit_bytes": "Memory of a device available to the plan; 0 if the "
     "plan has no limit, as on a CPU",

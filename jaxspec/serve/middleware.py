@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import json
 import uuid
 
 from fastapi.exceptions import HTTPException
@@ -11,9 +12,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.serve.admission import Admission
-from jaxspec.serve.errors import error_body, respond
+from jaxspec.serve.errors import anthropic_error, error_body, respond
 
 GUARDED = "/v1"
+ANTHROPIC = "/v1/messages"
 MAX_ID = 256
 # Maximum number of bytes of an unused body that are read and dropped; a connection with
 # a longer body may be reset.
@@ -41,8 +43,7 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or scope["method"] == "OPTIONS"
         if not is_open:
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            is_open = not path.startswith(GUARDED)
+            is_open = not _path(scope).startswith(GUARDED)
         owner = "" if is_open else self._owner(Headers(scope=scope))
         if owner is not None:
             scope.setdefault("state", {})["owner"] = owner
@@ -52,12 +53,58 @@ class ApiKeys:
         await respond(401, {"error": "Unauthorized"}, headers)(scope, receive, send)
 
     def _owner(self, headers: Headers) -> str | None:
-        """Return the request's owner; None without a valid key."""
+        """Return the request's owner; None without a valid key.
+
+        The key is a bearer token, or in the header that Anthropic's clients send.
+        """
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers:
+            scheme, key = "bearer", headers["x-api-key"]
         given = _digest(key.strip())
         # Compares every key, as digests of equal length: the time reveals nothing.
         found = [hmac.compare_digest(given, digest) for digest in self._digests]
         return given.hex() if any(found) and scheme.lower() == "bearer" else None
+
+
+def _path(scope: Scope) -> str:
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+class AnthropicErrors:
+    """Middleware that writes errors of Anthropic's endpoints in Anthropic's form.
+
+    Converts the JSON of all other code, also of other middleware.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _path(scope).startswith(ANTHROPIC):
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        body = b""
+
+        async def convert(message: Message) -> None:
+            nonlocal start, body
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                start = message
+                return
+            if start is None:
+                await send(message)
+                return
+            body += message.get("body", b"")
+            if message.get("more_body"):
+                return
+            status, headers = start["status"], MutableHeaders(raw=start["headers"])
+            if headers.get("content-type") == "application/json":
+                body = json.dumps(anthropic_error(status, json.loads(body))).encode()
+                headers["content-length"] = str(len(body))
+            await send(start)
+            await send({"type": "http.response.body", "body": body})
+
+        await self._app(scope, receive, convert)
 
 
 def _digest(key: str) -> bytes:
@@ -144,7 +191,7 @@ class BodyTimeout:
                 self._admission.num_timeouts["body"] += 1
                 raise HTTPException(
                     408,
-                    f"The body did not arrive within {self._timeout_s:g} s "
+                    f"The body was not received within {self._timeout_s:g} s "
                     "(--timeout-read-body).",
                     {"Connection": "close"},
                 ) from error

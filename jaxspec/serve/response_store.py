@@ -316,7 +316,7 @@ def connect(path: str | None) -> sqlite3.Connection:
 
 
 def _make_private(path: str) -> None:
-    """Create a file that only this user may read; SQLite's WAL files get its mode."""
+    """Make a file private to this user; SQLite gives its WAL files the same mode."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(descriptor).st_mode & 0o077:

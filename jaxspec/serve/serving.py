@@ -87,7 +87,8 @@ class Serving:
             if is_strict:
                 field = place + name
                 raise RequestError(
-                    f"There is no field {shown(field)} here; {hint}", parameter=field
+                    f"{shown(field)} is not a field of this endpoint; {hint}",
+                    parameter=field,
                 )
             self._ignored.add(logged)
             _log.warning(

@@ -56,6 +56,9 @@ class ServerSettings:
         api_keys: Every request under /v1 must have one of them; no check if empty.
             Default: VLLM_API_KEY of the environment.
         allowed_origins: Origins of web pages that may read responses; none by default.
+        allowed_methods: HTTP methods that those web pages may use; all by default.
+        allowed_headers: Request headers that those web pages may send; all by default.
+        allow_credentials: Let those web pages send cookies.
         response_role: Role of generated chat messages.
         trust_request_chat_template: Accept chat templates in requests. They run in a
             sandbox, which does not limit their time.

@@ -206,7 +206,7 @@ def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
     files = folder_files(folder)
     for name, kind, content_of, read in (
         ("tokenizer.model", "a SentencePiece model", Path.read_bytes, SentencePieces),
-        ("tokenizer.json", "a tokenizer of Gemma's kind", Path.read_bytes, JsonPieces),
+        ("tokenizer.json", "a tokenizer like Gemma's", Path.read_bytes, JsonPieces),
         (GGUF, "a GGUF file with Gemma's tokenizer", _gguf_model, SentencePieces),
     ):
         if name not in files:
@@ -218,7 +218,7 @@ def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
         except (NativePanicError, OSError, RuntimeError, ValueError) as error:
             raise _unreadable(files[name], kind, str(error)) from error
         if min(pieces.named["bos"], pieces.named["eos"]) < 0:
-            raise _unreadable(files[name], kind, "it has no bos or no eos piece")
+            raise _unreadable(files[name], kind, "it has no bos piece or no eos piece")
         return pieces
     allowed = "a folder with a tokenizer.model or a tokenizer.json, or a GGUF file"
     hint = "There is no such file."

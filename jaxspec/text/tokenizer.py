@@ -406,8 +406,8 @@ class NoTokenizer(Tokenizer):
     def missing(self, name: str, value: object) -> RequestError:
         """Make the error for an operation that needs a tokenizer."""
         return RequestError(
-            f"{name} needs a tokenizer, and there is none: {self._reason}. Give token "
-            "ids as prompts, or name a tokenizer.",
+            f"{name} needs a tokenizer, but none is loaded: {self._reason}. Give "
+            "token ids as prompts, or set tokenizer.",
             parameter=name,
             value=value,
         )

@@ -1,4 +1,4 @@
-"""vLLM's path of `jaxspec.serve.requests.tool_parsers`, for plugins."""
+"""Alias of `jaxspec.serve.requests.tool_parsers` at vLLM's import path, for plugins."""
 
 from jaxspec.serve.requests.tool_parsers import ToolParser, ToolParserManager
 

@@ -140,7 +140,7 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _add_eagle(group: argparse._ArgumentGroup) -> None:
-    _number(group, "--passes", 3, "number of consecutive drafts to train")
+    _number(group, "--passes", 3, "number of consecutive drafts that each step trains")
     _number(
         group,
         "--intermediate-size",
@@ -155,8 +155,8 @@ def _add_eagle3(group: argparse._ArgumentGroup) -> None:
         "--layers",
         type=_layers,
         metavar="A,B,C",
-        help="numbers of target layers after which hidden states are read (default: as "
-        "in vLLM, 2, half of all, all but 3)",
+        help="target layers whose output the head reads (default, as in vLLM: 2, "
+        "half of all layers, and all layers but 3)",
     )
     _number(
         group,
@@ -174,7 +174,9 @@ def _add_medusa(group: argparse._ArgumentGroup) -> None:
 
 def _add_draft(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--start", metavar="MODEL", help="initial model, which determines the sizes"
+        "--start",
+        metavar="MODEL",
+        help="model to start from, which also sets the sizes",
     )
     for name in (
         "hidden-size",
@@ -232,7 +234,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     def run() -> None:
         if find_spec("optax") is None:
             raise ConfigError(
-                "Training needs optax, of the extra `train`: pip install -e '.[train]'."
+                "Training needs optax, which the extra `train` installs: pip "
+                "install -e '.[train]'."
             )
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         logging.getLogger("absl").setLevel(logging.WARNING)

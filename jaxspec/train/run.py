@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> Trainer:
     count = max(1, round(len(text) * options.held_out))
     trained, held_out = text.rows(slice(count, None)), text.rows(slice(count))
     _log.info(
-        "%d rows of text, of which %d are held out; %d tokens count",
+        "%d rows of text, of which %d are held out; the loss uses %d tokens",
         *(len(text), count, text.num_written),
     )
     target = load_target(options, folder, config)
@@ -203,7 +203,8 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
         wrong = [name for name, size in sizes.items() if size is not None]
         if wrong:
             raise ConfigError(
-                f"{wrong[0]} and start are given: start determines the sizes.",
+                f"{wrong[0]} and start exclude each other: start sets the sizes. "
+                "Give one of them.",
                 parameter=wrong[0],
                 value=sizes[wrong[0]],
             )
@@ -212,7 +213,7 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
         found = config_from_folder(start)
         if found.vocab_size != config.vocab_size:
             raise ConfigError(
-                f"start has vocab_size={found.vocab_size}, and the target has "
+                f"start has vocab_size={found.vocab_size}, but the target has "
                 f"{config.vocab_size}: a draft model needs the target's vocabulary.",
                 parameter="start",
                 value=options.start,
@@ -232,8 +233,8 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     )
     content: Mapping[str, Any] = read_config(folder)[0]
     new = {key: value for key, value in content.items() if key != "layer_types"}
-    # The new draft's embedding is a projection of the target's, and is also its LM
-    # head.
+    # The new draft's embedding is projected from the target's, and also serves as the
+    # draft's LM head.
     new |= sizes | {TIE: True}
     return DraftMethod(config=config_from_hf(new), hf_config=new)
 

@@ -242,8 +242,8 @@ class Trainer:
         for name, some in (("text", text), ("held-out text", held)):
             if len(some) < schedule.rows:
                 raise ConfigError(
-                    f"The {name} has {len(some)} rows, and a step takes rows="
-                    f"{schedule.rows}: give more data, or lower rows.",
+                    f"The {name} has {len(some)} rows, but a step takes "
+                    f"rows={schedule.rows}: give more data, or lower rows.",
                     parameter="rows",
                     value=schedule.rows,
                 )

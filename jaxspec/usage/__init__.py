@@ -1,1 +1,1 @@
-"""What vLLM has of its reports on usage; none are made here."""
+"""vLLM's import path for usage reports; jaxspec sends none."""

@@ -1,10 +1,10 @@
-"""Owns `UsageContext`, which scripts for vLLM name when they make an engine."""
+"""Owns `UsageContext`, which scripts for vLLM pass when they create an engine."""
 
 from enum import StrEnum
 
 
 class UsageContext(StrEnum):
-    """Who made an engine. vLLM reports it; nothing is reported from here."""
+    """What created an engine, for vLLM's usage reports; jaxspec sends none."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"

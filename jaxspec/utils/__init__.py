@@ -1,4 +1,4 @@
-"""What scripts for vLLM import from a module of this name, and nothing else."""
+"""The functions of vLLM's `utils` that scripts for vLLM import."""
 
 import uuid
 

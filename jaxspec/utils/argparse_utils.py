@@ -1,4 +1,4 @@
-"""Owns `FlexibleArgumentParser`, which scripts for vLLM make their own flags with."""
+"""Owns `FlexibleArgumentParser`, with which scripts for vLLM define their own flags."""
 
 import argparse
 import sys
@@ -9,12 +9,12 @@ from jaxspec.serve.flags import dashed
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Takes flags with underscores as if they had dashes, as the server does."""
+    """Accepts flags with underscores in place of dashes, as the server does."""
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse a command line; `parse_args` asks this."""
+        """Parse a command line; `parse_args` calls this."""
         known = self._option_string_actions
         given = list(sys.argv[1:] if args is None else args)
         spelled = [

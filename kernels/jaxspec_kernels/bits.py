@@ -115,8 +115,8 @@ def check_scales(kv_pages: KvPages, *, in_lanes: bool) -> None:
     if kv_pages.is_in_lanes != in_lanes:
         found, wanted = ("not in lanes", "them") if in_lanes else ("in lanes", "none")
         raise NotImplementedError(
-            f"`ScaledPages` with scales that are {found}, and this implementation "
-            f"reads {wanted}: make pages with scaled_form(values, platform)"
+            f"`ScaledPages` have scales that are {found}, but this implementation "
+            f"needs {wanted}: create the pages with scaled_form(values, platform)"
         )
     page_size = kv_pages.shape[1]
     if in_lanes and page_size & (page_size - 1):

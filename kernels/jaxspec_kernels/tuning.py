@@ -157,6 +157,6 @@ def _check_sizes(path: Traversable, where: str, found: Any) -> None:
 def _broken(path: Traversable, what: str) -> ValueError:
     return ValueError(
         f"tuned table {path.name} {what}. Measure it again on the device with "
-        "`python -m benchmarks.kernels.tune --again`, or remove the file: the kernels' "
-        "own heuristics then apply"
+        "`python -m benchmarks.kernels.tune --again`, or remove the file to use the "
+        "kernels' default sizes"
     )

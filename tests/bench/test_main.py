@@ -52,7 +52,9 @@ def test_help_lists_the_subcommands_without_importing_jax():
     )
     commands = done.stdout.partition("subcommands:")[2]
     found = re.findall(r"^    (\w+)", commands, re.MULTILINE)
-    assert found == ["latency", "throughput", "serve", "spec"] == list(MODULES)
+    assert (
+        found == ["latency", "throughput", "serve", "lossless", "spec"] == list(MODULES)
+    )
 
 
 # Command lines whose error is "FLAG must be ...", for their first flag.

@@ -61,8 +61,8 @@ def test_special_tokens_come_first_then_the_frequent_then_the_lower():
     assert counts.share_of(3) == (0 + 5 + 9) / 26
     assert counts.share_of(7) == 1
     report = counts.report().splitlines()
-    assert report[0] == "26 tokens of 3 texts; 4 of 7 came"
-    assert report[-1].endswith("      3 has  53.85 % of them")
+    assert report[0] == "26 tokens of 3 texts; 4 of the vocabulary's 7 tokens occur"
+    assert report[-1].endswith("      3 covers  53.85 % of them")
 
 
 def test_a_map_that_was_written_is_read(tmp_path, tokens):
@@ -104,7 +104,7 @@ def test_texts_come_from_lines_of_json_and_from_anything_else(tmp_path):
         ("some.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("some.txt.xz", b"plain", "is not UTF-8 text"),
         ("cut.txt.xz", lzma.compress(b"ein Wort\n" * 99)[:-9], "is not UTF-8 text"),
-        ("empty.txt", b"", "there is nothing to count"),
+        ("empty.txt", b"", "the texts are empty"),
     ],
 )
 def test_a_file_that_is_no_text_is_named(tmp_path, name, content, named):
@@ -119,7 +119,7 @@ def test_a_tokenizer_of_another_model_or_none_is_refused(tmp_path):
     write_tiny(tmp_path / "small", family="2b")
     model = tmp_path / "small" / "tokenizer.model"
     for change, message in (
-        (lambda: None, "makes token .* they are not of one"),
+        (lambda: None, "gives token id .* belongs to another"),
         (lambda: model.write_bytes(b"no model"), "the tokenizer of .* cannot be read"),
         (model.unlink, "no tokenizer.model and no tok"),
     ):

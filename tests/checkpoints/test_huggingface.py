@@ -155,7 +155,7 @@ def test_symlink_to_elsewhere_is_refused(tmp_path, name):
     [
         (
             {"intermediate_size": 289},
-            r"mlp.down_proj.weight' has shape \(72, 288\), .* asks for \(72, 289\)",
+            r"mlp.down_proj.weight' has shape \(72, 288\), .* requires \(72, 289\)",
         ),
         *(
             ({"hidden_size": size}, "hidden_size must be an integer of at")

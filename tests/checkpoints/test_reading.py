@@ -36,7 +36,7 @@ def test_format_is_detected(tmp_path, monkeypatch):
 
 def test_an_adapter_without_its_model_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="LoRA adapter without its model"):
+    with pytest.raises(CheckpointError, match="LoRA adapter, which is not supported"):
         open_checkpoint(tmp_path)
 
 
@@ -70,5 +70,5 @@ def test_unfinished_folders_are_refused(tmp_path, depth):
     assert open_checkpoint(folder).format == "hf"
     (folder, *above) = (folder, *folder.parents)
     ([folder, *above][depth] / INCOMPLETE).touch()
-    with pytest.raises(CheckpointError, match="is what an unfinished conversion left"):
+    with pytest.raises(CheckpointError, match="is left from an unfinished conversion"):
         open_checkpoint(folder)

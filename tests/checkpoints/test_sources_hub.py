@@ -96,8 +96,11 @@ def test_a_gguf_file_is_fetched_by_its_type(hub: HubStandIn, kind, wanted, monke
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("Q5_0", "no GGUF file of type 'Q5_0', and one is needed; there are: a-F16"),
-        ("F16", "several GGUF files of type 'F16'.* there are: a-F16.gguf, b-F16.gguf"),
+        (
+            "Q5_0",
+            "no GGUF file of type 'Q5_0', but exactly one is needed; found: a-F16",
+        ),
+        ("F16", "several GGUF files of type 'F16'.* found: a-F16.gguf, b-F16.gguf"),
         ("M", "no GGUF file of type 'M'"),
     ],
 )

@@ -69,7 +69,7 @@ def test_many_files_arrive_as_an_archive(kaggle: KaggleStandIn, origin: Path):
     # sent.
     kaggle.files = files_of(origin) | {name: whole[: len(whole) // 2]}
     for _ in range(2):
-        assert "what arrived is damaged" in fetch_message(HANDLE)
+        assert "the download is damaged" in fetch_message(HANDLE)
     kaggle.files[name] = whole
     check_same(fetch(HANDLE), origin)
     assert kaggle.fetched == {name}
@@ -127,7 +127,7 @@ def test_wrong_names_are_errors(kaggle: KaggleStandIn):
 
 @pytest.mark.parametrize(
     ("fault", "expected"),
-    [("cut", "the connection broke"), ("short", "what arrived is damaged")],
+    [("cut", "the connection broke"), ("short", "the download is damaged")],
 )
 @pytest.mark.parametrize("place", [None, "elsewhere"])
 def test_interrupted_download_is_fetched_again(

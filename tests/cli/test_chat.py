@@ -7,15 +7,12 @@ import os
 import pty
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from jaxspec.cli import chat
@@ -25,13 +22,11 @@ from jaxspec.cli.terminal import Piece, Printer
 from jaxspec.command_line import run_command
 from jaxspec.errors import ArgumentError, RequestError
 from tests.cli.test_terminal import GREEN, Terminal
-from tests.serve.test_launcher import served
 from tests.support.fake_engines import letters, make_fake_engine, said
-from tests.support.serving import PROMPT, TurnsTokenizer
+from tests.support.serving import MESSAGES, PROMPT, TurnsTokenizer, site_of
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}
-SERVER_OPTIONS = {"url": "http://server", "model": None, "api_key": None}
 # A session leader owns the terminal, so the terminal turns its keys into signals.
 IN_A_TERMINAL = """
 import fcntl, runpy, termios
@@ -45,11 +40,14 @@ class Echo:
     """A backend that repeats each message, and records its requests."""
 
     def __init__(self):
-        self.asked: list[tuple[list[Message], Fields]] = []
-        self.is_closed = False
+        self.asked: list[tuple[list[str], Fields]] = []
 
     def answer(self, messages: list[Message], fields: Fields) -> Parts:
-        self.asked.append((list(messages), dict(fields)))
+        assert [one["role"] for one in messages][:2] in (
+            ["user"],
+            ["user", "assistant"],
+        )
+        self.asked.append(([one["content"] for one in messages], dict(fields)))
         said_back = messages[-1]["content"]
         if said_back == "fail":
             yield Part(pieces=[Piece("Oh", False)])
@@ -58,20 +56,37 @@ class Echo:
             yield Part(pieces=[Piece("So", False)])
             raise KeyboardInterrupt
         yield Part(pieces=[Piece(said_back, False)])
-        yield Part(pieces=[Piece("!", True)], finish_reason="stop")
+        if said_back != "break off":
+            yield Part(pieces=[Piece("!", True)], finish_reason="stop")
 
     def check(self) -> None:
         """Do nothing, because there is no server to check."""
 
     def close(self) -> None:
-        self.is_closed = True
+        """Do nothing, because nothing is open."""
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs a session with an `Echo`; it returns the requests.
+
+    Its arguments are the typed lines. An exception in their place is raised, as by a
+    key.
+    """
+
+    def run(*lines: str | type[BaseException], is_terminal: bool = True) -> Any:
+        type_lines(monkeypatch, *lines)
+        backend = Echo()
+        ChatSession(backend, FIELDS, is_terminal=is_terminal).run()
+        return backend.asked
+
+    return run
 
 
 def type_lines(
-    monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseException]]
+    monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]
 ) -> None:
-    """Simulate typed lines; an exception in their place is raised, as by a key."""
-    typed: Iterator[Any] = iter(lines)
+    typed = iter(lines)
 
     def read(_: str = "") -> str:
         line = next(typed, EOFError)
@@ -82,64 +97,36 @@ def type_lines(
     monkeypatch.setattr("builtins.input", read)
 
 
-def run_session(
-    monkeypatch: pytest.MonkeyPatch,
-    *lines: str | type[BaseException],
-    is_terminal: bool = True,
-) -> Echo:
-    type_lines(monkeypatch, lines)
-    backend = Echo()
-    ChatSession(backend, FIELDS, is_terminal=is_terminal).run()
-    return backend
+def test_clear_starts_new_conversation(session):
+    asked = session("a", "", "b", "/clear", "c", "/quit", "never")
+    assert [texts for texts, _ in asked] == [["a"], ["a", "a!", "b"], ["c"]]
 
 
-def contents(asked: tuple[list[Message], Fields]) -> list[str]:
-    return [message["content"] for message in asked[0]]
-
-
-def test_clear_starts_new_conversation(monkeypatch):
-    backend = run_session(monkeypatch, "a", "", "b", "/clear", "c", "/quit", "never")
-    assert [contents(one) for one in backend.asked] == [
-        ["a"],
-        ["a", "a!", "b"],
-        ["c"],
-    ]
-    roles = [message["role"] for message in backend.asked[1][0]]
-    assert roles == ["user", "assistant", "user"]
-
-
-def test_settings_can_be_changed(monkeypatch, capsys):
-    lines = ["a", "/temperature 0.8", "/k 3", "b", "/k 0", "c"]
-    backend = run_session(monkeypatch, *lines)
+def test_settings_can_be_changed(session, capsys):
+    asked = session("a", "/temperature 0.8", "/k 3", "b", "/k 0", "c")
     changed = FIELDS | {"temperature": 0.8, "num_speculative_tokens": 3}
-    assert [fields for _, fields in backend.asked] == [
-        FIELDS,
-        changed,
-        changed | {"num_speculative_tokens": 0},
-    ]
+    plain = changed | {"num_speculative_tokens": 0}
+    assert [fields for _, fields in asked] == [FIELDS, changed, plain]
     capsys.readouterr()
     wrong = ["/temperature hot", "/temperature 3", "/k 1.5", "/k", "/clear x", "/what"]
-    backend = run_session(monkeypatch, *wrong, "a")
-    assert backend.asked[0][1] == FIELDS
+    asked = session(*wrong, "a")
+    assert asked[0][1] == FIELDS
     shown = capsys.readouterr().err
     assert "/temperature must be a number in [0, 2], got 'hot'" in shown
     assert "/k must be an integer of at least 0, got 1.5" in shown
     assert shown.count("/clear           start") == 3, "the help, first and twice more"
     assert "No command '/what'." in shown
-    capsys.readouterr()
-    run_session(monkeypatch, "/help")
+    session("/help")
     assert "No command" not in capsys.readouterr().err
 
 
-def test_failures_and_interrupts_end_only_the_answer(monkeypatch, capsys):
-    lines = ["fail", "interrupt", KeyboardInterrupt, "a"]
-    backend = run_session(monkeypatch, *lines)
+def test_failures_and_interrupts_end_only_the_answer(session, capsys):
+    asked = session("fail", "interrupt", KeyboardInterrupt, "a")
     # A failed answer is not added to the conversation; an interrupted one is.
-    assert contents(backend.asked[-1]) == ["interrupt", "So", "a"]
-    shown = capsys.readouterr()
-    assert "error: no such thing" in shown.err
-    assert "[stopped]" in shown.err
-    assert "Ctrl-D or /quit ends." in shown.err
+    assert asked[-1][0] == ["interrupt", "So", "a"]
+    shown = capsys.readouterr().err
+    for text in ("error: no such thing", "[stopped]", "Ctrl-D or /quit ends."):
+        assert text in shown
 
 
 def test_message_that_is_not_utf8_is_refused(monkeypatch, capsys):
@@ -148,26 +135,26 @@ def test_message_that_is_not_utf8_is_refused(monkeypatch, capsys):
     backend = Echo()
     session = ChatSession(backend, FIELDS, is_terminal=False)
     assert run_command("chat", session.run) == 0
-    assert [contents(one) for one in backend.asked] == [["a"]]
+    assert backend.asked == [(["a"], FIELDS)]
     shown = capsys.readouterr().err
     assert "error: the message must be text that UTF-8 can encode" in shown
 
 
 @pytest.mark.parametrize("line", ["interrupt", KeyboardInterrupt])
-def test_interrupt_ends_non_interactive_session(monkeypatch, line):
+def test_interrupt_ends_non_interactive_session(session, line):
     with pytest.raises(KeyboardInterrupt):
-        run_session(monkeypatch, line, is_terminal=False)
+        session(line, is_terminal=False)
 
 
-def test_pipe_gets_answers_only(monkeypatch, capsys):
-    run_session(monkeypatch, "a", "b", is_terminal=False)
-    shown = capsys.readouterr()
-    assert shown.out == "a!\nb!\n"
-    assert shown.err == "[end]\n[end]\n"
+def test_pipe_gets_answers_only(session, capsys):
+    session("a", "b", is_terminal=False)
+    assert capsys.readouterr() == ("a!\nb!\n", "[end]\n[end]\n")
+    session("break off", is_terminal=False)
+    assert capsys.readouterr() == ("break off\n", "[broken off]\n")
 
 
 def test_every_answer_begins_a_line(monkeypatch):
-    type_lines(monkeypatch, ["one two"] * 2)
+    type_lines(monkeypatch, "one two", "one two")
     monkeypatch.setenv("COLUMNS", "8")
     monkeypatch.setenv("TERM", "xterm")
     session, screen = ChatSession(Echo(), FIELDS, is_terminal=True), Terminal()
@@ -175,14 +162,6 @@ def test_every_answer_begins_a_line(monkeypatch):
     session._printer.has_colors = False
     session.run()
     assert screen.getvalue() == "one two\x1b[3D\x1b[K\ntwo!" * 2
-
-
-def test_answer_that_breaks_off(monkeypatch, capsys):
-    monkeypatch.setattr(
-        Echo, "answer", lambda *_: (Part(pieces=[Piece("x", False)]) for _ in "x")
-    )
-    run_session(monkeypatch, "a", is_terminal=False)
-    assert capsys.readouterr().err == "[broken off]\n"
 
 
 def test_closing_line():
@@ -198,80 +177,60 @@ def test_closing_line():
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    chosen = dict.fromkeys(SAMPLING_OPTIONS) | FIELDS | SERVER_OPTIONS
-    return argparse.Namespace(**(chosen | {"speculative_model": None} | changes))
+    chosen = dict.fromkeys((*SAMPLING_OPTIONS, "speculative_model", "url", "api_key"))
+    return argparse.Namespace(**(chosen | FIELDS | {"model": None} | changes))
 
 
-def test_own_engine(monkeypatch, capsys):
-    engine, _ = make_fake_engine(num_draft_tokens=3)
-    engine.tokenizer = TurnsTokenizer(16)
-    ended: list[Any] = []
-    monkeypatch.setattr(chat, "load_engine", lambda *_, **__: engine)
-    monkeypatch.setattr(engine, "shutdown", lambda: ended.append(engine))
-    type_lines(monkeypatch, [PROMPT, "/k 0", PROMPT])
-    chat.run(options(url=None))
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace the engine that the command loads; return it. `ended` lists its ends."""
+    made: Any = make_fake_engine(num_draft_tokens=3)[0]
+    made.tokenizer = TurnsTokenizer(16)
+    made.ended = []
+    made.shutdown = lambda: made.ended.append(made)
+    monkeypatch.setattr(chat, "load_engine", lambda *_, **__: made)
+    return made
+
+
+def test_own_engine(engine, monkeypatch, capsys):
+    type_lines(monkeypatch, PROMPT, "/k 0", PROMPT)
+    assert chat.run(options()) == 0
     shown = capsys.readouterr()
     assert shown.out == (letters(said(20)) + "\n") * 2
     warm_up, first, second = shown.err.splitlines()
     assert warm_up == "Compiling ..."
     assert "of the drafts accepted" in first
     assert "drafts" not in second
-    assert ended == [engine]
+    assert engine.ended == [engine]
     with pytest.raises(RequestError, match="temperature"):
-        chat.run(options(url=None, temperature=9))
-    assert len(ended) == 2, "before anything is typed"
+        chat.run(options(temperature=9))
+    assert len(engine.ended) == 2, "before anything is typed"
 
 
-def test_failed_answer_sets_exit_status_of_script(monkeypatch, capsys):
-    engine, runner = make_fake_engine(num_draft_tokens=3)
-    engine.tokenizer = TurnsTokenizer(16)
-    monkeypatch.setattr(chat, "load_engine", lambda *_, **__: engine)
-    monkeypatch.setattr(engine, "shutdown", lambda: None)
-    type_lines(monkeypatch, [PROMPT])
-    assert chat.run(options(url=None)) == 0
+def test_failed_answer_sets_exit_status_of_script(engine, monkeypatch, capsys):
     monkeypatch.setattr(chat, "_warm_up", lambda *_: None)
-    (runner.device.poison, *_) = engine.tokenizer.write_chat(
-        [{"role": "user", "content": PROMPT}]
-    )[1]
-    type_lines(monkeypatch, [PROMPT])
-    assert chat.run(options(url=None)) == 1
-    assert "error: The model's numbers became NaN" in capsys.readouterr().err
-
-
-def test_compile_notes_are_not_within_answers(capsys):
-    engine, _ = make_fake_engine(num_draft_tokens=3)
-    engine.tokenizer = TurnsTokenizer(16)
-    backend = chat.EngineBackend(engine)
-    parts = backend.answer([{"role": "user", "content": PROMPT}], FIELDS)
-    backend.show_compile("first")
-    next(parts)
-    backend.show_compile("within")
-    parts.close()
-    backend.show_compile("after")
-    assert capsys.readouterr().err == "[first]\n[after]\n"
+    engine.runner.device.poison = engine.tokenizer.write_chat(MESSAGES)[1][0]
+    type_lines(monkeypatch, PROMPT)
+    assert chat.run(options()) == 1
+    assert "error: The model's logits became NaN" in capsys.readouterr().err
 
 
 def test_server_and_api_key(monkeypatch):
     made: list[Any] = []
 
-    def note(*args: Any, **names: Any) -> Any:
-        made.append((args, names))
+    def note(*_: Any, **names: Any) -> Any:
+        made.append(names["api_key"])
         return Echo()
 
-    monkeypatch.setattr(chat, "ServerBackend", note)
-    for key in (None, "own"):
-        type_lines(monkeypatch, [])
-        chat.run(options(api_key=key))
-    given = [names["api_key"] for _, names in made]
-    assert given == [None, "own"]
-    with pytest.raises(ArgumentError, match="cannot be combined with --url"):
-        chat.run(options(speculative_model="x"))
-
-
-def test_missing_server_is_reported_at_start(monkeypatch):
-    type_lines(monkeypatch, [RuntimeError])
+    type_lines(monkeypatch)
     with pytest.raises(ArgumentError, match="No server responds at http://127.0.0.1:1"):
         chat.run(options(url="http://127.0.0.1:1"))
+    monkeypatch.setattr(chat, "ServerBackend", note)
+    for key in (None, "own"):
+        chat.run(options(url="http://server", api_key=key))
+    assert made == [None, "own"]
+    with pytest.raises(ArgumentError, match="cannot be combined with --url"):
+        chat.run(options(url="http://server", speculative_model="x"))
 
 
 class Screen:
@@ -314,9 +273,9 @@ class Screen:
 
 
 def test_keys_and_colors_of_terminal():
-    def ask(client: httpx.Client) -> None:
-        client.get("/health")
-        screen = Screen("--url", str(client.base_url), "--max-tokens", "60")
+    with site_of() as site:
+        site.delay_s = 0.1
+        screen = Screen("--url", site.url, "--max-tokens", "60")
         try:
             screen.wait_for("\n> ")
             screen.type(f"{PROMPT}\n")
@@ -333,6 +292,4 @@ def test_keys_and_colors_of_terminal():
             assert screen.end() == 0
         finally:
             screen.process.kill()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    assert served(ask, timeout_s=30, delay_s=0.1) == 0
+            screen.process.wait()

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,14 @@ from jaxspec.engine import program_cache
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.memory.device_descriptions import DEVICES
 
-MODELS = {
-    "model": "jaxspec/tiny-gemma2",
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 32,
-}
-FLAGS = [
-    text
-    for name, value in MODELS.items()
-    for text in (f"--{name.replace('_', '-')}", str(value))
-]
+SIZES = {"max_num_seqs": 1, "max_num_batched_tokens": 32}
+MODELS: dict[str, Any] = SIZES | {"model": "jaxspec/tiny-gemma2"}
+FLAGS = "--model jaxspec/tiny-gemma2 --max-num-seqs 1 --max-num-batched-tokens 32"
+
+
+def run(folder: Path, *more: str) -> int:
+    words = ["compile", *FLAGS.split(), "--output", str(folder), *more]
+    return command_line.main(words)
 
 
 def text_of(folder: Path | None) -> str:
@@ -36,7 +35,7 @@ def text_of(folder: Path | None) -> str:
 @pytest.mark.slow
 def test_engine_finds_programs_compiled_ahead(tmp_path, monkeypatch, capsys):
     folder, copied = tmp_path / "made", tmp_path / "shipped"
-    assert command_line.main(["compile", *FLAGS, "--output", str(folder)]) == 0
+    assert run(folder) == 0
     printed = capsys.readouterr().out
     names = {path.name.partition("-")[0] for path in folder.iterdir()}
     assert names >= {"step_1x0_greedy", "step_1x0_32_sampled"}
@@ -51,21 +50,18 @@ def test_engine_finds_programs_compiled_ahead(tmp_path, monkeypatch, capsys):
     expected = text_of(None)
     monkeypatch.setattr(program_cache, "lower_step", lower)
     assert text_of(copied) == expected
-    assert command_line.main(["compile", *FLAGS, "--output", str(copied)]) == 0
-    assert f"{len(names)} were there" in capsys.readouterr().out
+    assert run(copied) == 0
+    assert f"{len(names)} were already there" in capsys.readouterr().out
 
 
 def test_each_data_parallel_engine_has_its_own_programs(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(
-        ahead,
-        "_fill",
-        lambda options, config, folder: made.append(
-            (config.data_parallel_rank, config.data_parallel_size, folder)
-        ),
-    )
-    flags = [*FLAGS, "--output", str(tmp_path), "--data-parallel-size", "2"]
-    assert command_line.main(["compile", *flags]) == 0
+
+    def fill(_: object, config, folder: Path) -> None:
+        made.append((config.data_parallel_rank, config.data_parallel_size, folder))
+
+    monkeypatch.setattr(ahead, "_fill", fill)
+    assert run(tmp_path, "--data-parallel-size", "2") == 0
     assert made == [(0, 2, tmp_path), (1, 2, tmp_path)]
 
 
@@ -79,18 +75,14 @@ def test_all_wanted_programs_can_be_saved(extent):
 
 
 def test_invalid_arguments_are_reported_first(tmp_path, capsys, monkeypatch):
-    def fetch(*_: object, **__: object) -> None:
-        raise AssertionError("models are read")
-
     (tmp_path / "file").write_text("")
-    assert ahead.main([*FLAGS, "--output", str(tmp_path / "file")]) == 2
+    assert run(tmp_path / "file") == 2
     assert "--output must be a folder" in capsys.readouterr().err
-    monkeypatch.setattr(EngineArgs, "create_engine_config", fetch)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", None)  # reads no models
     assert command_line.main(["compile", "--device", "v9"]) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith(
-        "python -m jaxspec compile: error: --device must be one of"
-    )
+    begin = "python -m jaxspec compile: error: --device must be one of"
+    assert printed.startswith(begin)
     assert all(name in printed for name in DEVICES)
 
 

@@ -13,17 +13,16 @@ import pytest
 from jaxspec import __main__ as command_line
 from jaxspec.__main__ import make_parser
 from jaxspec.bench.acceptance import Acceptance
-from jaxspec.bench.measure import Batch, Run, run_batch
+from jaxspec.bench.measure import Run
 from jaxspec.cli import chat, generate
 from jaxspec.cli.generate import comparison, decode, difference, encode, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError
-from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.cli.test_terminal import GREEN, Terminal
-from tests.support.engines import StubTokenizer, make_engine, make_micro
+from tests.support.engines import make_engine, make_micro
 from tests.support.fake_engines import make_fake_engine
 from tests.support.oracles import hf_logits
 
@@ -32,13 +31,9 @@ NUM_TOKENS = 24
 
 
 def params(temperature: float = 0.0, **changes: Any) -> SamplingParams:
-    changes = dict(max_tokens=NUM_TOKENS) | changes
-    return SamplingParams(
-        temperature=temperature,
-        ignore_eos=True,
-        output_kind=RequestOutputKind.DELTA,
-        **changes,
-    )
+    given: Any = dict(max_tokens=NUM_TOKENS, ignore_eos=True) | changes
+    kind = RequestOutputKind.DELTA
+    return SamplingParams(temperature=temperature, output_kind=kind, **given)
 
 
 def greedy_tokens(model: Any) -> list[int]:
@@ -59,13 +54,8 @@ def engine(target) -> LLMEngine:
     # The draft is another random model, whose drafts are sometimes accepted.
     draft = make_micro(seed=1, num_hidden_layers=1)
     # Each launch has room for one tile, so that there are few programs.
-    engine = make_engine(
-        target,
-        draft,
-        num_draft_tokens=2,
-        max_num_seqs=1,
-        max_num_batched_tokens=32,
-    )
+    sizes: Any = dict(max_num_seqs=1, max_num_batched_tokens=32)
+    engine = make_engine(target, draft, num_draft_tokens=2, **sizes)
     for one in (params(), generate.without_speculation(params())):
         warm_up(engine, PROMPT, one)
     return engine
@@ -89,23 +79,11 @@ def test_both_runs_equal_reference_without_compiling(engine, target):
 
 
 def test_seeded_text_is_independent_of_drafts(engine):
-    drawn = params(temperature=0.9, top_p=0.95, seed=3)
-    speculative = decode(engine, PROMPT, drawn)
-    plain = decode(engine, PROMPT, generate.without_speculation(drawn))
-    assert speculative.token_ids == plain.token_ids
-    other = decode(engine, PROMPT, params(temperature=0.9, top_p=0.95, seed=4))
-    assert other.token_ids != plain.token_ids
-
-
-def test_interrupted_run_leaves_idle_engine(engine):
-    def interrupt(_: RequestOutput) -> None:
-        raise KeyboardInterrupt
-
-    batch = Batch(prompts=[PROMPT], params=[params()])
-    with pytest.raises(KeyboardInterrupt):
-        run_batch(engine, batch, interrupt)
-    assert engine.get_num_unfinished_requests() == 0
-    decode(engine, PROMPT, params(max_tokens=2))
+    drawn, other = (params(temperature=0.9, top_p=0.95, seed=seed) for seed in (3, 4))
+    found = decode(engine, PROMPT, drawn).token_ids
+    plain = generate.without_speculation(drawn)
+    assert decode(engine, PROMPT, plain).token_ids == found
+    assert decode(engine, PROMPT, other).token_ids != found
 
 
 def test_accepted_drafts_are_green_on_terminal(engine, monkeypatch):
@@ -120,18 +98,10 @@ def test_accepted_drafts_are_green_on_terminal(engine, monkeypatch):
     green = "".join(GREEN.findall(text))
     accepted = decoded.acceptance.num_accepted
     assert len(green) == accepted
-    assert 0 < accepted < decoded.acceptance.num_draft_tokens, (
-        "not both accepted and rejected drafts"
-    )
+    assert 0 < accepted < decoded.acceptance.num_draft_tokens, "some are rejected"
     assert GREEN.sub(r"\1", text) == engine.tokenizer.decode(decoded.token_ids[0])
     assert legend == "\x1b[32mGreen\x1b[0m: drafts that the target accepted.\n"
     assert drawn.extra_args is None, "the caller's parameters are unchanged"
-
-
-def test_text_in_file_is_plain(engine, capsys):
-    decoded = generate._shown(engine, PROMPT, params())
-    text = engine.tokenizer.decode(decoded.token_ids[0])
-    assert capsys.readouterr().out == text + "\n"
 
 
 def decoded(token_ids: list[int], seconds: float, histogram=()) -> Run:
@@ -165,15 +135,17 @@ def test_table_values():
     # 10 rounds of 2 drafts: 4 accept none, 2 one, 4 both -> 10 of 20, 21 tokens in all.
     tokens = list(range(21))
     table = comparison([decoded(tokens, 0.5, [4, 2, 4])], [decoded(tokens, 1.0)])
-    found = rows(table)
-    assert found["tokens"] == ["21", "21"]
-    assert found["tokens/s"] == ["40.0", "20.0"]
-    assert found["first token, ms"] == ["12.5", "12.5"]
-    assert found["rounds"] == ["10", "20"]
-    assert found["acceptance rate"] == ["0.500"]
-    assert found["mean acceptance length"] == ["2.00"]
-    assert found["speed-up"] == ["2.00x"]
-    assert found["texts"] == ["equal"]
+    expected = {
+        "tokens": ["21", "21"],
+        "tokens/s": ["40.0", "20.0"],
+        "first token, ms": ["12.5", "12.5"],
+        "rounds": ["10", "20"],
+        "acceptance rate": ["0.500"],
+        "mean acceptance length": ["2.00"],
+        "speed-up": ["2.00x"],
+        "texts": ["equal"],
+    }
+    assert rows(table).items() >= expected.items()
     assert max(map(len, table.splitlines())) <= 80
 
 
@@ -187,10 +159,8 @@ def test_table_has_medians_and_spread_of_repeats():
     assert found["speed-up"] == ["2.00x"]
     assert found["least, most"] == ["0.80x, 2.50x"]
     assert table.splitlines()[-1].startswith("medians of 3 runs in turn; ")
-    other = decoded([*tokens[:-1], 99], 1.0)
-    assert rows(comparison(ours, [*plain[:2], other]))["texts"] == [
-        "differs at token 21"
-    ]
+    other = [*plain[:2], decoded([*tokens[:-1], 99], 1.0)]
+    assert rows(comparison(ours, other))["texts"] == ["differs at token 21"]
 
 
 def test_table_without_drafts():
@@ -215,21 +185,18 @@ def test_weights_of_nan_are_an_error(monkeypatch, capsys):
     assert command_line.main(words) == 1
     shown = capsys.readouterr()
     assert shown.out == "", "neither a text nor a table"
-    assert "jaxspec generate: error: The model's numbers became NaN" in shown.err
+    assert "jaxspec generate: error: The model's logits became NaN" in shown.err
 
 
-@pytest.mark.parametrize(
-    ("right", "said"),
-    [
-        ([1, 2, 3], "equal"),
-        ([9, 2, 3], "differs at token 1"),
-        ([1, 2, 4], "differs at token 3"),
-        ([1, 2], "differs at token 3"),
-        ([1, 2, 3, 4], "differs at token 4"),
-    ],
-)
-def test_difference_of_texts(right, said):
-    assert difference([1, 2, 3], right) == said
+def test_difference_of_texts():
+    for right, place in (
+        ([9, 2, 3], 1),
+        ([1, 2, 4], 3),
+        ([1, 2], 3),
+        ([1, 2, 3, 4], 4),
+    ):
+        assert difference([1, 2, 3], right) == f"differs at token {place}"
+    assert difference([1, 2, 3], [1, 2, 3]) == "equal"
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -255,7 +222,10 @@ def test_continues_prompt_where_model_has_no_chat_template(untuned, capsys):
     assert f"Loading {untuned} ... " in shown.err
     table = rows(shown.out)
     assert table[""] == ["plain"] and table["tokens"] == ["3"]
-    assert "The model has no chat template: the prompt was continued." in shown.out
+    assert (
+        "The model has no chat template, so the prompt was continued as plain text."
+        in shown.out
+    )
 
 
 def test_rejects_chat_where_model_has_no_chat_template(untuned, monkeypatch):
@@ -268,27 +238,23 @@ def test_rejects_chat_where_model_has_no_chat_template(untuned, monkeypatch):
         chat.run(chosen)
 
 
-def test_chat_prompt_has_turns():
+def test_chat_prompt_is_encoded_as_turns():
     tokenizer = Tokenizer.from_folder(bundled_target())
     expected = "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
-    found = generate.encode(tokenizer, " Hi", is_chat=True)
+    found = encode(tokenizer, " Hi", is_chat=True)
     assert found == tokenizer.encode(f"<bos>{expected}")
-
-
-def test_prompt_cannot_end_its_turn():
-    tokenizer = Tokenizer.from_folder(bundled_target())
-    prompt = generate.encode(tokenizer, "a<end_of_turn>b", is_chat=True)
+    # The text of a prompt cannot end its turn.
+    prompt = encode(tokenizer, "a<end_of_turn>b", is_chat=True)
     ends = tokenizer.encode("<end_of_turn>", add_special_tokens=False)
     assert prompt.count(*ends) == 1
 
 
 def test_raw_prompt_is_encoded_like_engine(engine):
-    found = generate.encode(engine.tokenizer, "+*%,", is_chat=False)
-    name = "raw"
-    engine.add_request(name, "+*%,", params())
+    found = encode(engine.tokenizer, "+*%,", is_chat=False)
+    engine.add_request("raw", "+*%,", params())
     (request,) = engine.scheduler.waiting
     assert list(request.prompt_token_ids) == found
-    engine.abort_request(name)
+    engine.abort_request("raw")
 
 
 def test_whole_run(engine, monkeypatch, capsys):
@@ -297,34 +263,15 @@ def test_whole_run(engine, monkeypatch, capsys):
     monkeypatch.setattr(generate, "LLMEngine", lambda config: engine)
     ended: list[LLMEngine] = []
     monkeypatch.setattr(engine, "shutdown", lambda: ended.append(engine))
-    options = argparse.Namespace(
-        prompt="+*%,",
-        is_chat=False,
-        model="jaxspec/tiny-gemma2",
-        speculative_model="jaxspec/tiny-gemma2-draft",
-        num_speculative_tokens=2,
-        speculative_config={"draft_vocab_size": 2048},
-        ngram_prompt_lookup_max=None,
-        dtype="float32",
-        quantization=None,
-        speculative_model_quantization=None,
-        quantize_embedding=False,
-        compilation_cache_dir=None,
-        max_tokens=NUM_TOKENS,
-        temperature=0.7,
-        top_p=0.9,
-        top_k=50,
-        min_p=0.0,
-        seed=None,
-        ignore_eos=True,
-        is_compared=True,
-    )
-    generate.run(options)
+    words = "--raw --num-speculative-tokens 2 --dtype float32 --ignore-eos"
+    words += f" --max-tokens {NUM_TOKENS} --temperature 0.7 --top-p 0.9 --top-k 50"
+    trimmed = ["--speculative-config", '{"draft_vocab_size": 2048}']
+    assert command_line.main(["generate", "+*%,", *words.split(), *trimmed]) == 0
     assert ended == [engine]
     shown = capsys.readouterr()
     setting = "jaxspec/tiny-gemma2, float32 on cpu, K = 2, temperature 0.7, seed 0"
     text, _, below = shown.out.partition(f"\n\n{setting}\n")
-    prompt = generate.encode(engine.tokenizer, "+*%,", is_chat=False)
+    prompt = encode(engine.tokenizer, "+*%,", is_chat=False)
     drawn = params(temperature=0.7, top_p=0.9, top_k=50, seed=0)
     expected = decode(engine, prompt, drawn)
     assert text == engine.tokenizer.decode(expected.token_ids[0])
@@ -339,6 +286,6 @@ def test_whole_run(engine, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_prompt_that_is_not_utf8_is_refused(is_chat):
+def test_prompt_that_is_not_utf8_is_refused(engine, is_chat):
     with pytest.raises(ArgumentError, match="the prompt must be text that UTF-8"):
-        encode(StubTokenizer(8192), "caf\udce9", is_chat=is_chat)
+        encode(engine.tokenizer, "caf\udce9", is_chat=is_chat)

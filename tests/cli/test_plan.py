@@ -21,16 +21,14 @@ from tests.checkpoints.models import tiny_config, write_tiny
 
 PAIR = ("google/gemma-2-9b-it", "--speculative-model", "google/gemma-2-2b-it")
 DRAFTS = ("--num-speculative-tokens", "5")
+H100 = (*PAIR, *DRAFTS, "--device", "h100")
+UTILIZATION = r"gpu_memory_utilization must be a number in \(0, 1\], got"
 
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch) -> Iterator[None]:
     """Undo the command's changes to this process, and fail if it downloads a model."""
-
-    def fetch(*_: object, **__: object) -> None:
-        raise AssertionError("a model is downloaded")
-
-    monkeypatch.setattr("jaxspec.engine.model_folders.fetch", fetch)
+    monkeypatch.setattr("jaxspec.engine.model_folders.fetch", None)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     before = jax.config.values["jax_platforms"]
     yield
@@ -43,7 +41,7 @@ def plan_of(capsys: Any, *arguments: str) -> Any:
 
 
 def test_9b_with_2b_draft_on_absent_gpu(capsys):
-    arguments = (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "64")
+    arguments = (*H100, "--max-num-seqs", "64")
     assert command_line.main(["plan", *arguments]) == 0
     text = capsys.readouterr().out
     for line in ("Memory of h100", "target weights", "17.21 GiB", "4.87 GiB"):
@@ -85,8 +83,8 @@ def test_requested_sequences_fit(capsys, num_seqs, length):
 
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_plan_has_kv_cache_dtype(capsys, kept):
-    arguments = (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "64")
-    found = plan_of(capsys, *arguments, "--kv-cache-dtype", kept)
+    arguments = (*H100, "--max-num-seqs", "64", "--kv-cache-dtype", kept)
+    found = plan_of(capsys, *arguments)
     assert found["kv_dtype"] == kept
     assert f"pages of 16 tokens in {kept}, " in found["table"]
     assert found["num_pages"] > 1.9 * 6976
@@ -105,13 +103,12 @@ def test_target_is_sharded_over_named_devices(capsys):
 
 def test_more_memory_fits_more_sequences(capsys):
     def concurrency(*arguments: str) -> float:
-        return plan_of(capsys, *PAIR, *DRAFTS, *arguments)["max_concurrency"]
+        return plan_of(capsys, *arguments)["max_concurrency"]
 
-    assert concurrency("--device", "h200") > 2 * concurrency("--device", "h100")
-    half = ("--device", "h100", "--gpu-memory-utilization", "0.5")
-    assert concurrency(*half) < concurrency("--device", "h100") / 2
-    short = ("--device", "h100", "--max-model-len", "1024")
-    assert concurrency(*short) > 7 * concurrency("--device", "h100")
+    whole = concurrency(*H100)
+    assert concurrency(*PAIR, *DRAFTS, "--device", "h200") > 2 * whole
+    assert concurrency(*H100, "--gpu-memory-utilization", "0.5") < whole / 2
+    assert concurrency(*H100, "--max-model-len", "1024") > 7 * whole
 
 
 def test_bundled_pair_on_this_machine(capsys):
@@ -126,21 +123,18 @@ def test_bundled_pair_on_this_machine(capsys):
     ("arguments", "message"),
     [
         (("--device", "v9"), "--device must be one of v5e-1, .* got 'v9'"),
+        (("--device", "h100-9"), "--device must be one of .* got 'h100-9'"),
+        ((*H100, "--compile"), "--device must be one of .* got 'h100'"),
         (
             (*PAIR, *DRAFTS, "--device", "v5e-1"),
             "are needed of v5e-1's 15.75 GiB.* Set tensor_parallel_size=4, on 4 such",
         ),
+        (("--gpu-memory-utilization", "1.5"), f"{UTILIZATION} 1.5"),
+        (("--gpu-memory-utilization", "0"), f"{UTILIZATION} 0"),
+        (("--gpu-memory-utilization", "nan"), f"{UTILIZATION} nan"),
         (
-            ("--gpu-memory-utilization", "1.5"),
-            r"gpu_memory_utilization must be a number in \(0, 1\], got 1.5",
-        ),
-        (
-            ("--gpu-memory-utilization", "0"),
-            r"gpu_memory_utilization must be a number in \(0, 1\], got 0",
-        ),
-        (
-            ("--gpu-memory-utilization", "nan"),
-            r"gpu_memory_utilization must be a number in \(0, 1\], got nan",
+            (*H100, "--gpu-memory-utilization", "0.2"),
+            "are needed of h100's 74.10 GiB.* Set gpu_memory_utilization=0.35.",
         ),
         (("--kv-cache-memory-bytes", "5"), "kv_cache_memory_bytes must be an integer"),
         (
@@ -149,23 +143,13 @@ def test_bundled_pair_on_this_machine(capsys):
         ),
         (
             # These bytes hold 512 pages of 7,208,960 bytes, one for each sequence.
-            (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "513")
-            + ("--kv-cache-memory-bytes", "3690987520"),
+            (*H100, "--max-num-seqs", "513", "--kv-cache-memory-bytes", "3690987520"),
             "max_num_seqs must be an integer from 1 to 512, got 513",
         ),
         (
             # On a CPU, pages take 512 MiB in all.
             ("--max-num-seqs", "5000"),
             "max_num_seqs must be an integer from 1 to 4681, got 5000",
-        ),
-        (
-            (*PAIR, *DRAFTS, "--device", "h100", "--gpu-memory-utilization", "0.2"),
-            "are needed of h100's 74.10 GiB.* Set gpu_memory_utilization=0.35.",
-        ),
-        (("--device", "h100-9"), "--device must be one of .* got 'h100-9'"),
-        (
-            (*PAIR, *DRAFTS, "--device", "h100", "--compile"),
-            "--device must be one of .* got 'h100'",
         ),
     ],
 )
@@ -177,13 +161,11 @@ def test_errors_are_one_paragraph(capsys, arguments: tuple[str, ...], message: s
     assert re.search(message, error), error
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("t4", 1), ("l4-2", 2), ("a100-40gb", 1), ("a100-80gb-8", 8)]
-)
-def test_common_gpus_can_be_named(name: str, count: int):
-    found = named_devices(name)
-    assert [one.platform for one in found] == ["gpu"] * count
-    assert named_limit(name, None) < MEMORY_BYTES[found[0].device_kind]
+def test_common_gpus_can_be_named():
+    for name, count in (("t4", 1), ("l4-2", 2), ("a100-40gb", 1), ("a100-80gb-8", 8)):
+        found = named_devices(name)
+        assert [one.platform for one in found] == ["gpu"] * count
+        assert named_limit(name, None) < MEMORY_BYTES[found[0].device_kind]
 
 
 def test_unknown_device_lists_all(capsys):
@@ -199,10 +181,9 @@ def test_compile_flag_uses_compiler(capsys, monkeypatch):
         asked.append((config, mesh))
         return 3 * 2**30
 
-    monkeypatch.setattr("jaxspec.engine.memory.probe.compiled_temporaries", found)
-    monkeypatch.setattr(
-        "jaxspec.engine.memory.probe.describe_mesh", lambda name, _: name
-    )
+    probe = "jaxspec.engine.memory.probe"
+    monkeypatch.setattr(f"{probe}.compiled_temporaries", found)
+    monkeypatch.setattr(f"{probe}.describe_mesh", lambda name, _: name)
     arguments = (*PAIR, *DRAFTS, "--device", "h200")
     assert command_line.main(["plan", *arguments, "--compile"]) == 0
     assert "compiled, for 256 sequences" in capsys.readouterr().out

@@ -21,24 +21,29 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def shown(*pieces: Piece) -> str:
+    screen = Terminal()
+    Printer(screen).show(pieces)
+    return screen.getvalue()
 
 
 def test_drafts_are_green_on_terminal():
+    assert shown(*PIECES) == "He\x1b[32ml\x1b[0mlo"
     screen = Terminal()
-    Printer(screen).show(PIECES)
-    assert screen.getvalue() == "He\x1b[32ml\x1b[0mlo"
     Printer(screen).explain()
-    assert screen.getvalue().endswith(
-        "\x1b[32mGreen\x1b[0m: drafts that the target accepted.\n"
-    )
+    legend = "\x1b[32mGreen\x1b[0m: drafts that the target accepted.\n"
+    assert screen.getvalue() == legend
 
 
 @pytest.mark.parametrize("name", ["file", "NO_COLOR", "dumb"])
-def test_no_colors_without_terminal_or_with_no_color(
-    monkeypatch: pytest.MonkeyPatch, name: str
-):
+def test_no_colors_without_terminal_or_with_no_color(monkeypatch, name: str):
     monkeypatch.setenv("NO_COLOR", "1" if name == "NO_COLOR" else "")
     monkeypatch.setenv("TERM", "dumb" if name == "dumb" else "xterm")
+    # Only a terminal's lines are wrapped.
+    monkeypatch.setenv("COLUMNS", "80" if name == "NO_COLOR" else "4")
     screen = io.StringIO() if name == "file" else Terminal()
     printer = Printer(screen)
     printer.show(PIECES)
@@ -55,7 +60,7 @@ def test_pieces_by_origin():
     assert pieces_of(output) == expected
 
 
-def seen(written: str) -> list[str]:
+def lines_of(written: str) -> list[str]:
     """Return the lines shown by a terminal that can move back and erase to the end."""
     lines = [""]
     for part in re.split("(\x1b\\[\\d*[A-Za-z]|\n)", written):
@@ -84,23 +89,19 @@ def seen(written: str) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("size", [1, 3, 99])
-def test_wraps_lines_at_words(
-    monkeypatch: pytest.MonkeyPatch, text: str, lines: list[str], size: int
-):
+def test_wraps_lines_at_words(monkeypatch, text: str, lines: list[str], size: int):
     monkeypatch.setenv("COLUMNS", "12")
     screen = Terminal()
     printer = Printer(screen)
-    parts = [text[at : at + size] for at in range(0, len(text), size)]
-    for number, part in enumerate(parts):
-        printer.show([Piece(part, number % 2 == 1)])
-    assert seen(screen.getvalue()) == lines
+    for number, at in enumerate(range(0, len(text), size)):
+        printer.show([Piece(text[at : at + size], number % 2 == 1)])
+    assert lines_of(screen.getvalue()) == lines
 
 
 def test_moved_word_keeps_its_colors(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "8")
-    screen = Terminal()
-    Printer(screen).show([Piece("one t", False), Piece("wo", True), Piece("x", True)])
-    moved = screen.getvalue().partition("\n")[2]
+    written = shown(Piece("one t", False), Piece("wo", True), Piece("x", True))
+    moved = written.partition("\n")[2]
     assert moved == "t\x1b[32mw\x1b[0m\x1b[32mo\x1b[0m\x1b[32mx\x1b[0m"
 
 
@@ -108,14 +109,7 @@ def test_new_line_resets_column(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "8")
     screen = Terminal()
     printer = Printer(screen)
-    printer.show([Piece("one two", False)])
-    printer.begin_line()
-    printer.show([Piece("one two", False)])
+    for _ in range(2):
+        printer.show([Piece("one two", False)])
+        printer.begin_line()
     assert screen.getvalue() == "one twoone two"
-
-
-def test_file_is_not_wrapped(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "4")
-    screen = io.StringIO()
-    Printer(screen).show([Piece("one two three", False)])
-    assert screen.getvalue() == "one two three"

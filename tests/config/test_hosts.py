@@ -1,6 +1,5 @@
 """Bad arguments for several hosts are rejected before any process is started."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +17,28 @@ GIVEN: dict[str, Any] = dict(
     hosts_secret_file="secret",
     distributed_timeout_seconds=None,
 )
+ALONE: dict[str, Any] = dict(nnodes=1, hosts_secret_file=None)
 
 
-def read(**changes: Any) -> HostsConfig | None:
+def read(**changes: Any) -> Any:
     return HostsConfig.read(**(GIVEN | changes))
 
 
 def test_given_values_are_stored():
     config = read()
-    assert config is not None and config.is_follower
+    assert config.is_follower
     assert (config.nnodes, config.node_rank, config.plans_port) == (4, 2, 29502)
     assert config.timeout_s == DEFAULT_TIMEOUT_S
     leader = read(node_rank=0, headless=False, distributed_timeout_seconds=7)
-    assert leader is not None and not leader.is_follower
-    assert leader.timeout_s == 7
-
-
-def test_single_process_has_no_hosts_config():
-    alone: Any = dict(nnodes=1, hosts_secret_file=None)
-    assert read(**alone, node_rank=0, headless=False) is None
-    with pytest.raises(ConfigError, match="node_rank must be 0 where nnodes is 1"):
-        read(**alone, headless=False)
-    with pytest.raises(ConfigError, match="headless must be False where nnodes is 1"):
-        read(**alone, node_rank=0)
+    assert (leader.is_follower, leader.timeout_s) == (False, 7)
+    assert read(**ALONE, node_rank=0, headless=False) is None
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (ALONE | dict(headless=False), "node_rank must be 0 where nnodes is 1"),
+        (ALONE | dict(node_rank=0), "headless must be False where nnodes is 1"),
         (dict(nnodes=0), "nnodes must be an integer from 1 to"),
         (dict(node_rank=4), "node_rank must be an integer from 0 to 3, got 4"),
         (dict(node_rank=-1), "node_rank must be an integer from 0"),
@@ -63,9 +56,8 @@ def test_rejects_bad_values(changes: dict[str, Any], message: str):
 
 
 def test_whole_secret_is_read(tmp_path: Path):
-    path, config = tmp_path / "secret", read()
-    assert config is not None
-    config = dataclasses.replace(config, secret_file=str(path))
+    path = tmp_path / "secret"
+    config = read(hosts_secret_file=str(path))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         config.read_secret()
     path.write_bytes(b"\n0123456789abcde\n")

@@ -1,5 +1,3 @@
-"""KV event settings use vLLM's keys; bad values are rejected before loading."""
-
 from typing import Any
 
 import pytest

@@ -1,23 +1,29 @@
 """Exactly one constraint of the right type is allowed; errors give the reason."""
 
+from typing import Any
+
 import pytest
 
 from jaxspec.config.structured_outputs import StructuredOutputsConfig
 from jaxspec.errors import ArgumentError, RequestError, UnsupportedError
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 
-KINDS = [
-    ("json", {"type": "object"}),
-    ("json", '{"type": "object"}'),
-    ("regex", "a+"),
-    ("choice", ["yes", "no"]),
-    ("grammar", "start: /a/"),
-    ("json_object", True),
-]
+CHOICES = "choice must be a list of at least one string"
+CONTRADICTION = {"whitespace_pattern": " ", "disable_any_whitespace": True}
 
 
-@pytest.mark.parametrize(("kind", "value"), KINDS)
-def test_each_kind_is_accepted_alone(kind, value):
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json", {"type": "object"}),
+        ("json", '{"type": "object"}'),
+        ("regex", "a+"),
+        ("choice", ["yes", "no"]),
+        ("grammar", "start: /a/"),
+        ("json_object", True),
+    ],
+)
+def test_each_kind_is_accepted_alone(kind: str, value: Any):
     params = StructuredOutputsParams(**{kind: value})
     assert params.kind == kind
     assert SamplingParams(structured_outputs=params).structured_outputs is params
@@ -32,24 +38,17 @@ def test_each_kind_is_accepted_alone(kind, value):
         ({"json": 3}, "json must be a JSON schema, got 3"),
         ({"json": ""}, "json must be a JSON schema"),
         ({"regex": ""}, "regex must be a regular expression, got ''"),
-        ({"choice": []}, r"choice must be a list of at least one string, got \[\]"),
-        ({"choice": "yes"}, "choice must be a list of at least one string"),
-        ({"choice": ["a", 1]}, "choice must be a list of at least one string"),
+        ({"choice": []}, rf"{CHOICES}, got \[\]"),
+        ({"choice": "yes"}, CHOICES),
+        ({"choice": ["a", 1]}, CHOICES),
         ({"grammar": 1}, "grammar must be a grammar in Lark's or GBNF's notation"),
         ({"json_object": False}, "json_object must be True, got False"),
         ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace must be"),
         ({"regex": "a", "whitespace_pattern": 7}, "whitespace_pattern must be"),
-        (
-            {
-                "json_object": True,
-                "whitespace_pattern": " ",
-                "disable_any_whitespace": True,
-            },
-            "contradict each other",
-        ),
+        ({"json_object": True} | CONTRADICTION, "contradict each other"),
     ],
 )
-def test_rejects_bad_params(arguments, message):
+def test_rejects_bad_params(arguments: dict[str, Any], message: str):
     with pytest.raises(RequestError, match=message):
         StructuredOutputsParams(**arguments)
 
@@ -60,22 +59,14 @@ def test_structural_tags_are_not_supported():
 
 
 def test_sampling_params_check_changed_attributes():
+    wrong: Any = {"regex": "a"}
     with pytest.raises(RequestError, match="must be StructuredOutputsParams, got"):
-        SamplingParams(structured_outputs={"regex": "a"})
+        SamplingParams(structured_outputs=wrong)
     form = StructuredOutputsParams(regex="a")
     params = SamplingParams(structured_outputs=form)
     form.choice = ["b"]
     with pytest.raises(RequestError, match="exactly one of"):
         params.validate_for(16)
-
-
-def test_a_copy_is_independent():
-    params = SamplingParams(
-        structured_outputs=StructuredOutputsParams(json={"type": "object"})
-    )
-    copy = params.clone()
-    params.structured_outputs.json["type"] = "string"
-    assert copy.structured_outputs.json == {"type": "object"}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +80,7 @@ def test_a_copy_is_independent():
         (StructuredOutputsConfig(backend="guidance"), {"backend": "guidance"}),
     ],
 )
-def test_accepts_engine_settings(given, expected):
+def test_accepts_engine_settings(given: Any, expected: dict[str, Any]):
     assert StructuredOutputsConfig.read(given) == StructuredOutputsConfig(**expected)
 
 
@@ -100,18 +91,15 @@ def test_accepts_engine_settings(given, expected):
         ({"disable_whitespace": True}, "did you mean disable_any_whitespace"),
         ({"xyz": 1}, "no key 'xyz'.*known: "),
         ({"backend": "xgrammar"}, "backend must be 'auto' or 'guidance'"),
-        ({"reasoning_parser": "x"}, "marks no thinking"),
-        ({"reasoning_parser_plugin": "x"}, "marks no thinking"),
+        ({"reasoning_parser": "x"}, "does not mark its reasoning"),
+        ({"reasoning_parser_plugin": "x"}, "does not mark its reasoning"),
         ({"disable_any_whitespace": 1}, "disable_any_whitespace must be True or"),
         ({"enable_in_reasoning": "no"}, "enable_in_reasoning must be True or"),
         ({"whitespace_pattern": 7}, "whitespace_pattern must be"),
-        (
-            {"whitespace_pattern": " ", "disable_any_whitespace": True},
-            "contradict each other",
-        ),
+        (CONTRADICTION, "contradict each other"),
     ],
 )
-def test_rejects_engine_settings(given, message):
+def test_rejects_engine_settings(given: Any, message: str):
     with pytest.raises(ArgumentError, match=message) as caught:
         StructuredOutputsConfig.read(given)
     assert str(caught.value).startswith("structured_outputs_config")

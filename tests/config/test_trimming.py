@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxspec.config.methods import SUFFIX_DEFAULTS
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.trimming import check_special_tokens, kept_tokens
 from jaxspec.errors import ConfigError
@@ -17,6 +18,7 @@ from tests.support.oracles import TINY
 MODEL = config_from_hf(TINY | dict(model_type="gemma2"))
 # A map with the ids of 96 tokens. The special tokens are first: pad, end and begin.
 RANKED = [0, 1, 2, 50, 7, 95, 31, 8]
+LOOKUP = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def kept(
@@ -31,14 +33,10 @@ def write(path: Path, content: Any) -> str:
     return str(path)
 
 
-def test_vocabulary_is_not_trimmed_by_default(tmp_path):
-    write(tmp_path / TOKEN_MAP, RANKED)
-    assert kept(tmp_path) is None
-
-
 def test_first_tokens_of_a_map_are_kept(tmp_path):
     """The map in the draft's folder is the default, and kept ids are ascending."""
     write(tmp_path / TOKEN_MAP, RANKED)
+    assert kept(tmp_path) is None, "all tokens are kept by default"
     assert kept(tmp_path, draft_vocab_size=5) == (0, 1, 2, 7, 50)
     assert kept(tmp_path, draft_vocab_size=8) == tuple(sorted(RANKED))
     other = write(tmp_path / "other.json", {"token_ids": [1, 0, 2, 60], "of": "texts"})
@@ -54,26 +52,19 @@ def test_random_weights_need_no_map(tmp_path):
     assert found == (0, 1, 2, 3, 4, 80)
 
 
-@pytest.mark.parametrize("size", [0, -1, 96, 97, 2.5, True, "many"])
-def test_rejects_bad_sizes(tmp_path, size):
-    write(tmp_path / TOKEN_MAP, RANKED)
-    with pytest.raises(ConfigError, match="draft_vocab_size must be an integer"):
-        kept(tmp_path, draft_vocab_size=size)
-
-
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ([0, 1, 2, 7, 7, 8], "names token 7 twice"),
-        ([0, 1, 2, 96], "names token 96; the vocabulary has 96, from 0"),
-        ([0, 1, 2, -1], "names token -1; the vocabulary"),
+        ([0, 1, 2, 7, 7, 8], "has token id 7 twice"),
+        ([0, 1, 2, 96], "has token id 96, but ids go from 0 to vocab_size=96 - 1"),
+        ([0, 1, 2, -1], "has token id -1, but ids go from 0"),
         ([], "must hold a JSON list of token ids"),
         ([0, 1, "2"], "must hold a JSON list of token ids"),
         ([0, 1, True], "must hold a JSON list of token ids"),
         ({"ids": [0]}, "an object with one as 'token_ids'"),
         (RANKED[1:], r"missing: pad_token_id \(0\)"),
         ([5, 6, 0], r"missing: bos_token_id \(2\), eos_token_id 1 \(1\)"),
-        (list(range(96)), "names all 96 tokens .* set draft_vocab_size"),
+        (list(range(96)), "lists all 96 tokens .* set draft_vocab_size"),
     ],
 )
 def test_rejects_bad_map(tmp_path, content, named):
@@ -82,19 +73,19 @@ def test_rejects_bad_map(tmp_path, content, named):
         kept(tmp_path, draft_token_map=path)
 
 
-def test_short_map_is_rejected_with_its_length(tmp_path):
+def test_rejects_bad_sizes(tmp_path):
+    with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
+        kept(tmp_path, draft_vocab_size=5)
     write(tmp_path / TOKEN_MAP, RANKED)
-    with pytest.raises(ConfigError, match="from 1 to 8, got 9: its map names no more"):
+    for size in (0, -1, 96, 97, 2.5, True, "many"):
+        with pytest.raises(ConfigError, match="draft_vocab_size must be an integer"):
+            kept(tmp_path, draft_vocab_size=size)
+    with pytest.raises(ConfigError, match="from 1 to 8, got 9: its token map lists no"):
         kept(tmp_path, draft_vocab_size=9)
     # The end tokens of both models must be kept.
     target = replace(MODEL, eos_token_ids=(1, 31))
     with pytest.raises(ConfigError, match=r"missing: eos_token_id 31 \(31\)"):
         kept(tmp_path, target=target, draft_vocab_size=6)
-
-
-def test_missing_map_names_the_tool(tmp_path):
-    with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
-        kept(tmp_path, draft_vocab_size=5)
 
 
 @pytest.mark.parametrize(
@@ -114,30 +105,19 @@ def test_unreadable_map_is_named(tmp_path, name, content, named):
 
 
 @pytest.mark.parametrize(
-    ("method", "hint"),
+    ("keys", "hint"),
     [
-        ("ngram", "It cuts the head of a draft model"),
-        ("suffix", "It cuts the head of a draft model"),
-        ("eagle3", "A head's files define"),
-        ("medusa", "A head's files define"),
+        (LOOKUP, "It cuts the head of a draft model"),
+        (SUFFIX_DEFAULTS | {"method": "suffix"}, "It cuts the head of a draft model"),
+        ({"method": "eagle3", "model": "head"}, "A head's files define"),
+        ({"method": "medusa", "model": "head"}, "A head's files define"),
     ],
 )
-@pytest.mark.parametrize("name", ["draft_vocab_size", "draft_token_map"])
-def test_only_draft_models_are_trimmed(method, hint, name):
-    given: dict[str, Any] = {name: 5 if name == "draft_vocab_size" else "map.json"}
-    if method == "ngram":
-        given |= dict(prompt_lookup_max=3, prompt_lookup_min=1)
-    if method == "suffix":
-        given |= dict(
-            suffix_decoding_max_tree_depth=24,
-            suffix_decoding_max_spec_factor=1.0,
-            suffix_decoding_min_token_prob=0.1,
-            suffix_decoding_max_cached_requests=0,
-        )
-    if method in ("eagle3", "medusa"):
-        given["model"] = "head"
-    with pytest.raises(ConfigError, match=f"{name} must be left out.*{hint}"):
-        SpeculativeConfig(method=method, num_speculative_tokens=2, **given)
+def test_only_draft_models_are_trimmed(keys: dict[str, Any], hint: str):
+    given: dict[str, Any] = {"draft_vocab_size": 5, "draft_token_map": "map.json"}
+    for name, value in given.items():
+        with pytest.raises(ConfigError, match=f"{name} must be left out.*{hint}"):
+            SpeculativeConfig(num_speculative_tokens=2, **keys, **{name: value})
 
 
 def test_missing_special_tokens_are_all_named():

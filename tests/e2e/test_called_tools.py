@@ -15,8 +15,8 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.llm import LLM
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
-from tests.serve.responses.test_responses import client_of
 from tests.support.engines import QuickGreedyRunner
+from tests.support.serving import client_of
 
 CITY = {
     "type": "object",

@@ -164,7 +164,7 @@ def test_two_processes_give_the_texts_of_one_process(
     assert found["num_accepted"] > 0
     # Only the leader computes masks.
     assert found["num_questions"] > 0
-    end = f"The leader has ended in order after {found['num_launches']} launches"
+    end = f"The leader ended normally after {found['num_launches']} launches"
     assert end in hosts.log("follower")
     if controller == "adaptive":
         assert found["num_timed"] > 0 and len(found["ks"]) > 1
@@ -178,7 +178,7 @@ def serve(hosts: Hosts, model: Path) -> Iterator[httpx.Client]:
     command = ["-m", "jaxspec.serve", *flags(values | hosts.shared), f"--port={port}"]
     hosts.start("leader", command, DEVICES_EACH)
     hosts.follow(values)
-    hosts.wait_for("leader", "Requests are served")
+    hosts.wait_for("leader", "The server is ready")
     url = f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         assert complete(client, 8).status_code == 200
@@ -248,9 +248,9 @@ def test_all_processes_end_if_one_ends(
         assert JAX_ENDS in hosts.log(other)
     elif number == signal.SIGKILL:
         assert status == HOST_LOST, hosts.log(other)
-        called = "The process of node_rank=1" if who == "follower" else "The leader"
+        called = "The process with node_rank=1" if who == "follower" else "The leader"
         assert called in hosts.log(other)
-        assert "This process ends too: start all of them again." in hosts.log(other)
+        assert "This process ends too: restart all processes." in hosts.log(other)
     print(f"{other} has ended {took_s:.1f} s after {number.name} to {who}: {status}")
 
 

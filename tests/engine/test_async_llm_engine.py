@@ -138,7 +138,7 @@ def test_bad_requests_are_rejected_without_side_effects():
     async def use(serving: AsyncLLMEngine) -> None:
         running = asyncio.ensure_future(outputs_of(serving, "a", max_tokens=30))
         await asyncio.sleep(0.01)
-        with pytest.raises(RequestError, match="'a' is running already"):
+        with pytest.raises(RequestError, match="'a' is already running"):
             await outputs_of(serving, "a")
         bad: Any = 7
         for given in ((PROMPT, SamplingParams(), bad), ([], SamplingParams(), "b")):
@@ -265,7 +265,7 @@ def test_sleep_waits_for_or_aborts_requests():
         for one in asked:
             (output,) = await one
             assert output.outputs[0].finish_reason == "abort"
-        with pytest.raises(RequestError, match=r"sleeps.* call wake_up\(\)"):
+        with pytest.raises(RequestError, match=r"is asleep.* call wake_up\(\)"):
             await ask("c", 4)
         await serving.wake_up(["weights"])
         assert await serving.is_sleeping()

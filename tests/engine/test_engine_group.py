@@ -48,7 +48,7 @@ def test_requests_go_to_the_least_loaded_engine():
     for name, length in lengths.items():
         group.add_request(name, PROMPT, SamplingParams(max_tokens=length))
     assert unfinished(engines) == [4, 3, 3]
-    with pytest.raises(RequestError, match="'4' is running already"):
+    with pytest.raises(RequestError, match="'4' is already running"):
         group.add_request("4", PROMPT, SamplingParams())
     assert run_all(group) == {name: letters(said(n)) for name, n in lengths.items()}
     assert not group.has_unfinished_requests()
@@ -81,7 +81,7 @@ def test_calls_between_steps_reach_every_engine():
     for name in "abc":
         group.add_request(name, PROMPT, SamplingParams(max_tokens=60))
     group.step()
-    with pytest.raises(RequestError, match="3 requests run"):
+    with pytest.raises(RequestError, match="3 requests are running"):
         group.sleep()
     assert not group.is_sleeping()
     group.abort_request("b")
@@ -169,7 +169,7 @@ def test_streams_from_several_engines_are_complete():
         while sum(unfinished(engines)) < 2 * COUNT:
             await asyncio.sleep(0.001)
         assert unfinished(engines) == [2] * COUNT
-        with pytest.raises(RequestError, match="'5' is running already"):
+        with pytest.raises(RequestError, match="'5' is already running"):
             await text_of(serving, "5")
         load = await serving.get_load()
         assert load.num_running + load.num_waiting == 2 * COUNT

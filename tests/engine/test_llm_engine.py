@@ -287,7 +287,7 @@ def test_aborted_requests_leave_nothing_behind(when):
 def test_id_can_be_reused_after_its_request_ended():
     engine, _ = make_fake_engine()
     engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
-    with pytest.raises(RequestError, match="'a' is running already"):
+    with pytest.raises(RequestError, match="'a' is already running"):
         engine.add_request("a", PROMPT, SamplingParams())
     engine.step()
     engine.abort_request("a")
@@ -307,7 +307,7 @@ def test_id_can_be_reused_after_its_request_ended():
         (("a", PROMPT, {"n": 1}), "params must be SamplingParams, got dict"),
         (("a", [], SamplingParams()), "prompt"),
         (("a", [16], SamplingParams()), r"prompt_token_ids\[0\]"),
-        (("a", [1] * 96, SamplingParams()), "96 tokens; allowed are 1 to 95"),
+        (("a", [1] * 96, SamplingParams()), "96 tokens, but must have 1 to 95"),
         (("a", PROMPT, SamplingParams(stop_token_ids=[16])), "stop_token_ids"),
         (
             ("a", PROMPT, SamplingParams(extra_args={"num_speculative_tokens": 4})),
@@ -373,7 +373,7 @@ def test_launches_of_aborted_requests_do_not_prevent_sleep():
         engine.step()
     slept = []
     engine._sleep.begin = slept.append  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(RequestError, match="1 requests run"):
+    with pytest.raises(RequestError, match="1 requests are running"):
         engine.sleep()
     engine.abort_request("a")
     engine.sleep()
@@ -414,7 +414,7 @@ def test_tokenizer_can_be_replaced_if_pieces_are_equal():
     params = SamplingParams(max_tokens=3)
     text = run_one(engine, params).text
     engine.add_request("waits", PROMPT, params)
-    with pytest.raises(RequestError, match="while requests run"):
+    with pytest.raises(RequestError, match="while requests are running"):
         engine.set_tokenizer(first)
     run_all(engine)
     for wrong in (OtherTokenizer(16), "folder"):

@@ -419,7 +419,7 @@ def test_parts_wake_up_one_by_one(engine: LLMEngine):
         array.is_deleted() for array in jax.tree.leaves(engine.runner.params)
     )
     assert engine.runner.state.rows.num_tokens.is_deleted()
-    with pytest.raises(RequestError, match=r"sleeps.* call wake_up\(\)"):
+    with pytest.raises(RequestError, match=r"is asleep.* call wake_up\(\)"):
         engine.add_request("0", [2], SamplingParams())
     engine.wake_up(tags=["weights"])
     engine.wake_up(tags=["kv_cache"])
@@ -429,7 +429,7 @@ def test_parts_wake_up_one_by_one(engine: LLMEngine):
 
 def test_only_an_idle_engine_sleeps(engine: LLMEngine):
     engine.add_request("0", [2, 3], SamplingParams(max_tokens=20))
-    with pytest.raises(RequestError, match="1 requests run"):
+    with pytest.raises(RequestError, match="1 requests are running"):
         engine.sleep()
     engine.step()
     engine.abort_request("0")

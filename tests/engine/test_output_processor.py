@@ -123,7 +123,7 @@ def test_texts_cannot_be_aborted_by_their_own_id():
     engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
     engine.abort_request("0_a")
     assert engine.get_num_unfinished_requests() == 3
-    with pytest.raises(RequestError, match="'1_a' is running already"):
+    with pytest.raises(RequestError, match="'1_a' is already running"):
         engine.add_request("1_a", PROMPT, SamplingParams())
     (output,) = run_all(engine)["a"]
     assert len(output.outputs) == 3
@@ -133,7 +133,7 @@ def test_texts_cannot_be_aborted_by_their_own_id():
 def test_rejects_ids_of_running_texts():
     engine, _ = make_fake_engine()
     engine.add_request("0_a", PROMPT, SamplingParams(max_tokens=5))
-    with pytest.raises(RequestError, match="'0_a' is running already"):
+    with pytest.raises(RequestError, match="'0_a' is already running"):
         engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
     assert run_all(engine).keys() == {"0_a"}
     assert_idle(engine)
@@ -171,7 +171,7 @@ def test_metrics_count_one_request_and_its_longest_text():
 def test_rejects_id_in_use():
     engine, _ = make_fake_engine()
     engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
-    with pytest.raises(RequestError, match="'a' is running already"):
+    with pytest.raises(RequestError, match="'a' is already running"):
         engine.add_request("a", PROMPT, SamplingParams())
     run_all(engine)
     engine.add_request("a", PROMPT, SamplingParams(max_tokens=1))

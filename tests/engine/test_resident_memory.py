@@ -66,7 +66,7 @@ def test_server_memory_after_warm_up(tmp_path: Path):
         )
     try:
         deadline = time.monotonic() + 600
-        while "All programs are compiled" not in log.read_text():
+        while "All programs were compiled" not in log.read_text():
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.5)

@@ -444,5 +444,5 @@ def test_a_target_over_hosts_takes_all_devices_in_order():
     found = runner._hosts_devices(config, hosts, devices)
     assert found == [Device(0, 0), Device(0, 1), Device(1, 2), Device(1, 3)]
     other = dataclasses.replace(hosts, node_rank=1, headless=True)
-    with pytest.raises(ConfigError, match="node_rank=1, but these .* process 0"):
+    with pytest.raises(ConfigError, match="node_rank=1, but this host.* process 0"):
         runner._hosts_devices(config, other, devices)

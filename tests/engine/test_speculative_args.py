@@ -283,14 +283,18 @@ def test_rejects_bad_dict(config: Any, texts: list[str]):
         ),
         (
             {"spec_method": "suffix", "ngram_prompt_lookup_max": 4},
-            ["prompt_lookup_max=4", "n-gram", "method 'suffix' takes no"],
+            ["prompt_lookup_max=4", "n-gram", "no effect with method 'suffix'"],
         ),
         (
             {
                 "spec_method": "ngram",
                 "speculative_config": {"suffix_decoding_max_tree_depth": 8},
             },
-            ["suffix_decoding_max_tree_depth=8", "method 'ngram' takes no", "'suffix'"],
+            [
+                "suffix_decoding_max_tree_depth=8",
+                "no effect with method 'ngram'",
+                "'suffix'",
+            ],
         ),
     ],
 )
@@ -310,13 +314,13 @@ def test_rejects_contradicting_lookups(arguments: dict[str, Any], texts: list[st
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
         (
             {"speculative_config": SAME | {"kv_cache_dtype": "fp8"}},
-            "must be left out or 'auto', which the target has, got 'fp8'. The draft's "
-            "keys and values have the target's type",
+            "must be left out or 'auto', as for the target, got 'fp8'. The draft's "
+            "keys and values are stored in the same type as the target's",
         ),
         (
             {"speculative_config": SAME | {"kv_cache_dtype": "auto"}}
             | {"kv_cache_dtype": "int8"},
-            "left out or 'int8', which the target has, got 'auto'",
+            "left out or 'int8', as for the target, got 'auto'",
         ),
         (
             {

@@ -566,7 +566,7 @@ def test_white_space_and_additional_properties_of_json(bundled):
         (dict(grammar="start: missing"), "unknown name"),
         (dict(grammar='root ::= "a'), "GBNF"),
         (dict(json="{"), "structured_outputs.json cannot be used: Expecting"),
-        (dict(json="[]"), "a JSON schema is an object"),
+        (dict(json="[]"), "a JSON schema must be an object"),
         (dict(json="[" * 100_000), "recursion"),
         (dict(json=CIRCULAR), "Circular reference"),
         (dict(json={"const": float("nan")}), "not JSON compliant"),

@@ -93,7 +93,7 @@ def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
             JAXSPEC_NATIVE=str(folder),
         )
         assert done.stdout == "True\n"
-        assert done.stderr.count("is damaged, and is built again") == 1
+        assert done.stderr.count("is damaged, so it is built again") == 1
         assert list(folder.iterdir()) == [path]
         assert path.read_bytes() == whole
 
@@ -122,7 +122,7 @@ def test_library_that_cannot_be_cached_is_loaded(
     library = native._load(given)
     assert hasattr(library, native.TARGETS[0])
     (record,) = caplog.records
-    assert "cannot be kept" in record.message and native.VARIABLE in record.message
+    assert "cannot be saved" in record.message and native.VARIABLE in record.message
     assert obstacle != "full disk" or not list(folder.iterdir())
 
 

@@ -586,7 +586,7 @@ def test_positions_past_the_page_table_hold_nothing(name, window):
 @pytest.mark.parametrize(
     ("backend", "kind", "page_size", "message"),
     [
-        row("tpu", "uint16", 4, "uint16 pages hold bits"),
+        row("tpu", "uint16", 4, "uint16 pages are for XLA:CPU"),
         row("tpu", "int8 alone", 4, "kv_pages of type int8"),
         row("tpu", "int8", 4, "not in lanes, and this"),
         row("tpu", IN_LANES, 6, "page_size 6: .* power of two"),

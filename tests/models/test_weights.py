@@ -171,7 +171,9 @@ def test_error_names_a_missing_or_wrong_tensor(name):
     wrong = np.concatenate([tensor, tensor[:1]])
     with pytest.raises(CheckpointError) as error:
         load(CONFIG, TENSORS | {name: wrong})
-    expected = f"{name!r} has shape {wrong.shape}, config.json asks for {tensor.shape}"
+    expected = (
+        f"{name!r} has shape {wrong.shape}, but config.json requires {tensor.shape}"
+    )
     assert expected in str(error.value)
 
 

@@ -4,7 +4,7 @@
 of each cell below without the devices, and writes the compilers' reports to
 `benchmarks/results/aot_memory.json`, a row after every program; programs already in the
 file are skipped. Cells named as arguments (or prefixes of names) are compiled again.
-`--table` prints the tables of `benchmarks/README.md`.
+`--table` prints the tables of `benchmarks/compilers.md`.
 
 Unless a cell sets `layers`, both models have two layers: temporaries are those of one
 layer and of the logits. Weights and pages are counted for whole models. If jax cannot
@@ -365,7 +365,7 @@ def sharding_table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def tables(rows: dict[str, dict[str, Any]]) -> str:
-    """Return both tables of `benchmarks/README.md`."""
+    """Return both tables of `benchmarks/compilers.md`."""
     return f"{memory_table(rows)}\n\n{sharding_table(rows)}"
 
 

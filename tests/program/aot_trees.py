@@ -4,7 +4,7 @@
 with a 2B draft without the devices: of a chain, of side leaves and of a tree. The
 compilers' reports go to `benchmarks/results/aot_trees.json`, a row after every program;
 programs already in the file are skipped. Programs named as arguments (or prefixes of
-names) are compiled again. `--table` prints the table of `benchmarks/README.md`.
+names) are compiled again. `--table` prints the table of `benchmarks/compilers.md`.
 
 Both models have two layers of their full width. Nothing runs: no figure is a speed.
 """

@@ -31,7 +31,7 @@ from tests.program.aot_record import (
 from tests.program.aot_step import PLACES
 
 Row = dict[str, Any]
-README = FOLDER.parent / "README.md"
+PAGE = FOLDER.parent / "compilers.md"
 GREEDY = Features(all_greedy=True)
 
 # Peak memory of a chip, without arguments. Rounds need logits, hidden rows and weights
@@ -164,7 +164,7 @@ def test_all_programs_are_recorded():
 
 
 def test_tables_match_the_records():
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     assert aot_hosts.make_table(HOSTS) in text
     assert aot_trees.table(TREES) in text
 

@@ -18,26 +18,21 @@ PROMPT = "$%&"
 
 def ask(url: str, model: str) -> dict[str, Any]:
     """Send chats and completions: whole, streamed, asynchronous, two with errors."""
-    access = {"api_base": f"{url}/v1", "api_key": "secret", "max_retries": 0}
-    chat = {
-        "model": f"openai/{model}",
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": 9,
-        **access,
-    }
+    access: Any = {"api_base": f"{url}/v1", "api_key": "secret", "max_retries": 0}
+    access["max_tokens"] = 9
+    chat = access | {"model": f"openai/{model}"}
+    chat["messages"] = [{"role": "user", "content": PROMPT}]
+    text = access | {"model": f"text-completion-openai/{model}", "prompt": PROMPT}
     whole = litellm.completion(**chat)
     chunks = list(litellm.completion(stream=True, **chat))
     later = asyncio.run(litellm.acompletion(**chat))
-    text = litellm.text_completion(
-        model=f"text-completion-openai/{model}", prompt=PROMPT, max_tokens=9, **access
-    )
     return {
         "whole": whole.choices[0].message.content,
         "reason": whole.choices[0].finish_reason,
         "tokens": whole.usage.completion_tokens,
         "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
         "asynchronous": later.choices[0].message.content,
-        "completion": text.choices[0].text,
+        "completion": litellm.text_completion(**text).choices[0].text,
         "too_long": error_of(chat | {"max_tokens": 10**6}),
         "stranger": error_of(chat | {"api_key": "wrong"}),
     }
@@ -47,9 +42,11 @@ def error_of(chat: dict[str, Any]) -> str:
     """Return the name of the exception that litellm raises for the call."""
     try:
         litellm.completion(**chat)
-    except litellm.exceptions.APIError as error:
-        return type(error).__name__
-    except (litellm.BadRequestError, litellm.AuthenticationError) as error:
+    except (
+        litellm.exceptions.APIError,
+        litellm.BadRequestError,
+        litellm.AuthenticationError,
+    ) as error:
         return type(error).__name__
     return "none"
 

@@ -21,7 +21,7 @@ def test_refuses_texts_over_queue_limit():
     with door.admit(["a"], [5], 2), door.admit(["b"], [5], 1):
         assert set(door.request_ids) == {"a", "b"}
         with pytest.raises(
-            OverloadedError, match="2 texts would wait, and at most 1 may"
+            OverloadedError, match="2 texts would wait, but at most 1 are allowed"
         ):
             door.admit(["c"], [5], 1).__enter__()
         assert door.num_requests == 2

@@ -7,7 +7,6 @@ and the fields that they can contain.
 import asyncio
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -23,11 +22,12 @@ from tests.support.serving import (
     COMPLETIONS,
     MESSAGES,
     PROMPT,
-    error_of,
-    post,
-    serve_http,
+    Client,
+    server,
 )
 
+SEARCH: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
+LONG = SEARCH | {"max_tokens": 60, "ignore_eos": True}
 VOCAB = 16
 EACH = float(np.float32(-np.log(VOCAB)))
 
@@ -61,140 +61,102 @@ def shown(tokens: list[int]) -> str:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 4.0])
-def test_beam_search_returns_best_texts(is_stream: bool, penalty: float):
+def test_beam_search_returns_best_texts(http: Client, is_stream: bool, penalty: float):
     texts = expected(3, 5, length_penalty=penalty)
-    asked: dict[str, Any] = {
-        "use_beam_search": True,
-        "n": 3,
-        "length_penalty": penalty,
-        "max_tokens": 5,
-        "temperature": 0,
-        "stream": is_stream,
-    }
-
-    async def ask(http: httpx.AsyncClient) -> None:
-        for path, given in (
-            (COMPLETIONS, {"prompt": [PROMPT, PROMPT], "return_token_ids": True}),
-            (CHAT, {"messages": MESSAGES, "return_token_ids": True}),
-        ):
-            answer = await post(http, path, **given, **asked)
-            events = answer if is_stream else [answer]
-            choices = [choice for event in events for choice in event["choices"]]
-            ended = [one for one in choices if one["finish_reason"] is not None]
-            # The searches of several prompts may end in any order.
-            ended.sort(key=lambda one: one["index"])
-            assert [one["index"] for one in ended] == list(range(len(ended)))
-            wanted = texts * 2 if path == COMPLETIONS else texts
-            assert [one["token_ids"] for one in ended] == wanted
-            for one, tokens in zip(ended, wanted, strict=True):
-                has_ended = tokens[-1] == EOS
-                assert one["finish_reason"] == ("stop" if has_ended else "length")
-                message = one.get("delta", one.get("message", {}))
-                assert one.get("text", message.get("content")) == shown(tokens)
-            if not is_stream:
-                counted = answer["usage"]["completion_tokens"]
-                assert counted == sum(map(len, wanted))
-
-    serve_http(ask)
+    asked = {"n": 3, "length_penalty": penalty, "max_tokens": 5, "temperature": 0}
+    asked |= {"use_beam_search": True, "stream": is_stream, "return_token_ids": True}
+    for path, given, wanted in (
+        (COMPLETIONS, {"prompt": [PROMPT, PROMPT]}, texts * 2),
+        (CHAT, {"messages": MESSAGES}, texts),
+    ):
+        answer = http.ask(path, **given, **asked)
+        events = answer if is_stream else [answer]
+        choices = [choice for event in events for choice in event["choices"]]
+        ended = [one for one in choices if one["finish_reason"] is not None]
+        # The searches of several prompts may end in any order.
+        ended.sort(key=lambda one: one["index"])
+        assert [one["index"] for one in ended] == list(range(len(wanted)))
+        assert [one["token_ids"] for one in ended] == wanted
+        for one, tokens in zip(ended, wanted, strict=True):
+            reason = "stop" if tokens[-1] == EOS else "length"
+            assert one["finish_reason"] == reason
+            message = one.get("delta", one.get("message", {}))
+            assert one.get("text", message.get("content")) == shown(tokens)
+        if not is_stream:
+            assert answer["usage"]["completion_tokens"] == sum(map(len, wanted))
 
 
-def test_fields_that_combine_with_beam_search():
-    async def ask(http: httpx.AsyncClient) -> None:
-        asked: Any = {
-            "use_beam_search": True,
-            "n": 2,
-            "max_tokens": 3,
-            "prompt": PROMPT,
-        }
-        answer = await post(http, COMPLETIONS, logprobs=1, ignore_eos=True, **asked)
-        for choice, tokens in zip(
-            answer["choices"], expected(2, 3, ignore_eos=True), strict=True
-        ):
-            assert choice["text"] == letters(tokens)
-            assert choice["logprobs"]["tokens"] == list(letters(tokens))
-            assert len(choice["logprobs"]["token_logprobs"]) == 3
-            # The token itself, and the most likely one.
-            assert all(len(one) <= 3 for one in choice["logprobs"]["top_logprobs"])
-        answer = await post(http, COMPLETIONS, echo=True, **asked)
-        for choice, tokens in zip(answer["choices"], expected(2, 3), strict=True):
-            assert choice["text"] == PROMPT + shown(tokens)
-        one = await post(http, COMPLETIONS, **asked | {"n": None, "top_p": 0.5})
-        assert [choice["text"] for choice in one["choices"]] == [
-            shown(tokens) for tokens in expected(1, 3)
+def test_fields_that_combine_with_beam_search(http: Client):
+    asked = SEARCH | {"n": 2, "max_tokens": 3}
+    answer = http.ask(COMPLETIONS, logprobs=1, ignore_eos=True, **asked)
+    for choice, tokens in zip(
+        answer["choices"], expected(2, 3, ignore_eos=True), strict=True
+    ):
+        assert choice["text"] == letters(tokens)
+        assert choice["logprobs"]["tokens"] == list(letters(tokens))
+        assert len(choice["logprobs"]["token_logprobs"]) == 3
+        # The token itself, and the most likely one.
+        assert all(len(one) <= 3 for one in choice["logprobs"]["top_logprobs"])
+    for more, count, prompt in (
+        ({"echo": True}, 2, PROMPT),
+        ({"n": None, "top_p": 0.5}, 1, ""),
+    ):
+        texts = [
+            one["text"] for one in http.ask(COMPLETIONS, **asked | more)["choices"]
         ]
-        # The text goes on to the end of the context.
-        chat = {"messages": MESSAGES, "use_beam_search": True, "ignore_eos": True}
-        answer = await post(http, CHAT, **chat)
-        assert answer["usage"]["completion_tokens"] == 93
-        assert answer["choices"][0]["finish_reason"] == "length"
-
-    serve_http(ask)
+        assert texts == [prompt + shown(tokens) for tokens in expected(count, 3)]
+    # The text continues to the end of the context.
+    chat = {"messages": MESSAGES, "use_beam_search": True, "ignore_eos": True}
+    answer = http.ask(CHAT, **chat)
+    assert answer["usage"]["completion_tokens"] == 93
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "param"),
+    "wrong",
     [
-        ({"stop": "x"}, "stop"),
-        ({"stop_token_ids": [5]}, "stop_token_ids"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"repetition_penalty": 1.5}, "repetition_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"min_tokens": 1}, "min_tokens"),
-        ({"guided_regex": "a"}, "guided_regex"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"return_token_origins": True}, "return_token_origins"),
-        ({"length_penalty": "x"}, "length_penalty"),
-        ({"length_penalty": 11}, "length_penalty"),
-        ({"temperature": -1}, "temperature"),
-        ({"n": 0}, "n"),
-        ({"thinking_token_budget": 3}, "thinking_token_budget"),
+        {"stop": "x"},
+        {"stop_token_ids": [5]},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {"5": 1}},
+        {"min_tokens": 1},
+        {"guided_regex": "a"},
+        {"prompt_logprobs": 1},
+        {"return_token_origins": True},
+        {"length_penalty": "x"},
+        {"length_penalty": 11},
+        {"temperature": -1},
+        {"n": 0},
+        {"thinking_token_budget": 3},
     ],
+    ids=str,
 )
-def test_refuses_fields_that_do_not_combine(wrong: dict[str, Any], param: str):
-    async def ask(http: httpx.AsyncClient) -> None:
-        body: Any = {"prompt": PROMPT, "use_beam_search": True} | wrong
-        response = await http.post(COMPLETIONS, json=body)
-        assert error_of(response, 400, "BadRequestError")["param"] == param
-        neutral = {"stop": [], "presence_penalty": 0, "logit_bias": {}, "min_tokens": 0}
-        await post(http, COMPLETIONS, **{"prompt": PROMPT} | neutral)
+def test_refuses_fields_that_do_not_combine(http: Client, wrong: dict[str, Any]):
+    (name,) = wrong
+    assert http.refusal(COMPLETIONS, SEARCH | wrong)["param"] == name
 
-    serve_http(ask)
+
+def test_accepts_neutral_values(http: Client):
+    neutral = {"stop": [], "presence_penalty": 0, "logit_bias": {}, "min_tokens": 0}
+    http.ask(COMPLETIONS, **SEARCH, **neutral)
 
 
 def test_refuses_too_large_beam_width():
-    async def ask(http: httpx.AsyncClient) -> None:
-        body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
-        response = await http.post(COMPLETIONS, json=body)
-        error = error_of(response, 400, "BadRequestError")
-        assert error["param"] == "beam_width"
-        assert "max_logprobs is 5" in error["message"]
-        body = {"input": "#", "use_beam_search": True}
-        response = await http.post("/v1/responses", json=body)
-        assert error_of(response, 400, "BadRequestError")["param"] == "use_beam_search"
-
-    serve_http(ask, max_logprobs=5)
+    with server({"max_logprobs": 5}) as http:
+        error = http.refusal(COMPLETIONS, SEARCH)
+    assert error["param"] == "beam_width"
+    assert "max_logprobs is 5" in error["message"]
 
 
 def test_slow_search_times_out():
-    """`serve_http` checks at its end that no request is left."""
-
-    async def ask(http: httpx.AsyncClient) -> None:
-        body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
-        body |= {"max_tokens": 60, "ignore_eos": True}
-        response = await http.post(COMPLETIONS, json=body)
-        assert response.status_code == 504, response.text
-
-    serve_http(ask, settings={"max_request_s": 0.2}, delay_s=0.02)
+    with server(max_request_s=0.2, delay_s=0.02) as http:
+        http.refusal(COMPLETIONS, LONG, 504, "Gateway Timeout")
 
 
 def test_failed_step_fails_search():
-    async def ask(http: httpx.AsyncClient) -> None:
-        body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
-        body |= {"max_tokens": 60, "ignore_eos": True}
-        response = await http.post(COMPLETIONS, json=body)
-        assert error_of(response, 500, "InternalServerError")
-
-    serve_http(ask, break_at=8, delay_s=0.005)
+    with server(break_at=8, delay_s=0.005) as http:
+        http.refusal(COMPLETIONS, LONG, 500, "InternalServerError")
 
 
 def test_gather_cancels_others_on_error():

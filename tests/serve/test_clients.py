@@ -1,13 +1,11 @@
 """Real clients: openai, litellm, curl, and two load generators."""
 
-import asyncio
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ import pytest
 from tests.support.fake_engines import letters, said
 from tests.support.serving import (
     COMPLETIONS,
-    MESSAGES,
     PROMPT,
     Site,
     events_of,
@@ -53,11 +50,6 @@ def site() -> Iterator[Site]:
         yield made
 
 
-def client_of(site: Site, **options: Any) -> openai.OpenAI:
-    options = {"api_key": "secret", "max_retries": 0} | options
-    return openai.OpenAI(base_url=f"{site.url}v1", **options)
-
-
 def run(words: list[Any], environment: dict[str, str], limit_s: float = 120) -> str:
     """Run a program that must succeed; return its output."""
     done = subprocess.run(
@@ -72,73 +64,14 @@ def run(words: list[Any], environment: dict[str, str], limit_s: float = 120) -> 
 
 
 def test_openai(site: Site):
-    asked: Any = {"model": "model", "max_tokens": 9}
-    messages: Any = MESSAGES
-    with client_of(site) as client:
-        assert [model.id for model in client.models.list()] == ["model"]
-        text = client.completions.create(prompt=PROMPT, n=2, logprobs=1, **asked)
-        assert [choice.text for choice in text.choices] == [letters(said(9))] * 2
-        assert text.choices[1].logprobs is not None
-        assert len(text.choices[1].logprobs.tokens or ()) == 9
-        chunks = client.completions.create(prompt=PROMPT, stream=True, **asked)
+    url, asked = f"{site.url}v1", {"model": "model", "prompt": PROMPT, "max_tokens": 9}
+    with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
+        create: Any = client.completions.create
+        first, second = create(n=2, logprobs=1, **asked).choices
+        assert first.text == second.text == letters(said(9))
+        assert len(second.logprobs.tokens) == 9
+        chunks = create(stream=True, **asked)
         assert "".join(chunk.choices[0].text for chunk in chunks) == letters(said(9))
-        chat = client.chat.completions.create(messages=messages, **asked)
-        assert chat.choices[0].message.content == letters(said(9))
-        assert chat.choices[0].finish_reason == "length"
-        with client.chat.completions.stream(messages=messages, **asked) as stream:
-            deltas = [event.delta for event in stream if event.type == "content.delta"]
-        assert "".join(deltas) == letters(said(9))
-
-
-def test_openai_concurrent_requests(site: Site):
-    async def ask() -> list[Any]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{site.url}v1", api_key=KEYS[0], max_retries=0
-        ) as client:
-            create: Any = client.chat.completions.create
-            asked: Any = {"model": "model", "messages": MESSAGES, "max_tokens": 9}
-            return await asyncio.gather(*(create(**asked) for _ in range(30)))
-
-    for chat in asyncio.run(ask()):
-        assert chat.choices[0].message.content == letters(said(9))
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "error"),
-    [
-        ({"max_tokens": -1}, {}, openai.BadRequestError),
-        ({"temperature": "warm"}, {}, openai.BadRequestError),
-        ({"model": "another"}, {}, openai.NotFoundError),
-        ({}, {"api_key": "wrong"}, openai.AuthenticationError),
-    ],
-)
-def test_openai_errors(
-    site: Site,
-    changes: dict[str, Any],
-    options: dict[str, Any],
-    error: type[openai.APIError],
-):
-    with client_of(site, **options) as client:
-        create: Any = client.completions.create
-        with pytest.raises(error) as refused:
-            create(**({"model": "model", "prompt": PROMPT} | changes))
-        # Without a valid key, vLLM returns only {"error": "Unauthorized"}.
-        is_stranger = error is openai.AuthenticationError
-        found: Any = refused.value.body
-        assert found == "Unauthorized" if is_stranger else found["message"]
-
-
-def test_client_timeout_aborts_request(site: Site):
-    site.delay_s = 0.1
-    with client_of(site, timeout=0.3) as client:
-        create: Any = client.completions.create
-        with pytest.raises(openai.APITimeoutError):
-            create(model="model", prompt=PROMPT, max_tokens=80)
-        deadline = time.monotonic() + 10
-        while site.app.state.serving.admission.num_requests:
-            assert time.monotonic() < deadline, "the request still runs"
-            time.sleep(0.01)
-    site.delay_s = 0.0
 
 
 @needs_clients
@@ -172,7 +105,7 @@ def test_curl(site: Site):
 @needs_clients
 def test_locust_streams():
     words: list[Any] = [CLIENTS / "locust", "-f", HERE / "locust_streams.py"]
-    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "12s"]
+    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "10s"]
     words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
     with site_of(ENGINE) as site:
         # The device is so slow that it is the bottleneck, not this machine.

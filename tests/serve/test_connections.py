@@ -7,13 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -35,14 +36,18 @@ FLAGS += f"--timeout-keep-alive {KEEP_ALIVE_S} --api-key k".split()
 KEY = {"Authorization": "Bearer k"}
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\n"
 HEAD += "Content-Type: application/json\r\n"
-HUGE = b" " * (100 * 2**20)
+HUGE = b" " * (32 * 2**20)
 
 
 @dataclass
 class Server:
     process: subprocess.Popen
     log: Path
-    port: int
+
+    @property
+    def port(self) -> int:
+        (port,) = re.findall(r"m on http://127.0.0.1:(\d+)", self.log.read_text())
+        return int(port)
 
     @property
     def url(self) -> str:
@@ -64,44 +69,55 @@ class Server:
         )
         return float(line.split()[-1])
 
+    def wait(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_so():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
 
-@contextlib.contextmanager
-def small_server(
-    log: Path, *flags: str, delay_s: float = 0.0, num_files: int = 0
-) -> Iterator[Server]:
-    program = [sys.executable, "-m", "tests.serve.small_server"]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*program, str(delay_s), str(num_files), *FLAGS, *flags],
-            stderr=stderr,
-            stdout=subprocess.DEVNULL,
-            cwd=ROOT,
-        )
-    try:
-        wait_until(lambda: "startup complete" in log.read_text(), process)
-        port = re.search(r"Serving m on http://127.0.0.1:(\d+)", log.read_text())
-        assert port is not None
-        yield Server(process, log, int(port[1]))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
-        assert "Traceback" not in log.read_text(), log.read_text()
-    finally:
-        process.kill()
-        process.wait()
+    def wait_for_status(self, path: str, status: int) -> None:
+        def has_status() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return self.get(path).status_code == status
+            return False
+
+        self.wait(has_status)
 
 
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def server_fixture(*flags: str, delay_s: float = 0.0, num_files: int = 0) -> Any:
+    """Make a fixture: a server in its own process, for all tests of this file."""
+
+    @pytest.fixture(scope="module")
+    def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        log = tmp_path_factory.mktemp("log") / "log"
+        words = [sys.executable, "-m", "tests.serve.small_server"]
+        words += [str(delay_s), str(num_files), *FLAGS, *flags]
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                words, stderr=stderr, stdout=subprocess.DEVNULL, cwd=ROOT
+            )
+        made = Server(process, log)
+        try:
+            made.wait(lambda: "startup complete" in log.read_text())
+            yield made
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, log.read_text()
+            assert "Traceback" not in log.read_text(), log.read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+    return started
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with small_server(tmp_path_factory.mktemp("log") / "log") as one:
-        yield one
+server = server_fixture()
+slow_server = server_fixture(delay_s=0.06, num_files=400)
+# Requests may arrive slowly, over few connections.
+patient_server = server_fixture(
+    *("--timeout-read-headers", "60", "--timeout-read-body", "60"),
+    *("--limit-concurrency", str(MAX_CONNECTIONS)),
+)
 
 
 def read_all(client: socket.socket) -> tuple[bytes, float]:
@@ -111,24 +127,6 @@ def read_all(client: socket.socket) -> tuple[bytes, float]:
         while part := client.recv(2**16):
             parts.append(part)
     return b"".join(parts), time.monotonic() - start
-
-
-def test_closes_silent_connection(server: Server):
-    with server.connect() as client:
-        answer, seconds = read_all(client)
-    assert answer == b""
-    assert HEADERS_S * 0.8 < seconds < HEADERS_S + GRACE_S
-
-
-@pytest.mark.parametrize("half", [b"P", HEAD.encode()])
-def test_half_sent_headers_are_408(server: Server, half: bytes):
-    with server.connect() as client:
-        client.sendall(half)
-        answer, seconds = read_all(client)
-    assert HEADERS_S * 0.8 < seconds < HEADERS_S + GRACE_S
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 408 ")
-    assert json.loads(body)["error"]["code"] == 408
 
 
 def trickle(client: socket.socket, pieces: bytes) -> float:
@@ -147,41 +145,53 @@ def trickle(client: socket.socket, pieces: bytes) -> float:
     return time.monotonic() - start
 
 
-def test_slow_headers_are_not_extended(server: Server):
-    with server.connect() as client:
-        seconds = trickle(client, HEAD.encode())
-    assert seconds < HEADERS_S + GRACE_S
+BODY = f"{HEAD}Content-Length: 500\r\n\r\n".encode()
 
 
 @pytest.mark.parametrize(
-    "length", ["Content-Length: 500", "Transfer-Encoding: chunked"]
+    ("half", "limit_s", "named"),
+    [
+        (b"", HEADERS_S, None),
+        (b"P", HEADERS_S, ""),
+        (HEAD.encode(), HEADERS_S, ""),
+        (BODY, BODY_S, "--timeout-read-body"),
+        (
+            f"{HEAD}Transfer-Encoding: chunked\r\n\r\n10\r\n{{".encode(),
+            BODY_S,
+            "--timeout-read-body",
+        ),
+    ],
+    ids=["silent", "one letter", "half of the headers", "no body", "half of the body"],
 )
-def test_incomplete_body_is_408(server: Server, length: str):
+def test_half_sent_request_is_408(
+    server: Server, half: bytes, limit_s: float, named: str | None
+):
     with server.connect() as client:
-        client.sendall(f"{HEAD}{length}\r\n\r\n".encode())
-        if "chunked" in length:
-            client.sendall(b"10\r\n{")
+        client.sendall(half)
         answer, seconds = read_all(client)
+    assert limit_s * 0.8 < seconds < limit_s + GRACE_S
+    if named is None:
+        assert answer == b""
+        return
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 "), answer
-    assert "--timeout-read-body" in json.loads(body)["error"]["message"]
-    assert BODY_S * 0.8 < seconds < BODY_S + GRACE_S
+    error = json.loads(body)["error"]
+    assert error["code"] == 408
+    assert named in error["message"]
 
 
-def test_slow_body_is_not_extended(server: Server):
-    before = server.count("jaxspec:request_timeouts_total", part="body")
+def test_slow_requests_are_not_extended(server: Server):
+    name = "jaxspec:request_timeouts_total"
+    before = server.count(name, part="body")
     with server.connect() as client:
-        client.sendall(f"{HEAD}Content-Length: 500\r\n\r\n".encode())
-        seconds = trickle(client, b" " * 150)
-    assert seconds < BODY_S + GRACE_S
-    now = server.count("jaxspec:request_timeouts_total", part="body")
-    assert now == before + 1
-
-
-def test_unused_body_times_out(server: Server):
+        assert trickle(client, HEAD.encode()) < HEADERS_S + GRACE_S
     with server.connect() as client:
-        head = HEAD.replace("Bearer k", "Bearer no")
-        client.sendall(f"{head}Content-Length: 500\r\n\r\n".encode())
+        client.sendall(BODY)
+        assert trickle(client, b" " * 150) < BODY_S + GRACE_S
+    assert server.count(name, part="body") == before + 1
+    # The body of a refused request is not used.
+    with server.connect() as client:
+        client.sendall(BODY.replace(b"Bearer k", b"Bearer no"))
         assert client.recv(2**16).startswith(b"HTTP/1.1 401 ")
         seconds = trickle(client, b" " * 150)
     assert seconds < BODY_S + HEADERS_S + KEEP_ALIVE_S + GRACE_S
@@ -212,11 +222,9 @@ def test_connection_may_outlive_all_limits(server: Server):
 
 def stream_bytes(**changes: object) -> bytes:
     body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True, "stream": True}
-    content = json.dumps(body | changes).encode()
-    return (
-        f"{HEAD}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-        + content
-    )
+    content = json.dumps(body | changes)
+    head = f"{HEAD}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+    return f"{head}{content}".encode()
 
 
 def text_of(answer: bytes) -> str:
@@ -225,27 +233,23 @@ def text_of(answer: bytes) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
-def test_slow_responses_and_readers_are_not_cut_off(tmp_path: Path):
+def test_slow_responses_and_readers_are_not_cut_off(slow_server: Server):
     longest_s = max(HEADERS_S, BODY_S, KEEP_ALIVE_S)
-    with small_server(tmp_path / "log", delay_s=0.06) as server:
-        clients = [server.connect() for _ in range(6)]
-        start = time.monotonic()
-        for client in clients:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            client.sendall(stream_bytes())
-        # The batch size is two. The clients read nothing until all time limits have
-        # passed.
-        time.sleep(2 * longest_s)
-        texts = [text_of(read_all(client)[0]) for client in clients]
-        assert time.monotonic() - start > 4 * longest_s
-        assert texts == [letters(said(90))] * 6
-        for client in clients:
-            client.close()
+    clients = [slow_server.connect() for _ in range(6)]
+    start = time.monotonic()
+    for client in clients:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.sendall(stream_bytes())
+    # The batch size is two. The clients read nothing until all time limits have passed.
+    time.sleep(2 * longest_s)
+    texts = [text_of(read_all(client)[0]) for client in clients]
+    assert time.monotonic() - start > 4 * longest_s
+    assert texts == [letters(said(90))] * 6
+    for client in clients:
+        client.close()
 
 
-def test_paused_reader_gets_whole_response(
-    server: Server,
-):
+def test_paused_reader_gets_whole_response(server: Server):
     # With logprobs, the response is larger than the socket buffers of a small window.
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -263,47 +267,35 @@ def huge_pieces() -> Iterator[bytes]:
         yield HUGE[start : start + 2**20]
 
 
-def ask_httpx(url: str, is_chunked: bool) -> tuple[int, dict]:
-    content = huge_pieces() if is_chunked else HUGE
-    response = httpx.post(
-        f"{url}{COMPLETIONS}", content=content, headers=KEY, timeout=60
-    )
+def ask_httpx(url: str, data: Any) -> tuple[int, dict]:
+    response = httpx.post(url, content=data, headers=KEY, timeout=60)
     return response.status_code, response.json()
 
 
-def ask_requests(url: str, is_chunked: bool) -> tuple[int, dict]:
-    data = huge_pieces() if is_chunked else HUGE
-    response = requests.post(f"{url}{COMPLETIONS}", data=data, headers=KEY, timeout=60)
+def ask_requests(url: str, data: Any) -> tuple[int, dict]:
+    response = requests.post(url, data=data, headers=KEY, timeout=60)
     return response.status_code, response.json()
 
 
-def ask_urllib(url: str, is_chunked: bool) -> tuple[int, dict]:
-    data = huge_pieces() if is_chunked else HUGE
-    request = urllib.request.Request(f"{url}{COMPLETIONS}", data, KEY)
+def ask_urllib(url: str, data: Any) -> tuple[int, dict]:
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=60)
+        urllib.request.urlopen(urllib.request.Request(url, data, KEY), timeout=60)
     return refused.value.code, json.loads(refused.value.read())
-
-
-@pytest.fixture(scope="module")
-def patient_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("log") / "log"
-    with small_server(log, "--timeout-read-body", "60") as one:
-        yield one
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("ask", [ask_httpx, ask_requests, ask_urllib])
-def test_clients_read_refusal_of_100_mb(
+def test_clients_read_refusal_of_32_mib(
     patient_server: Server, ask: Callable[..., tuple[int, dict]], is_chunked: bool
 ):
-    status, body = ask(patient_server.url, is_chunked)
+    data = huge_pieces() if is_chunked else HUGE
+    status, body = ask(f"{patient_server.url}{COMPLETIONS}", data)
     assert status == 413
     assert body["error"]["code"] == 413
     assert "--max-body-bytes" in body["error"]["message"]
 
 
-def test_openai_client_reads_refusal_of_100_mb(patient_server: Server):
+def test_openai_client_reads_refusal_of_32_mib(patient_server: Server):
     url = f"{patient_server.url}/v1"
     with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client:
         with pytest.raises(openai.APIStatusError) as refused:
@@ -317,79 +309,62 @@ def test_closing_clients_read_every_refusal(
     patient_server: Server, path: str, status: int
 ):
     # urllib sends "Connection: close", and writes the whole request before it reads.
-    data = HUGE[:4_000_000]
-    url = f"{patient_server.url}{path}"
+    url, key = f"{patient_server.url}{path}", {"Authorization": "Bearer no"}
+    request = urllib.request.Request(url, HUGE[:4_000_000], key)
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(urllib.request.Request(url, data), timeout=60)
+        urllib.request.urlopen(request, timeout=60)
     assert refused.value.code == status
     assert "error" in json.loads(refused.value.read())
 
 
-def test_requests_over_connection_limit_are_503(tmp_path: Path):
-    flags = ["--limit-concurrency", str(MAX_CONNECTIONS)]
-    flags += ["--timeout-read-headers", "60", "--timeout-read-body", "60"]
-    with small_server(tmp_path / "log", *flags) as server:
-        idle = [server.connect() for _ in range(MAX_CONNECTIONS)]
-        wait_until(lambda: server.get("/v1/models").status_code == 503, server.process)
-        for path in (COMPLETIONS, CHAT):
-            # Ordinary clients get the refusal, also if they sent a body.
-            response = httpx.post(
-                f"{server.url}{path}", content=HUGE[: 2**24], headers=KEY, timeout=60
-            )
-            error = error_of(response, 503, "ServiceUnavailableError")
-            assert "--limit-concurrency" in error["message"]
-            assert int(response.headers["retry-after"]) > 0
-        # /health is always served: otherwise monitoring would restart the server.
-        assert server.get("/health").status_code == 200
-        name, reason = "jaxspec:admission_rejections_total", "connections"
-        assert server.count(name, reason=reason) >= 3
-        # Connections far over the limit are closed without a response.
-        more = [server.connect() for _ in range(200)]
-        num_closed = 0
-        for client in more:
-            client.settimeout(0.05)
-            with contextlib.suppress(TimeoutError):
-                num_closed += b"503" in read_all(client)[0][:20]
-        assert num_closed >= 100
-        for client in [*idle, *more]:
-            client.close()
-        wait_until(lambda: server.get("/v1/models").status_code == 200, server.process)
+def test_requests_over_connection_limit_are_503(patient_server: Server):
+    server = patient_server
+    idle = [server.connect() for _ in range(MAX_CONNECTIONS)]
+    server.wait_for_status("/v1/models", 503)
+    for path in (COMPLETIONS, CHAT):
+        # Ordinary clients get the refusal, also if they sent a body.
+        url = f"{server.url}{path}"
+        response = httpx.post(url, content=HUGE[: 2**24], headers=KEY, timeout=60)
+        error = error_of(response, 503, "ServiceUnavailableError")
+        assert "--limit-concurrency" in error["message"]
+        assert int(response.headers["retry-after"]) > 0
+    # /health is always served: otherwise monitoring would restart the server.
+    assert server.get("/health").status_code == 200
+    name = "jaxspec:admission_rejections_total"
+    assert server.count(name, reason="connections") >= 3
+    # Connections far over the limit are closed without a response.
+    more = [server.connect() for _ in range(200)]
+    num_closed = 0
+    for client in more:
+        client.settimeout(0.05)
+        with contextlib.suppress(TimeoutError):
+            num_closed += b"503" in read_all(client)[0][:20]
+    assert num_closed >= 100
+    for client in [*idle, *more]:
+        client.close()
+    server.wait_for_status("/v1/models", 200)
 
 
-def test_reports_descriptor_shortage_and_its_end(tmp_path: Path):
-    log = tmp_path / "log"
-    with small_server(log, num_files=400) as server:
-        assert "permit" in log.read_text(), "fewer connections than by default"
-        name = "jaxspec:descriptor_shortages_total"
-        with httpx.Client(base_url=server.url, headers=KEY, timeout=60) as client:
-            body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True}
-            for number in (1, 2):
-                client.get("/health")
-                server.process.send_signal(signal.SIGUSR1)
-                wait_until(
-                    lambda: "No file descriptor is free" in log.read_text(),
-                    server.process,
-                )
-                with pytest.raises(httpx.TransportError):
-                    httpx.get(f"{server.url}/health", timeout=2)
-                time.sleep(0.3)
-                server.process.send_signal(signal.SIGUSR2)
-                wait_until(lambda: is_healthy(server), server.process)
-                wait_until(
-                    lambda: server.count(name) == number,  # noqa: B023
-                    server.process,
-                )
-                assert client.post(COMPLETIONS, json=body).status_code == 200
-        text = log.read_text()
-        assert text.count("No file descriptor is free") == 1, "once a minute"
-        assert "File descriptors are free again" in text
-
-
-def is_healthy(server: Server) -> bool:
-    try:
-        return server.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
+def test_reports_descriptor_shortage_and_its_end(slow_server: Server):
+    server, log = slow_server, slow_server.log
+    assert "permit" in log.read_text(), "fewer connections than by default"
+    shortage = "No file descriptor is free"
+    with httpx.Client(base_url=server.url, headers=KEY, timeout=60) as client:
+        body = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True}
+        for number in (1, 2):
+            client.get("/health")
+            server.process.send_signal(signal.SIGUSR1)
+            server.wait(lambda: shortage in log.read_text())
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"{server.url}/health", timeout=2)
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGUSR2)
+            server.wait_for_status("/health", 200)
+            while server.count("jaxspec:descriptor_shortages_total") != number:
+                time.sleep(0.02)
+            assert client.post(COMPLETIONS, json=body).status_code == 200
+    assert log.read_text().count(shortage) == 1, "once a minute"
+    assert "File descriptors are free again" in log.read_text()
 
 
 def test_refuses_limit_above_descriptors():
@@ -418,19 +393,10 @@ def test_invented_methods_do_not_grow_metrics(server: Server):
     ask(["INVENTED"])
     lines()  # the request for the metrics is counted too
     before = lines()
-    workers = [
-        threading.Thread(target=ask, args=([f"M{at}-{n}" for n in range(750)],))
-        for at in range(4)
-    ]
-    workers.append(
-        threading.Thread(
-            target=ask, args=([f"L{n}" + "A" * 15_000 for n in range(104)],)
-        )
-    )
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    asked = [[f"M{at}-{n}" for n in range(750)] for at in range(4)]
+    asked.append([f"L{n}" + "A" * 15_000 for n in range(104)])
+    with ThreadPoolExecutor(len(asked)) as pool:
+        list(pool.map(ask, asked))
     after = lines()
     assert len(after) == len(before)
     # The later response is longer, because the counts have more digits.

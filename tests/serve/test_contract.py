@@ -4,52 +4,26 @@ The table follows vLLM's own tests of its OpenAI server, except those that need 
 model or that other tests here cover. All requests go to one server.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.fake_engines import letters, said
-from tests.support.serving import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    PROMPT,
-    Site,
-    error_of,
-    events_of,
-    site_of,
-)
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, Client
 
 VOCAB = 16
-Holds = Callable[[Any], object]
-
-
-class Case(NamedTuple):
-    """A request and a condition on its response.
-
-    Attributes:
-        holds: Condition on the response, or on a stream's events.
-        param: Field at fault if the request must be refused; None otherwise.
-    """
-
-    path: str
-    body: dict[str, Any]
-    holds: Holds | None = None
-    param: str | None = None
-
-    def __str__(self) -> str:
-        fields = {key: value for key, value in self.body.items() if key != "messages"}
-        return f"{self.path} {fields}"
-
-
-def text(**body: Any) -> dict[str, Any]:
-    return {"prompt": PROMPT, "max_tokens": 5} | body
-
-
-def chat(**body: Any) -> dict[str, Any]:
-    return {"messages": MESSAGES, "max_tokens": 5} | body
+SAID = letters(said(5))
+COUNTS = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+HUGE = 2**63
+CHOSEN = [13, 2, 15]
+CHOSEN_AS_IDS = {f"token_id:{token}" for token in CHOSEN}
+# Fields of every request, unless it has others.
+BASE: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": PROMPT, "max_tokens": 5},
+    CHAT: {"messages": MESSAGES, "max_tokens": 5},
+}
+BOTH = (COMPLETIONS, CHAT)
+Fields = dict[str, Any]
 
 
 def only(answer: Any) -> Any:
@@ -57,284 +31,248 @@ def only(answer: Any) -> Any:
     return choice
 
 
-def logprobs_of(answer: Any) -> Any:
-    return only(answer)["logprobs"]
+def logprobs_of(answer: Any, name: str = "top_logprobs") -> Any:
+    return only(answer)["logprobs"][name]
 
 
-def top(answer: Any) -> list[int]:
-    """Return the number of top logprobs that each token of a chat response has."""
-    return [len(entry["top_logprobs"]) for entry in logprobs_of(answer)["content"]]
+def num_top(answer: Any) -> list[int]:
+    """Return the number of top logprobs of each generated token."""
+    logprobs = only(answer)["logprobs"]
+    if "content" in logprobs:
+        return [len(entry["top_logprobs"]) for entry in logprobs["content"]]
+    return [len(entry) for entry in logprobs["top_logprobs"]]
 
 
-def joined(events: list[Any]) -> str:
-    choices = [choice for event in events for choice in event["choices"]]
-    return "".join(
-        choice["text"] if "text" in choice else choice["delta"].get("content", "")
-        for choice in choices
-    )
-
-
-def usages(events: list[Any]) -> list[Any]:
-    return [event.get("usage") for event in events]
-
-
-SAID = letters(said(5))
-COUNTS = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
-HUGE = 2**63
-CHOSEN = [13, 2, 15]
-
-CASES = [
-    # Logprobs of completions: none, only the token's own, several, too many.
-    Case(COMPLETIONS, text(), lambda a: logprobs_of(a) is None),
-    Case(
-        COMPLETIONS,
-        text(logprobs=0),
-        lambda a: [len(one) for one in logprobs_of(a)["top_logprobs"]] == [1] * 5,
-    ),
-    Case(
-        COMPLETIONS,
-        text(logprobs=5),
-        lambda a: all(5 <= len(one) <= 6 for one in logprobs_of(a)["top_logprobs"]),
-    ),
-    Case(
-        COMPLETIONS,
-        text(logprobs=1),
-        lambda a: (
-            logprobs_of(a)["tokens"] == list(SAID)
-            and logprobs_of(a)["text_offset"] == list(range(5))
-            and all(one < 0 for one in logprobs_of(a)["token_logprobs"])
-        ),
-    ),
-    Case(
-        COMPLETIONS,
-        text(logprobs=1, logprob_token_ids=CHOSEN, return_tokens_as_token_ids=True),
-        lambda a: all(
-            set(one) == {own, *(f"token_id:{token}" for token in CHOSEN)}
-            for own, one in zip(
-                logprobs_of(a)["tokens"], logprobs_of(a)["top_logprobs"], strict=True
-            )
-        ),
-    ),
-    Case(COMPLETIONS, text(logprob_token_ids=CHOSEN), param="logprob_token_ids"),
-    Case(COMPLETIONS, text(logprobs=21), param="logprobs"),
-    Case(COMPLETIONS, text(logprobs=21, stream=True), param="logprobs"),
-    # After a refusal, the server still generates.
-    Case(COMPLETIONS, text(), lambda a: only(a)["text"] == SAID),
-    # Logprobs of prompts: the first token has none; -1 returns the whole vocabulary.
-    *(
-        Case(
-            path,
-            make(prompt_logprobs=count),
-            lambda a, low=low, high=high, find=find: (
-                find(a)[0] is None
-                and all(low <= len(one) <= high for one in find(a)[1:])
-            ),
-        )
-        for path, make, find in (
-            (COMPLETIONS, text, lambda a: only(a)["prompt_logprobs"]),
-            (CHAT, chat, lambda a: a["prompt_logprobs"]),
-        )
-        for count, low, high in ((0, 1, 1), (1, 1, 2), (-1, VOCAB, VOCAB))
-    ),
-    Case(COMPLETIONS, text(prompt_logprobs=1, stream=True), param="prompt_logprobs"),
-    Case(COMPLETIONS, text(prompt_logprobs=-2), param="prompt_logprobs"),
-    # Echoed tokens have logprobs like generated ones.
-    Case(
-        COMPLETIONS,
-        text(echo=True, logprobs=1),
-        lambda a: (
-            only(a)["text"] == PROMPT + SAID
-            and len(logprobs_of(a)["tokens"])
-            == len(logprobs_of(a)["token_logprobs"])
-            == 8
-            and logprobs_of(a)["token_logprobs"][0]
-            is logprobs_of(a)["top_logprobs"][0]
-            is None
-        ),
-    ),
-    # Logprobs of chats.
-    Case(CHAT, chat(), lambda a: logprobs_of(a) is None),
-    Case(CHAT, chat(logprobs=False), lambda a: logprobs_of(a) is None),
-    Case(CHAT, chat(logprobs=True), lambda a: top(a) == [0] * 5),
-    Case(CHAT, chat(logprobs=True, top_logprobs=0), lambda a: top(a) == [0] * 5),
-    Case(CHAT, chat(logprobs=True, top_logprobs=5), lambda a: top(a) == [5] * 5),
-    Case(
-        CHAT,
-        chat(logprobs=True, top_logprobs=1, logprob_token_ids=CHOSEN),
-        lambda a: all(3 <= count <= 4 for count in top(a)),
-    ),
-    Case(CHAT, chat(logprob_token_ids=CHOSEN), param="logprob_token_ids"),
-    Case(
-        CHAT,
-        chat(logprobs=True, logprob_token_ids=CHOSEN, use_beam_search=True),
-        param="logprob_token_ids",
-    ),
-    Case(CHAT, chat(logprobs=True, top_logprobs=21), param="logprobs"),
-    Case(CHAT, chat(top_logprobs=1), param="top_logprobs"),
-    # Several prompts and texts.
-    Case(
-        COMPLETIONS,
-        text(prompt=[PROMPT, PROMPT]),
-        lambda a: [one["text"] for one in a["choices"]] == [SAID] * 2,
-    ),
-    Case(
-        COMPLETIONS,
-        text(prompt=[[2, 3, 4], [2, 3]], n=2),
-        lambda a: [one["index"] for one in a["choices"]] == [0, 1, 2, 3],
-    ),
-    Case(CHAT, chat(n=3), lambda a: len(a["choices"]) == 3),
-    Case(
-        CHAT,
-        chat(n=2),
-        lambda a: a["usage"] == COUNTS | {"completion_tokens": 10, "total_tokens": 13},
-    ),
-    # Lengths and ends of texts.
-    Case(CHAT, chat(max_completion_tokens=2), lambda a: length(a) == 2),
-    Case(COMPLETIONS, {"prompt": PROMPT}, lambda a: length(a) == 16),
-    Case(COMPLETIONS, text(max_tokens=None), lambda a: length(a) == 93),
-    Case(COMPLETIONS, text(max_tokens=0), param="max_tokens"),
-    Case(COMPLETIONS, text(max_tokens=94), param="max_tokens"),
-    Case(COMPLETIONS, text(min_tokens=6), param="min_tokens"),
-    Case(
-        COMPLETIONS,
-        text(stop=SAID[3]),
-        lambda a: (
-            only(a)["text"] == SAID[:3]
-            and only(a)["finish_reason"] == "stop"
-            and only(a)["stop_reason"] == SAID[3]
-        ),
-    ),
-    Case(
-        COMPLETIONS,
-        text(stop=[SAID[3]], include_stop_str_in_output=True),
-        lambda a: only(a)["text"] == SAID[:4],
-    ),
-    Case(
-        COMPLETIONS,
-        text(stop_token_ids=[said(4)[3]]),
-        lambda a: only(a)["stop_reason"] == said(4)[3],
-    ),
-    # Streams.
-    Case(COMPLETIONS, text(stream=True), lambda e: joined(e) == SAID),
-    Case(COMPLETIONS, text(stream=True), lambda e: not any(usages(e))),
-    Case(
-        COMPLETIONS,
-        text(stream=True),
-        lambda e: (
-            [one["choices"][0]["finish_reason"] for one in e]
-            == [None] * (len(e) - 1) + ["length"]
-        ),
-    ),
-    Case(
-        CHAT,
-        chat(stream=True, n=2),
-        lambda e: (
-            sorted(
-                choice["index"]
-                for one in e
-                for choice in one["choices"]
-                if choice["delta"].get("role") == "assistant"
-            )
-            == [0, 1]
-        ),
-    ),
-    *(
-        Case(
-            path,
-            make(stream=True, stream_options={"include_usage": True} | more),
-            lambda e, is_each=bool(more): (
-                e[-1]["choices"] == []
-                and e[-1]["usage"] == COUNTS
-                and all(one is not None for one in usages(e)[:-1]) == is_each
-            ),
-        )
-        for path, make in ((COMPLETIONS, text), (CHAT, chat))
-        for more in ({}, {"continuous_usage_stats": True})
-    ),
-    *(
-        Case(path, make(stream_options={"include_usage": True}), param="stream_options")
-        for path, make in ((COMPLETIONS, text), (CHAT, chat))
-    ),
-    # Values at the limits.
-    *(
-        Case(path, make(seed=seed), param=None if is_right else "seed")
-        for path, make in ((COMPLETIONS, text), (CHAT, chat))
-        for seed, is_right in (
-            *((HUGE - 1, True), (-HUGE, True), (-1, True)),
-            *((HUGE, False), (-HUGE - 1, False)),
-        )
-    ),
-    *(
-        Case(COMPLETIONS, text(**{name: value}), param=None if is_right else name)
-        for name, value, is_right in (
-            *(("top_k", -1, True), ("top_k", 0, True), ("top_k", -2, False)),
-            *(("top_p", 1, True), ("top_p", 0, False), ("min_p", 1, True)),
-            *(("temperature", 2, True), ("temperature", 2.01, False)),
-            *(("presence_penalty", -2, True), ("presence_penalty", 2.01, False)),
-            *(
-                ("truncate_prompt_tokens", 1, True),
-                ("truncate_prompt_tokens", 0, False),
-            ),
-            *(("n", 128, True), ("n", 0, False)),
-        )
-    ),
-    # Unknown fields are allowed, and fields may be missing.
-    Case(CHAT, chat(extra_field="x"), lambda a: length(a) == 5),
-    Case(CHAT, chat(model=None), lambda a: a["model"] == "model"),
-    Case(CHAT, chat(user="me", metadata={"a": "b"}), lambda a: length(a) == 5),
-    Case(CHAT, chat(temperature=None, stop=None), lambda a: length(a) == 5),
-    # Texts and ids of the prompt in the response.
-    Case(
-        COMPLETIONS,
-        text(return_token_ids=True),
-        lambda a: (
-            only(a)["prompt_token_ids"] == [2, 3, 4] and only(a)["token_ids"] == said(5)
-        ),
-    ),
-    Case(
-        CHAT,
-        chat(return_token_ids=True, return_prompt_text=True, stream=True),
-        lambda e: (
-            # The prompt's ids and text are sent once, in the first event, outside
-            # `choices`.
-            [one.get("prompt_token_ids") for one in e]
-            == [[2, 3, 4], *[None] * len(e[1:])]
-            and [one for one in e if "prompt_text" in one] == e[:1]
-            and "prompt_token_ids" not in e[0]["choices"][0]
-            and sum((one["choices"][0].get("token_ids") or [] for one in e), [])
-            == said(5)
-        ),
-    ),
-    Case(
-        COMPLETIONS,
-        text(prompt=PROMPT * 3, truncate_prompt_tokens=2),
-        lambda a: a["usage"]["prompt_tokens"] == 2,
-    ),
-]
+def prompt_logprobs(answer: Any) -> list[Any]:
+    return answer.get("prompt_logprobs") or only(answer)["prompt_logprobs"]
 
 
 def length(answer: Any) -> int:
     return answer["usage"]["completion_tokens"]
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with site_of() as made:
-        yield made
+def ids_in(events: list[Any]) -> list[int]:
+    return sum((only(one).get("token_ids") or [] for one in events), [])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_response_meets_contract(site: Site, case: Case):
-    with httpx.Client(base_url=site.url, timeout=30) as client:
-        response = client.post(case.path, json=case.body)
-    if case.param is not None:
-        assert error_of(response, 400, "BadRequestError")["param"] == case.param
-        return
-    assert response.status_code == 200, response.text
-    is_stream = case.body.get("stream")
-    answer = events_of(response.text) if is_stream else response.json()
-    if case.holds is not None:
-        assert case.holds(answer), answer
+# Requests, and conditions on their responses or on the events of their streams.
+ANSWERED: list[tuple[str, Fields, Any]] = [
+    # Logprobs of completions: none, only the token's own, several.
+    (COMPLETIONS, {}, lambda a: only(a)["logprobs"] is None),
+    (COMPLETIONS, {"logprobs": 0}, lambda a: num_top(a) == [1] * 5),
+    (COMPLETIONS, {"logprobs": 5}, lambda a: {*num_top(a)} <= {5, 6}),
+    (COMPLETIONS, {"logprobs": 1}, lambda a: logprobs_of(a, "tokens") == list(SAID)),
+    (
+        COMPLETIONS,
+        {"logprobs": 1},
+        lambda a: logprobs_of(a, "text_offset") == list(range(5)),
+    ),
+    (
+        COMPLETIONS,
+        {"logprobs": 1},
+        lambda a: max(logprobs_of(a, "token_logprobs")) < 0,
+    ),
+    (
+        COMPLETIONS,
+        {
+            "logprobs": 1,
+            "logprob_token_ids": CHOSEN,
+            "return_tokens_as_token_ids": True,
+        },
+        lambda a: (
+            [{own} | CHOSEN_AS_IDS for own in logprobs_of(a, "tokens")]
+            == list(map(set, logprobs_of(a)))
+        ),
+    ),
+    # Logprobs of prompts: the first token has none; -1 returns the whole vocabulary.
+    *(
+        (
+            path,
+            {"prompt_logprobs": count},
+            lambda a, allowed=allowed: (
+                prompt_logprobs(a)[0] is None
+                and {len(one) for one in prompt_logprobs(a)[1:]} <= allowed
+            ),
+        )
+        for path in BOTH
+        for count, allowed in ((0, {1}), (1, {1, 2}), (-1, {VOCAB}))
+    ),
+    # Echoed tokens have logprobs like generated ones.
+    (
+        COMPLETIONS,
+        {"echo": True, "logprobs": 1},
+        lambda a: (
+            only(a)["text"] == PROMPT + SAID
+            and {len(one) for one in only(a)["logprobs"].values()} == {8}
+            and logprobs_of(a, "token_logprobs")[0] is logprobs_of(a)[0] is None
+        ),
+    ),
+    # Logprobs of chats.
+    (CHAT, {}, lambda a: only(a)["logprobs"] is None),
+    (CHAT, {"logprobs": False}, lambda a: only(a)["logprobs"] is None),
+    (CHAT, {"logprobs": True}, lambda a: num_top(a) == [0] * 5),
+    (CHAT, {"logprobs": True, "top_logprobs": 0}, lambda a: num_top(a) == [0] * 5),
+    (CHAT, {"logprobs": True, "top_logprobs": 5}, lambda a: num_top(a) == [5] * 5),
+    (
+        CHAT,
+        {"logprobs": True, "top_logprobs": 1, "logprob_token_ids": CHOSEN},
+        lambda a: {*num_top(a)} <= {3, 4},
+    ),
+    # Several prompts and texts.
+    (
+        COMPLETIONS,
+        {"prompt": [PROMPT, PROMPT]},
+        lambda a: [one["text"] for one in a["choices"]] == [SAID] * 2,
+    ),
+    (
+        CHAT,
+        {"n": 2},
+        lambda a: (
+            len(a["choices"]) == 2
+            and a["usage"] == COUNTS | {"completion_tokens": 10, "total_tokens": 13}
+        ),
+    ),
+    # Lengths and ends of texts.
+    (CHAT, {"max_completion_tokens": 2}, lambda a: length(a) == 2),
+    (COMPLETIONS, {"max_tokens": None}, lambda a: length(a) == 93),
+    (
+        COMPLETIONS,
+        {"stop": SAID[3]},
+        lambda a: (
+            (only(a)["text"], only(a)["finish_reason"], only(a)["stop_reason"])
+            == (SAID[:3], "stop", SAID[3])
+        ),
+    ),
+    (
+        COMPLETIONS,
+        {"stop": [SAID[3]], "include_stop_str_in_output": True},
+        lambda a: only(a)["text"] == SAID[:4],
+    ),
+    (
+        COMPLETIONS,
+        {"stop_token_ids": [said(4)[3]]},
+        lambda a: (
+            (only(a)["text"], only(a)["finish_reason"], only(a)["stop_reason"])
+            == (SAID[:3], "stop", said(4)[3])
+        ),
+    ),
+    # The end of a stream.
+    *(
+        (
+            path,
+            {"stream": True, "stream_options": {"include_usage": True}},
+            lambda e: (e[-1]["choices"], e[-1]["usage"]) == ([], COUNTS),
+        )
+        for path in BOTH
+    ),
+    # Values at the limits.
+    *((path, {"seed": seed}, None) for path in BOTH for seed in (HUGE - 1, -HUGE, -1)),
+    *((COMPLETIONS, {"top_k": value}, None) for value in (-1, 0)),
+    *((COMPLETIONS, {name: 1}, None) for name in ("top_p", "min_p")),
+    (COMPLETIONS, {"temperature": 2}, None),
+    (COMPLETIONS, {"presence_penalty": -2}, None),
+    (COMPLETIONS, {"truncate_prompt_tokens": 1}, None),
+    (COMPLETIONS, {"n": 128}, None),
+    # Unknown fields are allowed, and fields may be null.
+    (CHAT, {"extra_field": "x"}, lambda a: length(a) == 5),
+    (CHAT, {"model": None}, lambda a: a["model"] == "model"),
+    (CHAT, {"user": "me", "metadata": {"a": "b"}}, lambda a: length(a) == 5),
+    (CHAT, {"temperature": None, "stop": None}, lambda a: length(a) == 5),
+    # Ids and text of the prompt are in the first event of a stream, of chats outside
+    # `choices`.
+    (
+        COMPLETIONS,
+        {"return_token_ids": True},
+        lambda a: (
+            (only(a)["prompt_token_ids"], only(a)["token_ids"]) == ([2, 3, 4], said(5))
+        ),
+    ),
+    (
+        COMPLETIONS,
+        {"return_token_ids": True, "stream": True},
+        lambda e: (
+            ids_in(e) == said(5)
+            and [only(one).get("prompt_token_ids") for one in e]
+            == [[2, 3, 4], *[None] * len(e[1:])]
+        ),
+    ),
+    (
+        CHAT,
+        {"return_token_ids": True, "return_prompt_text": True, "stream": True},
+        lambda e: (
+            ids_in(e) == said(5)
+            and [one.get("prompt_token_ids") for one in e]
+            == [[2, 3, 4], *[None] * len(e[1:])]
+            and [one for one in e if "prompt_text" in one] == e[:1]
+            and "prompt_token_ids" not in only(e[0])
+        ),
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": PROMPT * 3, "truncate_prompt_tokens": 2},
+        lambda a: a["usage"]["prompt_tokens"] == 2,
+    ),
+]
+# Requests with a mistake in the first of these fields. They are refused before a stream
+# begins.
+REFUSED: list[tuple[str, Fields]] = [
+    (COMPLETIONS, {"logprob_token_ids": CHOSEN}),
+    (COMPLETIONS, {"logprobs": 21}),
+    (COMPLETIONS, {"prompt_logprobs": -2}),
+    (COMPLETIONS, {"max_tokens": 0}),
+    (COMPLETIONS, {"max_tokens": 94}),
+    (COMPLETIONS, {"min_tokens": 6}),
+    (COMPLETIONS, {"prompt": PROMPT * 40}),
+    (COMPLETIONS, {"prompt": [[2, 3], [99]]}),
+    (COMPLETIONS, {"priority": 2**31}),
+    (COMPLETIONS, {"n": 2, "temperature": 0}),
+    (COMPLETIONS, {"n": 0}),
+    (COMPLETIONS, {"logit_bias": {"77": 1}}),
+    (COMPLETIONS, {"stream_interval": 4}),
+    (COMPLETIONS, {"stop": ["#"] * 9000}),
+    (COMPLETIONS, {"top_k": -2}),
+    (COMPLETIONS, {"top_p": 0}),
+    (COMPLETIONS, {"temperature": 2.01}),
+    (COMPLETIONS, {"presence_penalty": 2.01}),
+    (COMPLETIONS, {"truncate_prompt_tokens": 0}),
+    (CHAT, {"logprob_token_ids": CHOSEN}),
+    (
+        CHAT,
+        {"logprob_token_ids": CHOSEN, "logprobs": True, "use_beam_search": True},
+    ),
+    (CHAT, {"top_logprobs": 1}),
+    *((path, {"seed": seed}) for path in BOTH for seed in (HUGE, -HUGE - 1)),
+]
+
+
+def ids_of(rows: list[Any]) -> list[str]:
+    return [f"{path} {str(fields)[:80]}" for path, fields, *_ in rows]
+
+
+@pytest.mark.parametrize(("path", "fields", "holds"), ANSWERED, ids=ids_of(ANSWERED))
+def test_response_meets_contract(http: Client, path: str, fields: Fields, holds: Any):
+    answer = http.ask(path, **BASE[path] | fields)
+    assert holds is None or holds(answer), answer
+
+
+@pytest.mark.parametrize(("path", "fields"), REFUSED, ids=ids_of(REFUSED))
+def test_refuses_mistake_with_its_field(http: Client, path: str, fields: Fields):
+    for is_stream in (False, True):
+        error = http.refusal(path, BASE[path] | fields | {"stream": is_stream})
+        assert error["param"] == next(iter(fields))
+    # After a refusal, the server still generates.
+    assert only(http.ask(COMPLETIONS, **BASE[COMPLETIONS]))["text"] == SAID
+
+
+def test_refuses_fields_that_contradict_stream(http: Client):
+    options = {"stream_options": {"include_usage": True}}
+    for path in BOTH:
+        assert http.refusal(path, BASE[path] | options)["param"] == "stream_options"
+    fields = {"prompt_logprobs": 1, "stream": True}
+    error = http.refusal(COMPLETIONS, BASE[COMPLETIONS] | fields)
+    assert error["param"] == "prompt_logprobs"
+    fields = {"logprobs": True, "top_logprobs": 21}
+    assert http.refusal(CHAT, BASE[CHAT] | fields)["param"] == "logprobs"
 
 
 @pytest.mark.parametrize(
@@ -347,9 +285,7 @@ def test_response_meets_contract(site: Site, case: Case):
         ("", 415),
     ],
 )
-def test_status_by_content_type(site: Site, kind: str, status: int):
+def test_status_by_content_type(http: Client, kind: str, status: int):
     body = b'{"prompt": "%s"}' % PROMPT.encode()
-    with httpx.Client(base_url=site.url, timeout=30) as client:
-        head = {"content-type": kind}
-        response = client.post(COMPLETIONS, content=body, headers=head)
+    response = http.post(COMPLETIONS, content=body, headers={"content-type": kind})
     assert response.status_code == status

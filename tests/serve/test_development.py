@@ -1,62 +1,57 @@
 """Development endpoints are off by default, and have the documented effects."""
 
-import asyncio
 import re
-
-import httpx
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.support.fake_engines import letters, said
-from tests.support.serving import COMPLETIONS, PROMPT, error_of, serve_http
+from tests.support.serving import COMPLETIONS, PROMPT, Client, error_of, server
+
+BODY = {"prompt": PROMPT, "max_tokens": 80}
 
 
-def test_sleep_needs_dev_mode():
-    paths = (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping"))
+def test_sleep_needs_dev_mode(http: Client):
+    for method, path in (
+        ("POST", "/sleep"),
+        ("POST", "/wake_up"),
+        ("GET", "/is_sleeping"),
+    ):
+        error_of(http.request(method, path), 404, "NotFoundError")
 
-    async def missing(client: httpx.AsyncClient) -> None:
-        for method, path in paths:
-            error_of(await client.request(method, path), 404, "NotFoundError")
 
-    async def ask(client: httpx.AsyncClient) -> None:
-        async def is_sleeping() -> bool:
-            return (await client.get("/is_sleeping")).json()["is_sleeping"]
+def test_sleep_and_wake_up():
+    with (
+        server(server_dev_mode=True, delay_s=0.03) as http,
+        ThreadPoolExecutor() as pool,
+    ):
 
-        async def change(path: str) -> None:
-            response = await client.post(path)
+        def is_sleeping() -> bool:
+            return http.get("/is_sleeping").json()["is_sleeping"]
+
+        def change(path: str) -> None:
+            response = http.post(path)
             assert (response.status_code, response.content) == (200, b"")
 
-        assert not await is_sleeping()
-        for query, name in (
-            ("level=0", "level"),
-            ("level=x", "level"),
-            ("mode=keep", "mode"),
-        ):
-            response = await client.post(f"/sleep?{query}")
-            assert error_of(response, 400, "BadRequestError")["param"] == name
-        assert not await is_sleeping()
-        body = {"prompt": PROMPT, "max_tokens": 80}
-        asked = asyncio.ensure_future(client.post(COMPLETIONS, json=body))
+        for query in ("level=0", "level=x", "mode=keep"):
+            name = query.partition("=")[0]
+            assert http.refusal(f"/sleep?{query}", {})["param"] == name
+        assert not is_sleeping()
+        asked = pool.submit(http.ask, COMPLETIONS, **BODY)
         running = "vllm:num_requests_running{.*} 1.0"
-        while not re.search(running, (await client.get("/metrics")).text):
-            await asyncio.sleep(0.001)
-        await change("/sleep?level=1")
-        assert await is_sleeping()
-        (choice,) = (await asked).json()["choices"]
+        while not re.search(running, http.get("/metrics").text):
+            assert not asked.done()
+        change("/sleep?level=1")
+        assert is_sleeping()
+        (choice,) = asked.result()["choices"]
         assert choice["finish_reason"] == "abort"
-        refused = await client.post(COMPLETIONS, json=body)
-        assert "sleeps" in error_of(refused, 400, "BadRequestError")["message"]
+        assert "sleeps" in http.refusal(COMPLETIONS, BODY)["message"]
         # The server is healthy, and its metrics report the sleep state.
-        assert (await client.get("/health")).status_code == 200
+        assert http.get("/health").status_code == 200
         state = 'vllm:engine_sleep_state{.*sleep_state="weights_offloaded".*} 1.0'
-        assert re.search(state, (await client.get("/metrics")).text)
-        wrong = await client.post("/wake_up?tags=all")
-        assert error_of(wrong, 400, "BadRequestError")["param"] == "tags"
-        await change("/wake_up?tags=kv_cache")
-        assert await is_sleeping()
-        await change("/wake_up?tags=weights&tags=kv_cache")
-        assert not await is_sleeping()
-        body["max_tokens"] = 4
-        response = (await client.post(COMPLETIONS, json=body)).json()
-        assert response["choices"][0]["text"] == letters(said(4))
-
-    serve_http(missing)
-    serve_http(ask, settings={"server_dev_mode": True}, delay_s=0.01)
+        assert re.search(state, http.get("/metrics").text)
+        assert http.refusal("/wake_up?tags=all", {})["param"] == "tags"
+        change("/wake_up?tags=kv_cache")
+        assert is_sleeping()
+        change("/wake_up?tags=weights&tags=kv_cache")
+        assert not is_sleeping()
+        answer = http.ask(COMPLETIONS, prompt=PROMPT, max_tokens=4)
+        assert answer["choices"][0]["text"] == letters(said(4))

@@ -105,7 +105,6 @@ async def disconnect(site: Site, count: int) -> None:
         # The wait is in CPU time: on a busy machine, a second may have none.
         is_busy = time.process_time() - worked < LIMIT_S and took_s < 30 * LIMIT_S
         assert took_s < LIMIT_S or is_busy, "requests are left"
-    print(f"\nidle {time.monotonic() - start:.3f} s after {count} disconnects")
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 # The limit is generous, because other processes may use the cores too.
 END_S = 30.0
 SERVER = ("jaxspec.serve", "--port", "0", "--max-num-seqs", "1")
-LISTENS, READY = "Application startup complete", "Requests are served"
+LISTENS, READY = "Application startup complete", "The server is ready"
+WARM_ALL = (*SERVER, "--warm-up", "all")
 GENERATE = ("jaxspec", "generate", "Once upon a time", "--max-tokens", "4")
 # Restores SIGINT in the child process, as the parent process may ignore it.
 RUN = (
@@ -40,7 +42,7 @@ class Program:
 
     def __init__(self, arguments: tuple[str, ...], folder: Path):
         self._log, self._cache = folder / "log", folder / "cache"
-        cached = ("--compilation-cache-dir", str(self._cache))
+        words = [*arguments, "--compilation-cache-dir", str(self._cache)]
         # With the tests' program cache, nothing would be compiled.
         environment = {
             name: value
@@ -50,7 +52,7 @@ class Program:
         environment["XLA_FLAGS"] = users_flags()
         with self._log.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", RUN, *arguments, *cached],
+                [sys.executable, "-c", RUN, *words],
                 stdout=file,
                 stderr=file,
                 cwd=ROOT,
@@ -61,32 +63,14 @@ class Program:
     def said(self) -> str:
         return self._log.read_text()
 
-    def says(self, text: str, after_s: float = 0.0) -> None:
-        """Wait until the output contains a text, and then `after_s` seconds more."""
-        self.wait(lambda: text in self.said)
-        time.sleep(after_s)
-
-    def has_loaded(self, library: str) -> None:
-        """Wait until a shared library is loaded."""
-        self.wait(lambda: library in Path(f"/proc/{self.process.pid}/maps").read_text())
-
-    def wait(self, is_so: Callable[[], bool]) -> None:
+    def wait(self, text: str) -> None:
+        """Wait until the output, or a loaded library's path, contains a text."""
+        maps = Path(f"/proc/{self.process.pid}/maps")
         deadline = time.monotonic() + 600
-        while not is_so():
+        while text not in self.said and text not in maps.read_text():
             assert self.process.poll() is None, self.said
             assert time.monotonic() < deadline, self.said
             time.sleep(0.05)
-
-    def end(self, number: int) -> int:
-        """Send a signal; check for a fast and clean exit; return the status."""
-        self.process.send_signal(number)
-        status = self.process.wait(END_S)
-        assert "Traceback" not in self.said, self.said
-        assert "Exception ignored" not in self.said, self.said
-        # Files that are being written have a temporary name until they are complete.
-        for path in self.programs:
-            assert path.stat().st_size > 10_000
-        return status
 
     @property
     def programs(self) -> list[Path]:
@@ -104,69 +88,56 @@ def started(arguments: tuple[str, ...], folder: Path) -> Iterator[Program]:
         program.process.wait()
 
 
-needs_maps = pytest.mark.skipif(
-    not Path("/proc/self/maps").exists(), reason="no /proc: not Linux"
-)
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@needs_maps
-@pytest.mark.parametrize("arguments", [SERVER, GENERATE], ids=["serve", "generate"])
-def test_interrupt_during_import_of_jax(arguments: tuple[str, ...], tmp_path: Path):
-    # A signal before that would arrive while the interpreter imports jaxspec (0.3 s).
-    with started(arguments, tmp_path) as program:
-        program.has_loaded("jaxlib")
-        assert program.end(signal.SIGINT) == INTERRUPTED
-        assert program.said.endswith("\nInterrupted.\n")
-
-
-def test_interrupt_during_weight_loading(tmp_path: Path):
-    with started(SERVER, tmp_path) as program:
-        program.says("dtype=auto")
-        assert program.end(signal.SIGINT) == INTERRUPTED
-
-
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc: not Linux")
 @pytest.mark.parametrize(
-    ("number", "after_s"),
+    ("arguments", "text", "after_s", "number", "status"),
     [
-        (signal.SIGINT, 0.0),
-        (signal.SIGTERM, 1.0),
-        pytest.param(signal.SIGINT, 0.5, marks=pytest.mark.slow),
+        # A signal before jax is imported would arrive while the interpreter imports
+        # jaxspec (0.3 s).
+        (SERVER, "jaxlib", 0.0, signal.SIGINT, INTERRUPTED),
+        (GENERATE, "jaxlib", 0.0, signal.SIGINT, INTERRUPTED),
+        # While weights are loaded.
+        (SERVER, "dtype=auto", 0.0, signal.SIGINT, INTERRUPTED),
+        # During the first compile.
+        (SERVER, LISTENS, 0.0, signal.SIGINT, 0),
+        (SERVER, LISTENS, 1.0, signal.SIGTERM, 0),
+        slow(SERVER, LISTENS, 0.5, signal.SIGINT, 0),
+        # During a later compile.
+        slow(SERVER, READY, 0.0, signal.SIGTERM, 0),
+        slow(SERVER, READY, 3.0, signal.SIGINT, 0),
+        # During compiles before the server listens, and of a command.
+        *(
+            slow(arguments, "Compiling", after_s, signal.SIGINT, INTERRUPTED)
+            for arguments, after_s in (
+                *((WARM_ALL, 0.0), (WARM_ALL, 8.0)),
+                *((GENERATE, 0.0), (GENERATE, 0.5)),
+            )
+        ),
     ],
 )
-def test_signal_during_first_compile(number: int, after_s: float, tmp_path: Path):
-    with started(SERVER, tmp_path) as program:
-        program.says(LISTENS, after_s)
-        assert READY not in program.said
-        assert program.end(number) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "after_s"), [(signal.SIGTERM, 0.0), (signal.SIGINT, 3.0)]
-)
-def test_signal_during_later_compile(number: int, after_s: float, tmp_path: Path):
-    with started(SERVER, tmp_path) as program:
-        program.says(READY, after_s)
-        assert program.end(number) == 0
-        assert program.programs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after_s", [0.0, 8.0])
-def test_interrupt_during_warm_up_all(after_s: float, tmp_path: Path):
-    with started((*SERVER, "--warm-up", "all"), tmp_path) as program:
-        program.says("Compiling", after_s)
-        assert LISTENS not in program.said
-        assert program.end(signal.SIGINT) == INTERRUPTED
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after_s", [0.0, 0.5])
-def test_interrupt_of_compiling_command(after_s: float, tmp_path: Path):
-    with started(GENERATE, tmp_path) as program:
-        program.says("Compiling", after_s)
-        assert program.end(signal.SIGINT) == INTERRUPTED
-        assert program.said.endswith("\nInterrupted.\n")
+def test_signal_ends_program(
+    arguments: Any, text: str, after_s: float, number: int, status: int, tmp_path: Path
+):
+    with started(arguments, tmp_path) as program:
+        program.wait(text)
+        time.sleep(after_s)
+        has_begun = {one for one in (LISTENS, READY) if one in program.said}
+        program.process.send_signal(number)
+        assert program.process.wait(END_S) == status
+        assert "Traceback" not in program.said, program.said
+        assert "Exception ignored" not in program.said, program.said
+        if status == INTERRUPTED:
+            assert not has_begun
+            assert program.said.endswith("\nInterrupted.\n")
+        else:
+            assert has_begun == ({LISTENS} if text == LISTENS else {LISTENS, READY})
+        assert program.programs or text != READY
+        # Files that are being written have a temporary name until they are complete.
+        assert all(path.stat().st_size > 10_000 for path in program.programs)
 
 
 @pytest.mark.slow
@@ -178,7 +149,7 @@ def test_killed_server_restarts_with_the_programs_it_compiled(tmp_path: Path):
     for _ in ("cold", "warm"):
         start = time.monotonic()
         with started((*SERVER, *few), tmp_path) as program:
-            program.says(READY)
+            program.wait(READY)
             ready_s.append(time.monotonic() - start)
             (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)", program.said)
             url = f"http://127.0.0.1:{port}"

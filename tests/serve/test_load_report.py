@@ -1,13 +1,11 @@
 """A response header reports the engine's load to a proxy."""
 
 import json
-
-import httpx
-import pytest
+from typing import Any
 
 from jaxspec.engine.metrics import Load
 from jaxspec.serve.load_report import load_header
-from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, serve_http
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, Client
 
 HEADER = "endpoint-load-metrics"
 VALUES = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}
@@ -23,19 +21,13 @@ def test_formats():
     assert load_header(load, "xml") == {}
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_header_is_sent_on_request(is_stream: bool):
-    async def ask(http: httpx.AsyncClient) -> None:
-        for path, given in (
-            (COMPLETIONS, {"prompt": PROMPT}),
-            (CHAT, {"messages": MESSAGES}),
-        ):
-            body = given | {"stream": is_stream}
+def test_header_is_sent_on_request(http: Client):
+    requests: dict[str, Any] = {COMPLETIONS: {"prompt": PROMPT}}
+    requests[CHAT] = {"messages": MESSAGES}
+    for path, body in requests.items():
+        for is_stream in (False, True):
+            body["stream"] = is_stream
             headers = {f"{HEADER}-format": "TEXT"}
-            response = await http.post(path, json=body, headers=headers)
-            assert response.status_code == 200
+            response = http.post(path, json=body, headers=headers).raise_for_status()
             assert response.headers[HEADER].startswith("TEXT named_metrics.kv_cache")
-            response = await http.post(path, json=body)
-            assert HEADER not in response.headers
-
-    serve_http(ask)
+            assert HEADER not in http.post(path, json=body).headers

@@ -12,21 +12,23 @@ ROOT = Path(__file__).parents[2]
 MODULES = ("jaxspec.serve", "jaxspec.entrypoints.openai.api_server")
 
 
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_help_does_not_import_jax(module: str):
     code = (
         "import runpy, sys\n"
-        f"sys.argv = ['x', '--help']\n"
+        "sys.argv = ['x', '--help']\n"
         f"try: runpy.run_module({module!r}, run_name='__main__')\n"
         "except SystemExit as end: assert not end.code\n"
         "assert 'jax' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"python -m {module}" in done.stdout
-    assert "--speculative-model" in done.stdout
+    printed = run(code).stdout
+    assert f"python -m {module}" in printed
+    assert "--speculative-model" in printed
 
 
 def test_invalid_value_is_one_line(capsys: pytest.CaptureFixture[str]):
@@ -43,8 +45,7 @@ def test_missing_devices_are_logged_only_in_debug(level, is_logged):
         "log.info('Failed to open libtpu.so'); log.warning('A real error')\n"
         "logging.getLogger('jaxspec').info('ours')\n"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    assert ("libtpu" in done.stderr) == is_logged
-    assert "A real error" in done.stderr
-    assert "ours" in done.stderr
+    logged = run(code).stderr
+    assert ("libtpu" in logged) == is_logged
+    assert "A real error" in logged
+    assert "ours" in logged

@@ -1,23 +1,23 @@
 """The contents of /metrics, parsed in the way Prometheus does."""
 
-import asyncio
 import logging
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec.metrics import Counter, Gauge, Histogram, Vector
 from tests.support.fake_engines import make_fake_engine
-from tests.support.serving import COMPLETIONS, PROMPT, post, serve_http
+from tests.support.serving import COMPLETIONS, PROMPT, Client, server
 
 LABELS = {"model_name": "target", "engine": "0"}
+PLAIN = frozenset(LABELS.items())
 
 
-async def read(client: httpx.AsyncClient) -> dict[tuple[str, frozenset], float]:
-    response = await client.get("/metrics")
-    assert response.status_code == 200
+def read(http: Client) -> dict[tuple[str, frozenset], float]:
+    response = http.get("/metrics").raise_for_status()
     assert response.headers["content-type"].startswith("text/plain; version=")
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -28,54 +28,39 @@ async def read(client: httpx.AsyncClient) -> dict[tuple[str, frozenset], float]:
 
 def test_serves_all_engine_metrics():
     engine, _ = make_fake_engine(num_draft_tokens=3)
-
-    async def ask(client: httpx.AsyncClient) -> None:
-        await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=12)
-        found = await read(client)
-        for one in engine.get_metrics():
-            labels = frozenset(one.labels.items())
-            match one:
-                case Gauge():
-                    assert (one.name, labels) in found
-                case Counter():
-                    assert (f"{one.name}_total", labels) in found
-                case Histogram():
-                    assert (f"{one.name}_count", labels) in found
-                    for bound in one.buckets:
-                        bucket = labels | {("le", bound)}
-                        assert (f"{one.name}_bucket", bucket) in found
-                case Vector():
-                    for position in range(3):
-                        entry = labels | {("position", str(position))}
-                        assert (f"{one.name}_total", entry) in found
-
-    serve_http(ask)
-
-
-def test_metric_values():
-    async def ask(client: httpx.AsyncClient) -> None:
-        await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=12)
-        found = await read(client)
-        plain = frozenset(LABELS.items())
-        assert found["vllm:prompt_tokens_total", plain] == 3
-        assert found["vllm:generation_tokens_total", plain] == 12
-        ended = plain | {("finished_reason", "length")}
-        assert found["vllm:request_success_total", ended] == 1
-        assert found["vllm:e2e_request_latency_seconds_count", plain] == 1
-        least = plain | {("le", "+Inf")}
-        assert found["vllm:request_generation_tokens_bucket", least] == 1
-        drafted = found["vllm:spec_decode_num_draft_tokens_total", plain]
-        accepted = found["vllm:spec_decode_num_accepted_tokens_total", plain]
-        rate = found["vllm:spec_decode_acceptance_rate", plain]
-        assert rate == accepted / drafted > 0
-        by_position = [
-            value
-            for (name, _), value in found.items()
-            if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-        ]
-        assert sum(by_position) == accepted
-
-    serve_http(ask)
+    with server() as http:
+        http.ask(COMPLETIONS, prompt=PROMPT, max_tokens=12)
+        found = read(http)
+    for one in engine.get_metrics():
+        labels = frozenset(one.labels.items())
+        match one:
+            case Gauge():
+                expected = [(one.name, labels)]
+            case Counter():
+                expected = [(f"{one.name}_total", labels)]
+            case Histogram():
+                bounds = [labels | {("le", bound)} for bound in one.buckets]
+                expected = [(f"{one.name}_bucket", bound) for bound in bounds]
+                expected.append((f"{one.name}_count", labels))
+            case Vector():
+                places = [labels | {("position", str(place))} for place in range(3)]
+                expected = [(f"{one.name}_total", place) for place in places]
+            case _:
+                raise AssertionError(one)
+        assert found.keys() >= set(expected)
+    assert found["vllm:prompt_tokens_total", PLAIN] == 3
+    assert found["vllm:generation_tokens_total", PLAIN] == 12
+    ended = PLAIN | {("finished_reason", "length")}
+    assert found["vllm:request_success_total", ended] == 1
+    assert found["vllm:e2e_request_latency_seconds_count", PLAIN] == 1
+    least = PLAIN | {("le", "+Inf")}
+    assert found["vllm:request_generation_tokens_bucket", least] == 1
+    drafts = "vllm:spec_decode_"
+    accepted = found[f"{drafts}num_accepted_tokens_total", PLAIN]
+    drafted = found[f"{drafts}num_draft_tokens_total", PLAIN]
+    assert found[f"{drafts}acceptance_rate", PLAIN] == accepted / drafted > 0
+    name = f"{drafts}num_accepted_tokens_per_pos_total"
+    assert sum(value for key, value in found.items() if key[0] == name) == accepted
 
 
 # For each reader of metrics: the names that it reads, and whether it needs exactly one
@@ -100,72 +85,65 @@ _GATEWAYS: dict[str, tuple[str, set[str]]] = {
 
 
 def test_metrics_used_by_gateways():
-    async def ask(client: httpx.AsyncClient) -> None:
-        requests = [{"prompt": PROMPT, "max_tokens": 60}] * 5
-        asked = [
-            asyncio.ensure_future(post(client, COMPLETIONS, **body))
-            for body in requests
+    waiting, running = "vllm:num_requests_waiting", "vllm:num_requests_running"
+    with (
+        server({"max_num_seqs": 2}, delay_s=0.02) as http,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"prompt": PROMPT, "max_tokens": 60}
+        asked = [pool.submit(http.ask, COMPLETIONS, **body) for _ in range(5)]
+        busy: dict = {}
+        while (busy.get((waiting, PLAIN)), busy.get((running, PLAIN))) != (3, 2):
+            assert not all(one.done() for one in asked)
+            busy = read(http)
+        assert 0 < busy["vllm:kv_cache_usage_perc", PLAIN] <= 1
+        for one in asked:
+            one.result()
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        found = {one.name: one for one in families}
+    for name, (kind, labels) in _GATEWAYS.items():
+        family = found[name]
+        assert family.type == kind, name
+        names = [
+            frozenset(one.labels.items())
+            for one in family.samples
+            if not {"le", *labels} & one.labels.keys()
         ]
-        plain = frozenset(LABELS.items())
-        name = "vllm:num_requests_waiting", plain
-        running = "vllm:num_requests_running", plain
-        while (busy := await read(client))[name] != 3 or busy[running] != 2:
-            await asyncio.sleep(0.001)
-        assert 0 < busy["vllm:kv_cache_usage_perc", plain] <= 1
-        await asyncio.gather(*asked)
-        text = (await client.get("/metrics")).text
-        families = {one.name: one for one in text_string_to_metric_families(text)}
-        for name, (kind, labels) in _GATEWAYS.items():
-            family = families[name]
-            assert family.type == kind, name
-            names = [
-                frozenset(one.labels.items())
-                for one in family.samples
-                if not {"le", *labels} & one.labels.keys()
-            ]
-            # Counters and histograms also have a series whose name ends in "_created".
-            assert set(names) == (set() if labels else {plain}), name
-            for one in family.samples:
-                assert labels <= one.labels.keys(), name
-        (cache,) = families["vllm:cache_config_info"].samples
-        assert cache.value == 1
-        sizes = [int(cache.labels[name]) for name in ("block_size", "num_gpu_blocks")]
-        assert sizes[0] * sizes[1] > 96
-        idle = await read(client)
-        for name in ("num_requests_waiting", "num_requests_running"):
-            assert idle[f"vllm:{name}", plain] == 0
-
-    serve_http(ask, delay_s=0.005, max_num_seqs=2)
+        # Counters and histograms also have a series whose name ends in "_created".
+        assert set(names) == (set() if labels else {PLAIN}), name
+        assert all(labels <= one.labels.keys() for one in family.samples), name
+    (cache,) = found["vllm:cache_config_info"].samples
+    assert cache.value == 1
+    sizes = [int(cache.labels[name]) for name in ("block_size", "num_gpu_blocks")]
+    assert sizes[0] * sizes[1] > 96
+    idle = [found[name].samples[0].value for name in (waiting, running)]
+    assert idle == [0, 0]
 
 
 def test_counts_requests_by_route():
-    async def ask(client: httpx.AsyncClient) -> None:
+    with server(enable_request_id_headers=True) as http:
         for _ in range(2):
-            await post(client, COMPLETIONS, prompt=PROMPT)
+            http.ask(COMPLETIONS, prompt=PROMPT)
         for path in ("/v1/models/a", "/v1/models/b", "/nowhere", "/elsewhere"):
-            await client.get(path)
+            http.get(path)
         found = {
             tuple(sorted(dict(labels).values())): value
-            for (name, labels), value in (await read(client)).items()
+            for (name, labels), value in read(http).items()
             if name == "http_requests_total"
         }
-        assert found == {
-            ("/v1/completions", "2xx", "POST"): 2,
-            ("/v1/models/{name:path}", "4xx", "GET"): 2,
-            ("4xx", "GET", "none"): 2,
-        }
-
-    serve_http(ask, settings={"enable_request_id_headers": True})
+    assert found == {
+        ("/v1/completions", "2xx", "POST"): 2,
+        ("/v1/models/{name:path}", "4xx", "GET"): 2,
+        ("4xx", "GET", "none"): 2,
+    }
 
 
 def test_engine_without_stats():
-    async def ask(client: httpx.AsyncClient) -> None:
-        await client.get("/health")
-        names = {name for name, _ in await read(client)}
-        assert "http_requests_total" in names
-        assert "vllm:prompt_tokens_total" not in names
-
-    serve_http(ask, disable_log_stats=True)
+    with server({"disable_log_stats": True}) as http:
+        http.get("/health")
+        names = {name for name, _ in read(http)}
+    assert "http_requests_total" in names
+    assert "vllm:prompt_tokens_total" not in names
 
 
 def test_logs_statistics_until_idle(
@@ -174,34 +152,30 @@ def test_logs_statistics_until_idle(
     for module in ("llm_engine", "engine_thread"):
         monkeypatch.setattr(f"jaxspec.engine.{module}.LOG_INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO, "jaxspec.engine.metrics")
-    name = "vllm:spec_decode_num_accepted_tokens_total", frozenset(LABELS.items())
-
-    async def ask(client: httpx.AsyncClient) -> None:
-        await asyncio.sleep(0.2)
+    with server(delay_s=0.03) as http:
+        time.sleep(0.2)
         assert not caplog.messages
-        body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}
-        await post(client, COMPLETIONS, **body)
+        http.ask(COMPLETIONS, prompt=PROMPT, max_tokens=40, ignore_eos=True)
         ended = "generation throughput: 0.0 tokens/s, Running: 0 reqs"
         while not (caplog.messages and ended in caplog.messages[-1]):
-            await asyncio.sleep(0.01)
+            time.sleep(0.01)
         lines = list(caplog.messages)
-        engine = [line for line in lines if line.startswith("Avg prompt throughput")]
-        drafts = [line for line in lines if line.startswith("SpecDecoding metrics")]
-        assert len(engine) > 2
-        assert len(engine) + len(drafts) == len(lines)
-        pattern = (
-            r"Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: "
-            r"[\d.]+ tokens/s, Running: 1 reqs, Waiting: 0 reqs, KV cache usage: "
-            r"[\d.]+%, Prefix cache hit rate: [\d.]+%"
-        )
-        assert re.fullmatch(pattern, engine[0])
-        for line in drafts:
-            rates = re.findall(r"Per-position acceptance rate: ([\d., ]+),", line)
-            assert len(rates[0].split(", ")) == 3
-        # Every round is counted, also those after the last log line.
-        counts = re.findall(r"Accepted: (\d+) tokens", caplog.text)
-        assert sum(map(int, counts)) == (await read(client))[name] > 0
-        await asyncio.sleep(0.2)
+        accepted = read(http)["vllm:spec_decode_num_accepted_tokens_total", PLAIN]
+        time.sleep(0.2)
         assert caplog.messages == lines
-
-    serve_http(ask, delay_s=0.03)
+    engine = [line for line in lines if line.startswith("Avg prompt throughput")]
+    drafts = [line for line in lines if line.startswith("SpecDecoding metrics")]
+    assert len(engine) > 2
+    assert len(engine) + len(drafts) == len(lines)
+    pattern = (
+        r"Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: "
+        r"[\d.]+ tokens/s, Running: 1 reqs, Waiting: 0 reqs, KV cache usage: "
+        r"[\d.]+%, Prefix cache hit rate: [\d.]+%"
+    )
+    assert re.fullmatch(pattern, engine[0])
+    for line in drafts:
+        rates = re.findall(r"Per-position acceptance rate: ([\d., ]+),", line)
+        assert len(rates[0].split(", ")) == 3
+    # Every round is counted, also those after the last log line.
+    counts = re.findall(r"Accepted: (\d+) tokens", "".join(lines))
+    assert sum(map(int, counts)) == accepted > 0

@@ -1,100 +1,98 @@
 """Checks that every request must pass before it reaches an endpoint."""
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from http import HTTPStatus
+from typing import Any
 
-import httpx
 import pytest
 
 from jaxspec.serve.middleware import MAX_MARKS
 from tests.support.serving import (
     COMPLETIONS,
     PROMPT,
+    Client,
+    Site,
     error_of,
-    post,
-    serve_http,
+    server,
     site_of,
 )
 
 BODY = {"prompt": PROMPT, "max_tokens": 2}
+JSON = {"Content-Type": "application/json"}
+HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n"
 
 
 def test_api_keys_protect_v1():
-    async def ask(client: httpx.AsyncClient) -> None:
-        for key, status in {
-            None: 401,
-            "Bearer ": 401,
-            "Bearer first": 200,
-            "bearer second": 200,
-            "Bearer firs": 401,
-            "Basic first": 401,
-            "first": 401,
-            "Bearer f\u00fcrst": 401,
-        }.items():
-            headers = {} if key is None else {"Authorization": key.encode("latin-1")}
-            response = await client.post(COMPLETIONS, json=BODY, headers=headers)
+    statuses = {
+        None: 401,
+        "Bearer": 401,
+        "Bearer first": 200,
+        "bearer second": 200,
+        "Bearer firs": 401,
+        "Basic first": 401,
+        "first": 401,
+        "Bearer f\u00fcrst": 401,
+    }
+    with server(api_keys=("first", "second")) as http:
+        for key, status in statuses.items():
+            headers: Any = (
+                {} if key is None else {"Authorization": key.encode("latin-1")}
+            )
+            response = http.post(COMPLETIONS, json=BODY, headers=headers)
             assert response.status_code == status, key
             if status == 401:
                 assert response.json() == {"error": "Unauthorized"}
-        assert (await client.get("/v1/models")).status_code == 401
-        assert (await client.get("/v1/nowhere")).status_code == 401
+        for path in ("/v1/models", "/v1/nowhere"):
+            assert http.get(path).status_code == 401
         for path in ("/health", "/metrics", "/version"):
-            assert (await client.get(path)).status_code == 200
-
-    serve_http(ask, settings={"api_keys": ("first", "second")})
+            assert http.get(path).status_code == 200
 
 
 def test_body_length_limit():
-    async def ask(client: httpx.AsyncClient) -> None:
-        short = b'{"prompt":"#","max_tokens":1}'
-        headers = {"Content-Type": "application/json"}
+    short = b'{"prompt":"#","max_tokens":1}'
 
-        async def pieces(text: bytes) -> AsyncIterator[bytes]:
-            for start in range(0, len(text), 16):
-                yield text[start : start + 16]
+    def pieces(text: bytes) -> Iterator[bytes]:
+        for start in range(0, len(text), 16):
+            yield text[start : start + 16]
 
-        for body in (short.ljust(64), pieces(short.ljust(64))):
-            response = await client.post(COMPLETIONS, content=body, headers=headers)
-            assert response.status_code == 200
+    with server(max_body_bytes=64) as http:
         # The body is sent with and without a Content-Length.
-        for body in (short.ljust(65), pieces(short.ljust(65))):
-            response = await client.post(COMPLETIONS, content=body, headers=headers)
+        for make in (bytes, pieces):
+            content = make(short.ljust(64))
+            response = http.post(COMPLETIONS, content=content, headers=JSON)
+            assert response.status_code == 200
+            content = make(short.ljust(65))
+            response = http.post(COMPLETIONS, content=content, headers=JSON)
             error = error_of(response, 413, HTTPStatus(413).phrase)
             assert "64 bytes" in error["message"]
 
-    serve_http(ask, settings={"max_body_bytes": 64})
 
-
-def test_body_value_limit():
+def test_body_value_limit(http: Client):
     # The limit also counts separators inside strings, because the body is not parsed
     # yet.
     longest = b'{"prompt":"' + b"," * (MAX_MARKS - 2)
+    for body, status in ((longest + b'"}', 400), (longest + b',"}', 413)):
+        response = http.post(COMPLETIONS, content=body, headers=JSON)
+        assert response.status_code == status, response.text
 
-    async def ask(client: httpx.AsyncClient) -> None:
-        headers = {"Content-Type": "application/json"}
-        for body, status in ((longest + b'"}', 400), (longest + b',"}', 413)):
-            response = await client.post(COMPLETIONS, content=body, headers=headers)
-            assert response.status_code == status, response.text
 
-    serve_http(ask)
+def answer_of(site: Site, sent: bytes) -> bytes:
+    """Send everything before reading, as many clients do; read to the end."""
+    with socket.create_connection(site.address, 10) as client:
+        client.sendall(sent)
+        return b"".join(iter(lambda: client.recv(2**16), b""))
 
 
 @pytest.mark.parametrize("has_length", [False, True])
-def test_client_reads_refusal_of_long_body(has_length: bool):
+def test_client_reads_refusal_of_long_body(site: Site, has_length: bool):
     long = b" " * (10 * 2**20)
-    length = (
-        f"Content-Length: {len(long)}" if has_length else "Transfer-Encoding: chunked"
-    )
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode()
-    with site_of() as site, socket.create_connection(site.address, 10) as client:
-        # The client writes everything before it reads, as many clients do.
-        client.sendall(head)
-        if has_length:
-            client.sendall(long)
-        else:
-            client.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(long), long))
-        answer = b"".join(iter(lambda: client.recv(2**16), b""))
+    if has_length:
+        sent = f"{HEAD}Content-Length: {len(long)}\r\n\r\n".encode() + long
+    else:
+        sent = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
+        sent += b"%x\r\n%b\r\n0\r\n\r\n" % (len(long), long)
+    answer = answer_of(site, sent)
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"4194304 bytes" in answer
 
@@ -102,61 +100,38 @@ def test_client_reads_refusal_of_long_body(has_length: bool):
 def test_body_time_limit_with_any_protocol():
     # The limit also holds if another program handles the connections, like the proxy of
     # Ray Serve.
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{"
-    with (
-        site_of(timeout_read_body=0.3) as site,
-        socket.create_connection(site.address, 10) as client,
-    ):
-        client.sendall(head.encode())
-        answer = b"".join(iter(lambda: client.recv(2**16), b""))
+    with site_of(timeout_read_body=0.3) as site:
+        answer = answer_of(site, f"{HEAD}Content-Length: 9\r\n\r\n{{".encode())
         assert answer.startswith(b"HTTP/1.1 408")
         assert site.app.state.serving.admission.num_timeouts["body"] == 1
 
 
-def test_expect_100_continue_is_refused_first():
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
-    head += f"Content-Length: {10**9}\r\n\r\n"
-    with site_of() as site, socket.create_connection(site.address, 10) as client:
+def test_expect_100_continue_is_refused_first(site: Site):
+    head = f"{HEAD}Expect: 100-continue\r\nContent-Length: {10**9}\r\n\r\n"
+    with socket.create_connection(site.address, 10) as client:
         client.sendall(head.encode())
         assert client.recv(2**16).startswith(b"HTTP/1.1 413")
 
 
-def test_cors():
+def test_cors(http: Client):
     preflight = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
-
-    async def closed(client: httpx.AsyncClient) -> None:
-        response = await client.options(COMPLETIONS, headers=preflight)
-        assert "access-control-allow-origin" not in response.headers
-
-    async def opened(client: httpx.AsyncClient) -> None:
-        response = await client.options(COMPLETIONS, headers=preflight)
-        assert response.status_code == 200
-        assert response.headers["access-control-allow-origin"] == "http://page"
+    name = "access-control-allow-origin"
+    assert name not in http.options(COMPLETIONS, headers=preflight).headers
+    with server(allowed_origins=("http://page",), api_keys=("k",)) as opened:
+        response = opened.options(COMPLETIONS, headers=preflight)
+        assert (response.status_code, response.headers[name]) == (200, "http://page")
         # Error responses must have the header too, or browsers cannot read them.
-        response = await client.post(
-            COMPLETIONS, json=BODY, headers={"Origin": "http://page"}
-        )
-        assert response.status_code == 401
-        assert response.headers["access-control-allow-origin"] == "http://page"
-
-    serve_http(closed)
-    settings = {"allowed_origins": ("http://page",), "api_keys": ("k",)}
-    serve_http(opened, settings=settings)
+        origin = {"Origin": "http://page"}
+        response = opened.post(COMPLETIONS, json=BODY, headers=origin)
+        assert (response.status_code, response.headers[name]) == (401, "http://page")
 
 
-def test_responses_have_request_id():
-    async def ask(client: httpx.AsyncClient) -> None:
-        response = await client.get("/health", headers={"X-Request-Id": "mine"})
-        assert response.headers["x-request-id"] == "mine"
-        response = await client.post(COMPLETIONS, json=BODY)
+def test_responses_have_request_id(http: Client):
+    assert "x-request-id" not in http.get("/health").headers
+    assert http.ask(COMPLETIONS, **BODY)["id"]
+    with server(enable_request_id_headers=True) as tracing:
+        for given in ("mine", "x" * 5000):
+            response = tracing.get("/health", headers={"X-Request-Id": given})
+            assert response.headers["x-request-id"] == given[:256]
+        response = tracing.post(COMPLETIONS, json=BODY)
         assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
-        long = {"X-Request-Id": "x" * 5000}
-        response = await client.get("/health", headers=long)
-        assert response.headers["x-request-id"] == "x" * 256
-
-    async def without(client: httpx.AsyncClient) -> None:
-        assert "x-request-id" not in (await client.get("/health")).headers
-        assert (await post(client, COMPLETIONS, **BODY))["id"]
-
-    serve_http(ask, settings={"enable_request_id_headers": True})
-    serve_http(without)

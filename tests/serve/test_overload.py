@@ -5,7 +5,6 @@ import random
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 
 import httpx
 import pytest
@@ -25,19 +24,20 @@ GOAL_RECOVERY_S = 10.0
 NORMAL = 2.0
 
 
-@dataclass
 class Outcomes:
-    """Outcomes of requests: seconds by outcome, and the peak number of requests.
+    """Outcomes of requests.
 
     Attributes:
+        took_s: Seconds of each answered request.
+        refused_s: Seconds of each refused request.
         others: Counts of all other outcomes, by name.
         max_inside: Maximum number of running and waiting requests at one time.
     """
 
-    took_s: list[float] = field(default_factory=list)
-    refused_s: list[float] = field(default_factory=list)
-    others: Counter[str] = field(default_factory=Counter)
-    max_inside: int = 0
+    def __init__(self) -> None:
+        self.took_s, self.refused_s = list[float](), list[float]()
+        self.others = Counter[str]()
+        self.max_inside = 0
 
 
 class Load:
@@ -74,16 +74,15 @@ class Load:
         except httpx.TransportError as error:
             outcomes.others[type(error).__name__] += 1
             return
-        took_s = time.monotonic() - start
-        if response.status_code == httpx.codes.OK:
-            if response.json()["choices"][0]["text"] == self._texts[prompt]:
-                outcomes.took_s.append(took_s)
-            else:
-                outcomes.others["wrong text"] += 1
-        elif response.status_code == 503 and "retry-after" in response.headers:
+        took_s, status = time.monotonic() - start, response.status_code
+        if status == 503 and "retry-after" in response.headers:
             outcomes.refused_s.append(took_s)
+        elif status != 200:
+            outcomes.others[str(status)] += 1
+        elif response.json()["choices"][0]["text"] != self._texts[prompt]:
+            outcomes.others["wrong text"] += 1
         else:
-            outcomes.others[str(response.status_code)] += 1
+            outcomes.took_s.append(took_s)
 
     async def capacity(self, seconds: float) -> float:
         """Return requests per second of clients that each wait for their answers."""

@@ -19,13 +19,8 @@ from tests.support.serving import PROMPT, Gate, Site, events_of, site_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 INSTALL = "apt-get install -y --no-install-recommends chromium fonts-dejavu-core"
+CHATS = "**/v1/chat/completions"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser: {INSTALL}")
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with site_of() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +59,16 @@ class Watched:
 
     def wait(self) -> None:
         expect(self.page.locator("#send")).to_be_visible()
+
+    def sent(self, text: str = PROMPT) -> dict[str, Any]:
+        """Ask, and wait for the end of the answer; return the page's request."""
+        with self.page.expect_request(CHATS) as request:
+            self.ask(text)
+        self.wait()
+        return body_of(request.value)
+
+    def bars(self) -> list[str]:
+        return self.page.locator("#positions li b").all_text_contents()
 
     def tokens(self, lane: int = 0) -> list[list[str]]:
         """Return the origin and text of every token in a column of the page."""
@@ -107,9 +112,8 @@ def test_served_without_key_and_with_policy(site: Site):
 
 def test_tokens_are_marked_by_origin(watched: Watched):
     page = watched.page
-    with page.expect_response("**/v1/chat/completions") as response:
-        watched.ask()
-    watched.wait()
+    with page.expect_response(CHATS) as response:
+        watched.sent()
     origins = origins_in(response.value.text())
     assert watched.tokens() == origins
     assert "".join(text for _, text in origins) == letters(said(12))
@@ -124,13 +128,9 @@ def test_tokens_are_marked_by_origin(watched: Watched):
 
 
 def test_settings_are_sent(watched: Watched):
-    page = watched.page
-    page.fill("#temperature", "0.7")
-    page.fill("#k", "0")
-    with page.expect_request("**/v1/chat/completions") as request:
-        watched.ask()
-    watched.wait()
-    asked = body_of(request.value)
+    watched.page.fill("#temperature", "0.7")
+    watched.page.fill("#k", "0")
+    asked = watched.sent()
     assert (asked["temperature"], asked["num_speculative_tokens"]) == (0.7, 0)
     assert asked["max_tokens"] == 12
     assert [origin for origin, _ in watched.tokens()] == ["target"] * 12
@@ -144,8 +144,7 @@ def test_race_has_two_columns(watched: Watched):
     # After a pause of the machine, the page shows "ask again" instead of a ratio.
     while "ask again" in speeds[0] and len(watched.requests) < 20:
         page.click("#clear")
-        watched.ask()
-        watched.wait()
+        watched.sent()
         speeds = page.locator(".head b").all_text_contents()
     boxes = [one.bounding_box() for one in page.locator(".lane").all()]
     assert boxes[0] and boxes[1]
@@ -232,8 +231,7 @@ def test_shows_warm_up_progress(browser: Browser):
             expect(line).to_contain_text("answers wait")
             gate.let()
             expect(line).to_contain_text("answers may be slower")
-            watched.ask()
-            watched.wait()
+            watched.sent()
             assert len(watched.tokens()) == 12
             gate.open()
             expect(line).to_be_hidden()
@@ -266,10 +264,11 @@ def test_shows_k_and_reason_after_first_request(watched: Watched):
         page.route("**/page/server.json", answer_of_json(answer))
         page.reload()
         expect(page.locator("#model")).to_have_text("model")
+        page.fill("#max-tokens", "12")
         expect(line).to_be_hidden()
-        watched.ask()
-        watched.wait()
+        watched.sent()
         if expected:
+            expect(line).to_be_visible()
             expect(line).to_have_text(expected)
         else:
             expect(line).to_be_hidden()
@@ -301,17 +300,10 @@ def test_shows_memory_plan(watched: Watched):
 
 
 def test_new_conversation_clears_history(watched: Watched):
-    page = watched.page
-    for turns in (1, 3):
-        with page.expect_request("**/v1/chat/completions") as request:
-            watched.ask()
-        watched.wait()
-        assert len(body_of(request.value)["messages"]) == turns
-    page.click("#clear")
-    expect(page.locator("article")).to_have_count(0)
-    with page.expect_request("**/v1/chat/completions") as request:
-        watched.ask()
-    assert len(body_of(request.value)["messages"]) == 1
+    assert [len(watched.sent()["messages"]) for _ in range(2)] == [1, 3]
+    watched.page.click("#clear")
+    expect(watched.page.locator("article")).to_have_count(0)
+    assert len(watched.sent()["messages"]) == 1
 
 
 def test_shows_refusal_and_continues(watched: Watched):
@@ -325,7 +317,7 @@ def test_shows_refusal_and_continues(watched: Watched):
         error = {"error": {"message": "The server is busy.", "code": 503}}
         route.fulfill(status=503, headers={"Retry-After": "7"}, json=error)
 
-    page.route("**/v1/chat/completions", refuse, times=1)
+    page.route(CHATS, refuse, times=1)
     watched.ask()
     alert = page.get_by_role("alert").nth(1)
     expect(alert).to_contain_text("The server is busy.")
@@ -337,8 +329,7 @@ def test_shows_refusal_and_continues(watched: Watched):
 
 def answer_with(page: Page, body: str) -> None:
     """Replace the server's next response by this stream."""
-    path = "**/v1/chat/completions"
-    page.route(path, lambda route: route.fulfill(body=body), times=1)
+    page.route(CHATS, lambda route: route.fulfill(body=body), times=1)
 
 
 def answer_with_tokens(page: Page, tokens: list[tuple[str, str]], **more: Any) -> None:
@@ -358,36 +349,28 @@ def test_leaves_have_no_position(watched: Watched):
     tokens = [("draft", "a"), ("leaf", "b"), ("bonus", "c"), ("draft", "d")]
     tokens += [("draft", "e"), ("recovered", "f")]
     answer_with_tokens(page, tokens)
-    watched.ask()
-    watched.wait()
+    watched.sent()
     assert watched.tokens() == [list(one) for one in tokens]
     expect(page.locator("[data-count=leaf]")).to_have_text("1")
     # Both rounds accepted the first draft, one of them the second, and none the third.
     expect(page.locator("#length")).to_have_text("2.50")
-    bars = page.locator("#positions li b").all_text_contents()
-    assert bars == ["100 %", "50 %", "0 %"]
+    assert watched.bars() == ["100 %", "50 %", "0 %"]
 
 
 def test_positions_without_drafts_have_no_share(watched: Watched):
     page = watched.page
     drafts = {"acceptance_histogram": [1, 1, 0, 0], "num_draft_tokens": 3}
     drafts["num_proposed_per_position"] = [2, 1, 0]
-    answer_with_tokens(
-        page,
-        [("recovered", "a"), ("draft", "b"), ("bonus", "c")],
-        metrics={"speculative_decoding": drafts},
-    )
-    watched.ask()
-    watched.wait()
-    bars = page.locator("#positions li b").all_text_contents()
-    assert bars == ["50 %", "0 %", "–"]
+    tokens = [("recovered", "a"), ("draft", "b"), ("bonus", "c")]
+    answer_with_tokens(page, tokens, metrics={"speculative_decoding": drafts})
+    watched.sent()
+    assert watched.bars() == ["50 %", "0 %", "–"]
     # K of this answer differs from the requested one.
-    expect(page.locator(".head span")).to_have_text("At most 3 drafts · K = 1.5")
+    heads = page.locator(".head span")
+    expect(heads).to_have_text("At most 3 drafts · K = 1.5")
     answer_with_tokens(page, [("target", "a")], metrics={"speculative_decoding": None})
-    watched.ask()
-    watched.wait()
-    last = page.locator(".head span").nth(1)
-    expect(last).to_have_text("At most 3 drafts · K = 0, no drafts")
+    watched.sent()
+    expect(heads.nth(1)).to_have_text("At most 3 drafts · K = 0, no drafts")
 
 
 def test_docs_list_and_call_endpoints(browser: Browser, site: Site):
@@ -410,8 +393,7 @@ def test_model_output_is_not_html(watched: Watched):
     page = watched.page
     text = "<img src=x onerror=alert(1)><b>bold</b>"
     answer_with_tokens(page, [("draft", text)])
-    watched.ask(text)
-    watched.wait()
+    watched.sent(text)
     assert watched.tokens() == [["draft", text]]
     assert page.locator("article").locator("img, .words b").count() == 0
 
@@ -458,10 +440,7 @@ def test_shows_calls_and_json(browser: Browser, site: Site, width: int):
     tools = json.loads(page.locator("#schema").input_value())
     assert is_bounded(tools[0]["parameters"])
     answer_with(page, stream_of(*deltas, said=text))
-    with page.expect_request("**/v1/chat/completions") as request:
-        watched.ask()
-    watched.wait()
-    asked = body_of(request.value)
+    asked = watched.sent()
     assert asked["tools"] == [{"type": "function", "function": tools[0]}]
     assert asked["tool_choice"] == "required"
     expect(shown.locator("figcaption")).to_have_text("Calls weather")
@@ -481,10 +460,7 @@ def test_shows_calls_and_json(browser: Browser, site: Site, width: int):
     schema = json.loads(page.locator("#schema").input_value())
     assert is_bounded(schema)
     answer_with(page, stream_of({"content": text}, said=text))
-    with page.expect_request("**/v1/chat/completions") as request:
-        watched.ask()
-    watched.wait()
-    asked = body_of(request.value)
+    asked = watched.sent()
     assert asked["response_format"]["json_schema"]["schema"] == schema
     assert "tools" not in asked
     (before,) = asked["messages"][1]["tool_calls"]
@@ -495,8 +471,7 @@ def test_shows_calls_and_json(browser: Browser, site: Site, width: int):
     page.fill("#schema", "")
     for words in (text[:-1], "[sic] words"):
         answer_with(page, stream_of({"content": words}, said=words))
-        watched.ask()
-        watched.wait()
+        watched.sent()
     expect(page.locator(".lane")).to_have_count(4)
     expect(shown).to_have_count(2)
     assert watched.complaints == []
@@ -560,8 +535,7 @@ def test_phone_layout(browser: Browser, site: Site):
     page = watched.page
     assert fits(page)
     page.check("#race")
-    watched.ask()
-    watched.wait()
+    watched.sent()
     assert fits(page)
     for name in ("#prompt", "#send", "#k", "#temperature", "#race"):
         expect(page.locator(name)).to_be_in_viewport()

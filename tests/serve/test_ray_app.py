@@ -74,21 +74,23 @@ def test_command_line_equals_file():
 
 
 def test_bundle_of_process_resources():
+    def bundle(hosts: Any, **needs: Any) -> dict[str, float]:
+        given = (
+            {"hosts": hosts, "ray_actor_options": needs} if needs else {"hosts": hosts}
+        )
+        return read_arguments(given)[1].bundle
+
     needs: dict[str, Any] = {"num_cpus": 2, "resources": {"TPU": 4}}
-    _, placement = read_arguments({"hosts": 4, "ray_actor_options": needs})
-    assert placement.bundle == {"CPU": 2, "TPU": 4}
-    assert read_arguments({"hosts": "2"})[1].bundle == {"CPU": 1}
-    assert Placement(ray_actor_options={"num_cpus": 0, "num_gpus": 1}).bundle == {
-        "GPU": 1
-    }
-    needs |= {"memory": 2**30, "accelerator_type": "TPU-V5E", "runtime_env": {}}
-    _, placement = read_arguments({"hosts": 4, "ray_actor_options": needs})
-    assert placement.bundle == {
-        "CPU": 2,
-        "TPU": 4,
-        "memory": 2**30,
-        "accelerator_type:TPU-V5E": 0.001,
-    }
+    assert bundle(4, **needs) == {"CPU": 2, "TPU": 4}
+    assert bundle("2") == {"CPU": 1}
+    assert bundle(2, num_cpus=0, num_gpus=1) == {"GPU": 1}
+    more = {"memory": 2**30, "accelerator_type": "TPU-V5E", "runtime_env": {}}
+    kept = {"memory": 2**30, "accelerator_type:TPU-V5E": 0.001}
+    assert bundle(4, **needs, **more) == {"CPU": 2, "TPU": 4} | kept
+
+
+def _needs(**needs: Any) -> dict[str, Any]:
+    return {"hosts": 2, "ray_actor_options": needs}
 
 
 @pytest.mark.parametrize(
@@ -104,18 +106,9 @@ def test_bundle_of_process_resources():
         ({"num_replicas": 2, "autoscaling_config": {}}, "initial_replicas"),
         ({"autoscaling_config": "[1]"}, "autoscaling_config must be a mapping"),
         ({"ray_actor_options": "gpu"}, "ray_actor_options must be a mapping"),
-        (
-            {"hosts": 2, "ray_actor_options": {"label_selector": {"a": "b"}}},
-            "cannot reserve anything else",
-        ),
-        (
-            {"hosts": 2, "ray_actor_options": {"resources": "TPU"}},
-            "a mapping of numbers",
-        ),
-        (
-            {"hosts": 2, "ray_actor_options": {"num_cpus": 0}},
-            "that requests some resource, got {'num_cpus': 0}",
-        ),
+        (_needs(label_selector={"a": "b"}), "cannot reserve anything else"),
+        (_needs(resources="TPU"), "a mapping of numbers"),
+        (_needs(num_cpus=0), "that requests some resource, got {'num_cpus': 0}"),
         ({"session_affinity": "perhaps"}, "session_affinity must be"),
         ({"metrics_port": 0}, "metrics_port must be"),
         ({"hosts": 0}, "hosts must be"),
@@ -164,29 +157,39 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
         made.engine.shutdown(10)
 
 
-def test_replica_serves_requests_and_metrics(replica: Any):
-    port = replica._placement.metrics_port
+def test_life_of_replica(replica: Any):
+    port = replica._placement.metrics_port + 1
 
     async def live() -> None:
         app = await replica.__serve_build_asgi_app__()
         await replica.check_health()
-        transport = httpx.ASGITransport(app)
-        client = httpx.AsyncClient(transport=transport, base_url="http://server")
-        async with app.router.lifespan_context(app), client:
+        background, has_ended = app.state.serving.background, []
+
+        async def work() -> None:
+            await asyncio.sleep(0.3)
+            has_ended.append(True)
+
+        client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://server"
+        )
+        scraper = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
+        async with app.router.lifespan_context(app), client, scraper:
             answer = await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=9)
             assert answer["choices"][0]["text"] == letters(said(9))
             assert answer["model"] == "g"
-            url = f"http://127.0.0.1:{port + 1}"
-            async with httpx.AsyncClient(base_url=url) as scraper:
-                scrape = (await scraper.get("/metrics")).text
-                assert 'vllm:request_success_total{engine="0"' in scrape
-                assert (await scraper.get("/health")).status_code == 200
-                # The address for metrics serves no requests.
-                body = {"model": "g", "prompt": "a"}
-                assert (await scraper.post(COMPLETIONS, json=body)).status_code == 404
-        # Once Ray has stopped the replica, its engine has ended and the port is free.
+            scrape = (await scraper.get("/metrics")).text
+            assert 'vllm:request_success_total{engine="0"' in scrape
+            assert (await scraper.get("/health")).status_code == 200
+            # The address for metrics serves no requests.
+            body = {"model": "g", "prompt": "a"}
+            assert (await scraper.post(COMPLETIONS, json=body)).status_code == 404
+            await background.start(("", "one"), work())
+        # Ray has stopped the replica, which has waited for background responses. Its
+        # engine has ended and the port is free.
+        assert has_ended
+        assert ("", "one") not in background
         assert not replica.engine.is_running
-        socket.create_server(("127.0.0.1", port + 1)).close()
+        socket.create_server(("127.0.0.1", port)).close()
 
     asyncio.run(live())
 
@@ -202,25 +205,6 @@ def test_slow_metrics_clients_are_closed(replica: Any, monkeypatch: pytest.Monke
             writer.write(b"GET /metrics HTTP/1.1\r\n")
             assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
             writer.close()
-
-    asyncio.run(live())
-
-
-def test_shutdown_waits_for_background_responses(replica: Any):
-    async def live() -> None:
-        app = await replica.__serve_build_asgi_app__()
-        transport = httpx.ASGITransport(app)
-        client = httpx.AsyncClient(transport=transport, base_url="http://server")
-        begun = asyncio.Event()
-
-        async def work() -> None:
-            begun.set()
-            await asyncio.sleep(0.3)
-
-        async with client, app.router.lifespan_context(app):
-            await app.state.serving.background.start(("", "one"), work())
-        assert begun.is_set()
-        assert ("", "one") not in app.state.serving.background
 
     asyncio.run(live())
 

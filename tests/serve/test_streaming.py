@@ -35,6 +35,7 @@ def test_event_is_one_line_for_every_client(letter: str):
     assert end == ""
     assert json.loads(data.removeprefix("data: ")) == content
     assert "é" in data and "\N{FLAMINGO}" in data
+    assert event({"text": "a\n\n\u00e9"}) == 'data: {"text":"a\\n\\n\u00e9"}\n\n'
 
 
 def test_work_runs_while_client_is_connected():
@@ -69,10 +70,6 @@ def test_disconnection_cancels_work():
         assert ended
 
     asyncio.run(run())
-
-
-def test_event_is_one_line():
-    assert event({"text": "a\n\n\u00e9"}) == 'data: {"text":"a\\n\\n\u00e9"}\n\n'
 
 
 @pytest.mark.parametrize("receive", [never, gone])
@@ -148,7 +145,7 @@ def test_merge_does_not_run_ahead():
     asyncio.run(run())
 
 
-def test_merge_error_closes_all():
+def test_end_of_merge_closes_all():
     log: list[str] = []
 
     async def run() -> None:
@@ -156,18 +153,10 @@ def test_merge_error_closes_all():
             async for _ in merge([count(2, fails=True), count(90, log=log)]):
                 pass
         assert log == ["closed 90"]
-
-    asyncio.run(run())
-
-
-def test_closing_merge_closes_all():
-    log: list[str] = []
-
-    async def run() -> None:
         merged = merge([count(8, log=log), count(9, log=log)])
         await anext(merged)
         await merged.aclose()
-        assert sorted(log) == ["closed 8", "closed 9"]
+        assert sorted(log) == ["closed 8", "closed 9", "closed 90"]
 
     asyncio.run(run())
 

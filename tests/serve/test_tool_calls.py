@@ -3,29 +3,27 @@
 Only the generated text is scripted; the server and the bundled tokenizer are real.
 """
 
-import asyncio
+import contextlib
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Iterator
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.serve.app import make_app
 from jaxspec.serve.requests.tool_parsers import ToolParserManager
-from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.serve.requests.test_tool_parsers import PLUGIN
-from tests.serve.responses.test_responses import checked, client_of
 from tests.support.fake_device import FakeRunner, extend
 from tests.support.fake_engines import assert_idle
 from tests.support.loops import MODEL, make_config
+from tests.support.serving import CHAT, Client, Site, checked, openai_of
 
 TOKENIZER = Tokenizer.from_folder(bundled_target())
 MESSAGES = [{"role": "user", "content": "Is it warm in Rom?"}]
@@ -45,8 +43,12 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 ROME = {"name": "weather", "parameters": {"city": 'Rom "Est" é'}}
 OSLO = {"name": "weather", "parameters": {"city": "Oslo"}}
 NOW = {"name": "time", "parameters": {}}
+ASKED: dict[str, Any] = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
+FLAT_TOOLS = [{"type": "function", **one["function"]} for one in TOOLS]
+ASKED_FLAT: dict[str, Any] = {"model": "model", "input": MESSAGES, "tools": FLAT_TOOLS}
+REQUIRED = {"tool_choice": "required"}
+RESPONSES = "/v1/responses"
 AUTO = {"enable_auto_tool_choice": True}
-Ask = Callable[[openai.AsyncOpenAI], Awaitable[Any]]
 
 
 class Script:
@@ -71,44 +73,38 @@ class Script:
         return token
 
 
-class Stage:
-    """A server whose model generates scripted texts."""
+class Stage(Site):
+    """A server whose model generates scripted texts, with OpenAI's client for it."""
 
-    def __init__(self) -> None:
-        model = dataclasses.replace(
-            MODEL, vocab_size=TOKENIZER.vocab_size, max_position_embeddings=1024
-        )
-        config = make_config(
-            model_config=model,
-            draft_model_config=model,
-            max_model_len=1024,
-            page_size=16,
-            num_pages=256,
-        )
+    def __init__(self, **settings: Any) -> None:
+        longest = dict(vocab_size=TOKENIZER.vocab_size, max_position_embeddings=1024)
+        model = dataclasses.replace(MODEL, **longest)
+        models = dict(model_config=model, draft_model_config=model)
+        config = make_config(**models, max_model_len=1024, page_size=16, num_pages=256)
         self.script = Script()
         runner = FakeRunner(config, self.script)
-        self.engine = LLMEngine(config, runner=runner, tokenizer=TOKENIZER)
-        self.serving = AsyncLLMEngine(self.engine)
-        self._apps: dict[str, Any] = {}
+        engine = LLMEngine(config, runner=runner, tokenizer=TOKENIZER)
+        self.engine = AsyncLLMEngine(engine)
+        self.delay_s, self._port = 0.0, 0
+        self.start(**settings)
+        self.http = Client(self)
+        self.chats: Any = openai_of(self.http).chat.completions
+        self.responses: Any = openai_of(self.http).responses
 
-    def _app(self, **settings: Any) -> Any:
-        key = repr(settings)
-        if key not in self._apps:
-            self._apps[key] = make_app(self.serving, ServerSettings(**settings))
-        return self._apps[key]
+    def end(self) -> None:
+        self.http.close()
+        self.stop()
+        self.engine.shutdown(10)
+        assert_idle(self.engine.engine)
 
-    def play(self, text: str, ask: Ask, **settings: Any) -> Any:
-        """Run a client against a server whose model generates this text."""
-        self.script.say(text)
-
-        async def run() -> Any:
-            app = self._app(**settings)
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            url = "http://server"
-            async with httpx.AsyncClient(transport=transport, base_url=url) as http:
-                return await ask(client_of(http))
-
-        return asyncio.run(asyncio.wait_for(run(), 60))
+    @contextlib.contextmanager
+    def restarted(self, **settings: Any) -> Iterator[None]:
+        """Run the server with further settings."""
+        self.stop()
+        self.start(**AUTO, **settings)
+        yield
+        self.stop()
+        self.start(**AUTO)
 
 
 @pytest.fixture(autouse=True)
@@ -118,12 +114,9 @@ def _calls_are_not_checked(unchecked_types: None):
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    made = Stage()
-    try:
-        yield made
-    finally:
-        made.serving.shutdown(10)
-    assert_idle(made.engine)
+    made = Stage(**AUTO)
+    yield made
+    made.end()
 
 
 @dataclasses.dataclass
@@ -134,32 +127,28 @@ class Answer:
         calls: Names and arguments of the called functions.
     """
 
-    content: str
-    calls: list[tuple[str, str]]
-    finish_reason: str | None
-    tokens: list[bytes]
+    content: str = ""
+    calls: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    tokens: list[bytes] = dataclasses.field(default_factory=list)
 
 
-def asking(**given: Any) -> Callable[[openai.AsyncOpenAI], Awaitable[Any]]:
-    """Return a function that requests a chat and returns answers and token count."""
-    asked = {"model": "model", "messages": MESSAGES, "logprobs": True} | given
-
-    async def ask(client: openai.AsyncOpenAI) -> tuple[list[Answer], int]:
-        create: Any = client.chat.completions.create
-        if not asked.get("stream"):
-            response = await create(**asked)
-            answers = [whole(choice) for choice in response.choices]
-            return answers, response.usage.completion_tokens
-        options = {"include_usage": True}
-        return await streamed(await create(**asked, stream_options=options))
-
-    return ask
+def chat(stage: Stage, **given: Any) -> tuple[list[Answer], int]:
+    """Request a chat with tools; return its answers and number of tokens."""
+    asked = ASKED | {"logprobs": True} | given
+    if not asked.get("stream"):
+        response = stage.chats.create(**asked)
+        answers = [whole(choice) for choice in response.choices]
+        return answers, response.usage.completion_tokens
+    options = {"include_usage": True}
+    return streamed(stage.chats.create(**asked, stream_options=options))
 
 
 def whole(choice: Any) -> Answer:
     calls = choice.message.tool_calls or []
     assert len({call.id for call in calls}) == len(calls)
     assert all(call.type == "function" for call in calls)
+    assert all(re.fullmatch("chatcmpl-tool-[0-9a-f]{32}", call.id) for call in calls)
     assert (choice.message.content is None) <= bool(calls)
     return Answer(
         choice.message.content or "",
@@ -169,15 +158,15 @@ def whole(choice: Any) -> Answer:
     )
 
 
-async def streamed(chunks: Any) -> tuple[list[Answer], int]:
+def streamed(chunks: Any) -> tuple[list[Answer], int]:
     """Join the chunks of an answer, and check each."""
     answers: dict[int, Answer] = {}
     ids: set[str] = set()
     usage = None
-    async for chunk in chunks:
+    for chunk in chunks:
         usage = chunk.usage
         for choice in chunk.choices:
-            answer = answers.setdefault(choice.index, Answer("", [], None, []))
+            answer = answers.setdefault(choice.index, Answer())
             assert answer.finish_reason is None, "a chunk after the last one"
             answer.finish_reason = choice.finish_reason
             if choice.logprobs is not None:
@@ -210,27 +199,19 @@ def made(*calls: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 WORDS = "Yes, it is [warm].\n"
+NO_CALL = said({"name": "f"})
 CASES: list[tuple[str, dict[str, Any], tuple[str, list[Any], str]]] = [
     (WORDS, {}, (WORDS, [], "stop")),
-    (said(ROME), {}, ("", made(ROME), "tool_calls")),
     (said(ROME, OSLO, NOW), {}, ("", made(ROME, OSLO, NOW), "tool_calls")),
-    (
-        said(ROME, NOW),
-        {"parallel_tool_calls": False},
-        ("", made(ROME), "tool_calls"),
-    ),
+    (said(ROME, NOW), {"parallel_tool_calls": False}, ("", made(ROME), "tool_calls")),
     (f"Let me see.\n{said(NOW)}", {}, ("Let me see.\n", made(NOW), "tool_calls")),
     (f"```json\n{said(ROME)}\n```", {}, ("", made(ROME), "tool_calls")),
     (said(ROME), {"n": 2}, ("", made(ROME), "tool_calls")),
-    (said(ROME), {"tool_choice": "required"}, ("", made(ROME), "tool_calls")),
-    (
-        said(ROME, NOW),
-        {"tool_choice": "required", "n": 3},
-        ("", made(ROME, NOW), "tool_calls"),
-    ),
+    (said(ROME), REQUIRED, ("", made(ROME), "tool_calls")),
+    (said(ROME, NOW), REQUIRED | {"n": 3}, ("", made(ROME, NOW), "tool_calls")),
     (said(ROME), {"tool_choice": NAMED}, ("", made(ROME), "stop")),
     (said(ROME), {"tool_choice": "none"}, (said(ROME), [], "stop")),
-    (said({"name": "f"}), {}, (said({"name": "f"}), [], "stop")),
+    (NO_CALL, {}, (NO_CALL, [], "stop")),
 ]
 
 
@@ -239,19 +220,20 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, list[Any], str]]] = [
 def test_finds_calls_in_text(
     stage: Stage, text: str, given: dict[str, Any], expected: Any, is_stream: bool
 ):
-    ask = asking(tools=TOOLS, stream=is_stream, **given)
-    answers, num_tokens = stage.play(text, ask, **AUTO)
-    content, calls, reason = expected
+    num_said = stage.script.say(text)
+    answers, num_tokens = chat(stage, stream=is_stream, **given)
     assert len(answers) == given.get("n", 1)
+    assert num_tokens == num_said * len(answers)
     for answer in answers:
-        assert answer.content == content
-        read = [(name, json.loads(arguments)) for name, arguments in answer.calls]
-        assert read == calls
-        assert answer.finish_reason == reason
+        calls = [(name, json.loads(arguments)) for name, arguments in answer.calls]
+        assert (answer.content, calls, answer.finish_reason) == expected
         # Whole or streamed, the text is returned completely.
         assert b"".join(answer.tokens).removesuffix(b"<eos>") == text.encode()
-        assert len(answer.tokens) == num_tokens / len(answers)
-    assert num_tokens == stage.script.say(text) * len(answers)
+        assert len(answer.tokens) == num_said
+
+
+# Enough tokens to begin the parameters of a call, but not to end them.
+NUM_BEGUN = len(TOKENIZER.encode(said(ROME | {"parameters": {}})[:-3], False)) + 2
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -259,12 +241,10 @@ def test_finds_calls_in_text(
 def test_cut_off_call_has_finish_reason_length(
     stage: Stage, choice: Any, is_stream: bool
 ):
-    text = said(ROME)
-    begun = said(ROME | {"parameters": {}})[:-3]
-    most = len(TOKENIZER.encode(begun, False)) + 2
-    ask = asking(tools=TOOLS, tool_choice=choice, stream=is_stream, max_tokens=most)
-    (answer,), num_tokens = stage.play(text, ask, **AUTO)
-    assert (answer.finish_reason, num_tokens) == ("length", most)
+    stage.script.say(said(ROME))
+    asked = {"tool_choice": choice, "stream": is_stream, "max_tokens": NUM_BEGUN}
+    (answer,), num_tokens = chat(stage, **asked)
+    assert (answer.finish_reason, num_tokens) == ("length", NUM_BEGUN)
     ((name, arguments),) = answer.calls
     assert name == "weather"
     assert json.dumps(ROME["parameters"], ensure_ascii=False).startswith(arguments)
@@ -273,20 +253,10 @@ def test_cut_off_call_has_finish_reason_length(
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_forced_call_cut_before_its_name_has_no_content(stage: Stage, choice: Any):
-    asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
-    asked |= {"tool_choice": choice, "max_tokens": 3}
-
-    async def ask(client: openai.AsyncOpenAI) -> list[Any]:
-        http = client._client
-        whole = await http.post("/v1/chat/completions", json=asked)
-        streamed = await http.post(
-            "/v1/chat/completions", json=asked | {"stream": True}
-        )
-        found = [json.loads(line[6:]) for line in streamed.text.split("\n\n")[:-2]]
-        (choice,) = whole.json()["choices"]
-        return [choice, *(one["choices"][0] for one in found)]
-
-    whole, *chunks = stage.play(said(ROME), ask)
+    stage.script.say(said(ROME))
+    asked = ASKED | {"tool_choice": choice, "max_tokens": 3}
+    (whole,) = stage.http.ask(CHAT, **asked)["choices"]
+    chunks = [one["choices"][0] for one in stage.http.ask(CHAT, **asked, stream=True)]
     assert whole["message"]["content"] is None
     assert "tool_calls" not in whole["message"]
     assert {one["delta"].get("content") or "" for one in chunks} == {""}
@@ -295,145 +265,89 @@ def test_forced_call_cut_before_its_name_has_no_content(stage: Stage, choice: An
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_forced_call_cut_before_its_name_is_no_text(stage: Stage, is_stream: bool):
-    ask = responding(tool_choice="required", max_output_tokens=3, stream=is_stream)
-    response, _ = stage.play(said(ROME), ask)
+    stage.script.say(said(ROME))
+    response, _ = respond(stage, is_stream, **REQUIRED, max_output_tokens=3)
     assert response.status == "incomplete"
     assert items_of(response) == [("", "")]
 
 
 def test_messages_have_fields_of_vllm(stage: Stage):
-    async def ask(client: openai.AsyncOpenAI) -> Any:
-        asked = {"messages": MESSAGES, "tools": TOOLS}
-        response = await client._client.post("/v1/chat/completions", json=asked)
-        return response.json()["choices"][0]["message"]
-
     fields = {"role", "content", "refusal", "annotations", "audio", "function_call"}
-    words = stage.play(WORDS, ask, **AUTO)
-    assert words.keys() == fields | {"reasoning"}
-    assert words["reasoning"] is None
-    calls = stage.play(said(ROME), ask, **AUTO)
-    assert calls.keys() == fields | {"reasoning", "tool_calls"}
+    for text, own in ((WORDS, set[str]()), (said(ROME), {"tool_calls"})):
+        stage.script.say(text)
+        message = stage.http.ask(CHAT, **ASKED)["choices"][0]["message"]
+        assert message.keys() == fields | {"reasoning"} | own
+        assert message["reasoning"] is None
 
 
 def test_openai_stream_helper(stage: Stage):
-    async def ask(client: openai.AsyncOpenAI) -> Any:
-        stream: Any = client.chat.completions.stream
-        asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
-        async with stream(**asked) as events:
-            kinds = [event.type async for event in events]
-            return kinds, await events.get_final_completion()
-
-    kinds, final = stage.play(said(ROME, NOW), ask, **AUTO)
+    stage.script.say(said(ROME, NOW))
+    with stage.chats.stream(**ASKED) as events:
+        kinds = [event.type for event in events]
+        (choice,) = events.get_final_completion().choices
     assert kinds.count("tool_calls.function.arguments.done") == 2
-    (choice,) = final.choices
     calls = choice.message.tool_calls
     read = [(one.function.name, json.loads(one.function.arguments)) for one in calls]
     assert read == made(ROME, NOW)
     assert choice.finish_reason == "tool_calls"
 
 
-def test_call_and_result(stage: Stage):
-    """The next request's prompt contains a call and its result."""
-
-    async def ask(client: openai.AsyncOpenAI) -> Any:
-        create: Any = client.chat.completions.create
-        asked = {"model": "model", "tools": TOOLS}
-        first = await create(messages=MESSAGES, **asked)
-        message = first.choices[0].message
-        (call,) = message.tool_calls
-        result = {"role": "tool", "tool_call_id": call.id, "content": "21 °C"}
-        stage.script.say("It is.")
-        return await create(
-            messages=[*MESSAGES, message.model_dump(), result],
-            extra_body={"return_prompt_text": True},
-            **asked,
-        )
-
-    answer = stage.play(said(ROME), ask, **AUTO)
-    assert answer.choices[0].message.content == "It is."
-    assert answer.choices[0].finish_reason == "stop"
-    text = answer.prompt_text
-    assert '{"name": "weather", "parameters": {"type": "object"' in text
-    _, asked, called, result = text.split("<start_of_turn>")[:4]
+def check_prompt_with_result(prompt: str) -> None:
+    """Check that a prompt has the tools, a call and its result."""
+    assert '{"name": "weather", "parameters": {"type": "object"' in prompt
+    _, asked, called, result = prompt.split("<start_of_turn>")[:4]
     assert asked.endswith("\n\nIs it warm in Rom?<end_of_turn>\n")
     assert called == f"model\n{said(ROME)}<end_of_turn>\n"
     assert result == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
 
 
-@pytest.mark.parametrize(
-    ("choice", "settings", "is_listed"),
-    [
-        ("auto", {}, True),
-        ("required", {}, True),
-        ("none", {}, False),
-        ("none", {"exclude_tools_when_tool_choice_none": False}, True),
-    ],
-)
-def test_prompt_lists_tools(
-    stage: Stage, choice: str, settings: dict[str, Any], is_listed: bool
-):
-    async def ask(client: openai.AsyncOpenAI) -> Any:
-        create: Any = client.chat.completions.create
-        asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
-        asked["extra_body"] = {"return_prompt_text": True}
-        return await create(tool_choice=choice, **asked)
-
-    answer = stage.play(said(NOW), ask, **AUTO, **settings)
-    assert ('"name": "weather"' in answer.prompt_text) == is_listed
+def test_call_and_result(stage: Stage):
+    stage.script.say(said(ROME))
+    message = stage.chats.create(**ASKED).choices[0].message
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "21 °C"}
+    stage.script.say("It is.")
+    asked = ASKED | {"messages": [*MESSAGES, message.model_dump(), result]}
+    answer = stage.chats.create(**asked, extra_body={"return_prompt_text": True})
+    assert answer.choices[0].message.content == "It is."
+    assert answer.choices[0].finish_reason == "stop"
+    check_prompt_with_result(answer.prompt_text)
 
 
-def test_tokenize_counts_tools(stage: Stage):
-    async def ask(client: openai.AsyncOpenAI) -> Any:
-        body = {"messages": MESSAGES, "tools": TOOLS}
-        http = client._client
-        response = await http.post("/tokenize", json=body)
-        return response.json()["count"]
+def test_prompt_lists_tools(stage: Stage):
+    def is_listed(choice: str) -> bool:
+        stage.script.say(said(NOW))
+        asked = ASKED | {"tool_choice": choice, "return_prompt_text": True}
+        return '"name": "weather"' in stage.http.ask(CHAT, **asked)["prompt_text"]
 
+    assert is_listed("auto") and is_listed("required") and not is_listed("none")
+    with stage.restarted(exclude_tools_when_tool_choice_none=False):
+        assert is_listed("none")
+    body = {"messages": MESSAGES, "tools": TOOLS}
     written = TOKENIZER.apply_chat_template(MESSAGES, tools=TOOLS)
-    assert stage.play("", ask) == len(written)
+    assert stage.http.ask("/tokenize", **body)["count"] == len(written)
+
+
+BROKEN = (
+    ({"properties": {"a": {"type": "nothing"}}}, "nothing"),
+    ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
+    ({"$ref": "#/$defs/gone"}, "gone"),
+)
 
 
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        ({"tools": TOOLS}, "tool_choice", "--enable-auto-tool-choice"),
-        (
-            {"tools": TOOLS, "tool_choice": "auto"},
-            "tool_choice",
-            "--enable-auto-tool-choice",
-        ),
-        ({"tools": [], "tool_choice": "required"}, "tools", "empty array"),
-        ({"tool_choice": "required"}, "tools", "must be set"),
-        ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "'some'"),
-        (
-            {
-                "tools": TOOLS,
-                "tool_choice": {"type": "function", "function": {"name": "x"}},
-            },
-            "tool_choice",
-            "'x'",
-        ),
-        ({"tools": [{}], "tool_choice": "required"}, "tools.0.function", "required"),
-        (
-            {"tools": [tool("f", {"type": "string"})], "tool_choice": "required"},
-            "tools[0]['function']['parameters']",
-            "of an object",
-        ),
+        (REQUIRED | {"tools": None}, "tools", "must be set"),
+        (REQUIRED | {"tools": [{}]}, "tools.0.function", "required"),
         *(
             (
                 {"tools": [*TOOLS, tool("f", schema)], "tool_choice": choice},
                 "tools[2]['function']['parameters']",
                 reason,
             )
-            for choice in ("required", {"type": "function", "function": {"name": "f"}})
-            for schema, reason in (
-                ({"properties": {"a": {"type": "nothing"}}}, "nothing"),
-                (
-                    {"properties": {"a": {"type": "array", "uniqueItems": True}}},
-                    "uniqueItems",
-                ),
-                ({"$ref": "#/$defs/gone"}, "gone"),
-            )
+            for choice in ("required", NAMED | {"function": {"name": "f"}})
+            for schema, reason in BROKEN
         ),
         (
             {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [7]}]},
@@ -441,52 +355,49 @@ def test_tokenize_counts_tools(stage: Stage):
             "function",
         ),
     ],
+    ids=lambda value: str(value)[:60],
 )
-@pytest.mark.parametrize("is_stream", [False, True])
 def test_refuses_invalid_tools(
-    stage: Stage, given: dict[str, Any], param: str, message: str, is_stream: bool
+    stage: Stage, given: dict[str, Any], param: str, message: str
 ):
-    before = stage.engine.runner.num_launches  # pyright: ignore
+    runner: Any = stage.engine.engine.runner
+    if "messages" in given:
+        given = given | {"tools": None}
+    before = runner.num_launches
+    for is_stream in (False, True):
+        error = stage.http.refusal(CHAT, ASKED | {"stream": is_stream} | given)
+        assert error["param"] == param, error["message"]
+        assert message in error["message"]
+    assert runner.num_launches == before
 
-    async def ask(client: openai.AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        asked = {"model": "model", "messages": MESSAGES, "stream": is_stream} | given
-        with pytest.raises(openai.BadRequestError) as refused:
-            await create(**asked)
-        assert refused.value.param == param, refused.value.message
-        assert message in refused.value.message
 
-    stage.play("", ask)
-    assert stage.engine.runner.num_launches == before  # pyright: ignore
+def test_choice_by_model_needs_flag(http: Client):
+    for path, asked in ((CHAT, ASKED), (RESPONSES, ASKED_FLAT)):
+        for choice in ({}, {"tool_choice": "auto"}):
+            error = http.refusal(path, asked | choice)
+            assert error["param"] == "tool_choice"
+            assert "--enable-auto-tool-choice" in error["message"]
 
 
 def test_unused_schema_is_not_checked(stage: Stage):
     broken = tool("f", {"properties": {"a": {"type": "nothing"}}})
     for choice in ("auto", NAMED):
-        ask = asking(tools=[*TOOLS, broken], tool_choice=choice)
-        (answer,), _ = stage.play(said(ROME), ask, **AUTO)
+        stage.script.say(said(ROME))
+        (answer,), _ = chat(stage, tools=[*TOOLS, broken], tool_choice=choice)
         assert len(answer.calls) == 1
 
 
-RESPONSE_TOOLS = [{"type": "function", **one["function"]} for one in TOOLS]
-
-
-def responding(**given: Any) -> Ask:
-    """Return a function that requests a response and returns it and its events."""
-    asked = {"model": "model", "input": MESSAGES, "tools": RESPONSE_TOOLS} | given
-
-    async def ask(client: openai.AsyncOpenAI) -> tuple[Any, list[str]]:
-        create: Any = client.responses.create
-        if not given.get("stream"):
-            return checked(await create(**asked)), []
-        events = [checked(event) async for event in await create(**asked)]
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        check_items(events)
-        kept = checked(await client.responses.retrieve(events[-1].response.id))
-        assert kept == events[-1].response
-        return kept, [event.type.removeprefix("response.") for event in events]
-
-    return ask
+def respond(stage: Stage, is_stream: bool, **given: Any) -> tuple[Any, list[str]]:
+    """Request a response with tools; return it and the names of its events."""
+    asked = ASKED_FLAT | given
+    if not is_stream:
+        return checked(stage.responses.create(**asked)), []
+    events = [checked(event) for event in stage.responses.create(**asked, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    check_items(events)
+    kept = checked(stage.responses.retrieve(events[-1].response.id))
+    assert kept == events[-1].response
+    return kept, [event.type.removeprefix("response.") for event in events]
 
 
 def check_items(events: list[Any]) -> None:
@@ -522,41 +433,29 @@ def items_of(response: Any) -> list[tuple[str, Any]]:
     ]
 
 
-RESPONSES: list[tuple[str, dict[str, Any], list[tuple[str, Any]]]] = [
+ONLY_TIME = {"type": "allowed_tools", "mode": "auto"}
+ONLY_TIME |= {"tools": [{"type": "function", "name": "time"}]}
+RESPONSE_CASES: list[tuple[str, dict[str, Any], list[tuple[str, Any]]]] = [
     (WORDS, {}, [("", WORDS)]),
     (said(ROME, NOW), {}, made(ROME, NOW)),
     (said(ROME, NOW), {"parallel_tool_calls": False}, made(ROME)),
     (f"See:\n{said(NOW)}", {}, [("", "See:\n"), *made(NOW)]),
-    (said(OSLO), {"tool_choice": "required"}, made(OSLO)),
-    (
-        said(ROME),
-        {"tool_choice": {"type": "function", "name": "weather"}},
-        made(ROME),
-    ),
+    (said(OSLO), REQUIRED, made(OSLO)),
+    (said(ROME), {"tool_choice": {"type": "function", "name": "weather"}}, made(ROME)),
     (said(ROME), {"tool_choice": "none"}, [("", said(ROME))]),
-    (
-        said(ROME),
-        {
-            "tool_choice": {
-                "type": "allowed_tools",
-                "mode": "auto",
-                "tools": [{"type": "function", "name": "time"}],
-            }
-        },
-        [("", said(ROME))],
-    ),
+    (said(ROME), {"tool_choice": ONLY_TIME}, [("", said(ROME))]),
     ("", {}, [("", "")]),
 ]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize(("text", "given", "expected"), RESPONSES)
+@pytest.mark.parametrize(("text", "given", "expected"), RESPONSE_CASES)
 def test_responses_with_calls(
     stage: Stage, text: str, given: dict[str, Any], expected: Any, is_stream: bool
 ):
+    stage.script.say(text)
     include = ["message.output_text.logprobs"]
-    ask = responding(stream=is_stream, include=include, **given)
-    response, names = stage.play(text, ask, **AUTO)
+    response, names = respond(stage, is_stream, include=include, **given)
     assert items_of(response) == expected
     assert response.status == "completed"
     assert {item.status for item in response.output} == {"completed"}
@@ -573,138 +472,76 @@ def test_responses_with_calls(
         assert names[-1] == "completed"
 
 
+def result_of(call: Any) -> Any:
+    item = {"type": "function_call_output", "call_id": call.call_id}
+    return item | {"output": "21 °C"}
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_cut_off_call_of_response(stage: Stage, is_stream: bool):
-    begun = said(ROME | {"parameters": {}})[:-3]
-    most = len(TOKENIZER.encode(begun, False)) + 2
-    ask = responding(stream=is_stream, max_output_tokens=most)
-    response, _ = stage.play(said(ROME), ask, **AUTO)
+    stage.script.say(said(ROME))
+    response, _ = respond(stage, is_stream, max_output_tokens=NUM_BEGUN)
     assert response.status == "incomplete"
     (call,) = response.output
     assert (call.name, call.status) == ("weather", "incomplete")
-
-    async def continue_it(client: openai.AsyncOpenAI) -> Any:
-        create: Any = client.responses.create
-        asked = {"model": "model", "previous_response_id": response.id}
-        with pytest.raises(
-            openai.BadRequestError, match="call_id must be the call_id of"
-        ):
-            await create(input=[result_of(call, "21 °C")], **asked)
-        return await create(
-            input="Go on.", extra_body={"enable_response_messages": True}, **asked
-        )
-
-    then = stage.play("Well.", continue_it, **AUTO)
+    asked = {"model": "model", "previous_response_id": response.id}
+    with pytest.raises(openai.BadRequestError, match="call_id must be the call_id of"):
+        stage.responses.create(input=[result_of(call)], **asked)
+    stage.script.say("Well.")
+    extra = {"enable_response_messages": True}
+    then = stage.responses.create(input="Go on.", extra_body=extra, **asked)
     # The cut-off call becomes plain text in the next prompt.
     assert said(ROME)[:20] in then.input_messages[0]["message"]
 
 
-def result_of(call: Any, output: str) -> Any:
-    item = {"type": "function_call_output", "call_id": call.call_id}
-    return item | {"output": output}
-
-
 @pytest.mark.parametrize("is_stateful", [False, True])
 def test_response_continues_with_results(stage: Stage, is_stateful: bool):
-    async def ask(client: openai.AsyncOpenAI) -> Any:
-        create: Any = client.responses.create
-        asked: Any = {"model": "model", "tools": RESPONSE_TOOLS}
-        first = await create(input=MESSAGES, **asked)
-        (call,) = first.output
-        given = [result_of(call, "21 °C")]
-        if is_stateful:
-            asked["previous_response_id"] = first.id
-        else:
-            past = [item.model_dump(exclude_none=True) for item in first.output]
-            given = [*MESSAGES, *past, *given]
-        stage.script.say("It is.")
-        extra = {"enable_response_messages": True}
-        return await create(input=given, extra_body=extra, **asked)
-
-    then = stage.play(said(ROME), ask, **AUTO)
+    stage.script.say(said(ROME))
+    first = stage.responses.create(**ASKED_FLAT)
+    (call,) = first.output
+    if is_stateful:
+        asked = {"input": [result_of(call)], "previous_response_id": first.id}
+    else:
+        past = [item.model_dump(exclude_none=True) for item in first.output]
+        asked = {"input": [*MESSAGES, *past, result_of(call)]}
+    stage.script.say("It is.")
+    extra = {"enable_response_messages": True}
+    then = stage.responses.create(**ASKED_FLAT | asked, extra_body=extra)
     assert then.output_text == "It is."
-    text = then.input_messages[0]["message"]
-    assert '{"name": "weather", "parameters": {"type": "object"' in text
-    _, asked, called, result = text.split("<start_of_turn>")[:4]
-    assert asked.endswith("\n\nIs it warm in Rom?<end_of_turn>\n")
-    assert called == f"model\n{said(ROME)}<end_of_turn>\n"
-    assert result == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
+    check_prompt_with_result(then.input_messages[0]["message"])
 
 
 def test_openai_stream_helper_of_responses(stage: Stage):
-    async def ask(client: openai.AsyncOpenAI) -> Any:
-        stream: Any = client.responses.stream
-        strict = [one | {"strict": True} for one in RESPONSE_TOOLS]
-        asked = {"model": "model", "input": MESSAGES, "tools": strict}
-        async with stream(**asked) as events:
-            received = [event async for event in events]
-            return received, await events.get_final_response()
-
-    received, final = stage.play(f"See:\n{said(ROME, NOW)}", ask, **AUTO)
-    deltas = [one for one in received if one.type.endswith("arguments.delta")]
-    assert deltas
+    stage.script.say(f"See:\n{said(ROME, NOW)}")
+    strict = [one | {"strict": True} for one in FLAT_TOOLS]
+    with stage.responses.stream(**ASKED_FLAT | {"tools": strict}) as events:
+        assert [one for one in events if one.type.endswith("arguments.delta")]
+        final = events.get_final_response()
     assert items_of(final) == [("", "See:\n"), *made(ROME, NOW)]
     assert final.output[1].parsed_arguments == ROME["parameters"]
 
 
-@pytest.mark.parametrize(
-    ("given", "settings", "param"),
-    [
-        ({}, {}, "tool_choice"),
-        ({"tool_choice": "required", "tools": []}, AUTO, "tools"),
-        (
-            {"extra_body": {"structured_outputs": {"regex": "a"}}},
-            AUTO,
-            "tool_choice",
-        ),
-        (
-            {
-                "tools": [
-                    {"type": "function", "name": "f", "parameters": {"$ref": "#/x"}}
-                ]
-            },
-            AUTO,
-            "tools[0]['parameters']",
-        ),
-    ],
-)
-def test_responses_refuse_invalid_tools(
-    stage: Stage, given: dict[str, Any], settings: dict[str, Any], param: str
-):
-    if settings:
-        given = {"tool_choice": "required"} | given
-
-    async def ask(client: openai.AsyncOpenAI) -> None:
-        create: Any = client.responses.create
-        asked = {"model": "model", "input": "x", "tools": RESPONSE_TOOLS} | given
-        with pytest.raises(openai.BadRequestError) as refused:
-            await create(**asked)
-        assert refused.value.param == param, refused.value.message
-
-    stage.play("", ask, **settings)
+def test_responses_refuse_invalid_tools(stage: Stage):
+    broken = [FLAT_TOOLS[1] | {"parameters": {"$ref": "#/x"}}]
+    for tools, param in (([], "tools"), (broken, "tools[0]['parameters']")):
+        asked = ASKED_FLAT | REQUIRED | {"tools": tools}
+        assert stage.http.refusal(RESPONSES, asked)["param"] == param
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
 def test_tool_parser_plugin(
-    stage: Stage, tmp_path: Path, is_stream: bool, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     known = dict(ToolParserManager.tool_parsers)
     monkeypatch.setattr(ToolParserManager, "tool_parsers", known)
     path = tmp_path / "shout_parser.py"
     path.write_text(PLUGIN)
     plugin = {"tool_call_parser": "shout", "tool_parser_plugin": str(path)}
-
-    async def ask(client: openai.AsyncOpenAI) -> Any:
-        create: Any = client.chat.completions.create
-        asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
-        response = await create(**asked, stream=is_stream)
-        if not is_stream:
-            return response.choices[0].message.tool_calls
-        return [
-            call
-            async for chunk in response
-            for call in chunk.choices[0].delta.tool_calls or ()
+    with stage.restarted(**plugin):
+        stage.script.say("TIME ")
+        whole = stage.chats.create(**ASKED).choices[0].message.tool_calls
+        chunks = [
+            one.choices[0].delta for one in stage.chats.create(**ASKED, stream=True)
         ]
-
-    calls = stage.play("TIME ", ask, **AUTO, **plugin)
-    assert [call.function.name for call in calls] == ["time"]
+    streamed = [call for delta in chunks for call in delta.tool_calls or ()]
+    for calls in (whole, streamed):
+        assert [call.function.name for call in calls] == ["time"]

@@ -9,12 +9,19 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
+import openai
 import uvicorn
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.logprobs import Logprob
+from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.serve.app import make_app
+from jaxspec.serve.response_store import ResponseStore
+from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.engines import StubTokenizer
@@ -178,6 +185,48 @@ def _break(runner: Any, number: int) -> None:
     runner.launch = broken
 
 
+class Client(httpx.Client):
+    """A client of a `Site`, with checks of the responses."""
+
+    def __init__(self, site: Site):
+        # After an unexpected error, the server closes the connection.
+        headers = {"Connection": "close"}
+        super().__init__(base_url=site.url, timeout=60, headers=headers)
+        self.site = site
+
+    def ask(self, path: str, **body: Any) -> Any:
+        """Send a request that must succeed; return a stream as a list of its events."""
+        response = self.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return events_of(response.text) if body.get("stream") else response.json()
+
+    def refusal(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        status: int = 400,
+        kind: str = "BadRequestError",
+    ) -> dict[str, Any]:
+        """Send a request that must be refused; return the error."""
+        return error_of(self.post(path, json=body), status, kind)
+
+
+@contextlib.contextmanager
+def server(
+    engine_changes: Mapping[str, Any] | None = None,
+    *,
+    delay_s: float = 0.0,
+    break_at: int | None = None,
+    **settings: Any,
+) -> Iterator[Client]:
+    """Run a server and a client of it; arguments are those of `serve_http`."""
+    with site_of(engine_changes, **settings) as site, Client(site) as client:
+        site.delay_s = delay_s
+        if break_at is not None:
+            _break(site.engine.engine.runner, break_at)
+        yield client
+
+
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
     """Send a request that must succeed; return a stream as a list of its events."""
     response = await client.post(path, json=body)
@@ -200,3 +249,59 @@ def error_of(response: httpx.Response, status: int, kind: str) -> dict[str, Any]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["code"], error["type"]) == (status, kind)
     return error
+
+
+_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+_RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
+
+
+def openai_of(http: Client) -> openai.OpenAI:
+    """Return OpenAI's client, which sends its requests with another client."""
+    given: dict[str, Any] = {"http_client": http, "base_url": f"{http.base_url}v1"}
+    return openai.OpenAI(api_key="x", max_retries=0, **given)
+
+
+def client_of(http: Any) -> openai.AsyncOpenAI:
+    """Return OpenAI's client, which sends its requests with another client."""
+    return openai.AsyncOpenAI(
+        base_url=f"{http.base_url}/v1", api_key="x", http_client=http, max_retries=0
+    )
+
+
+def checked(received: Any) -> Any:
+    """Validate a response or event: OpenAI's client builds its types without checks."""
+    content = received if isinstance(received, dict) else received.model_dump()
+    response = content.get("response", content)
+    if response.get("usage"):
+        # The engine does not count how many tokens it writes to the prefix cache.
+        response["usage"]["input_tokens_details"]["cache_write_tokens"] = 0
+    kind = _EVENT if "sequence_number" in content else _RESPONSE
+    return kind.validate_python(content)
+
+
+class StubServing(Serving):
+    """A `Serving` without an engine, for tests of response writers."""
+
+    def __init__(self, **settings: Any):
+        self.settings, self.tokenizer = ServerSettings(**settings), StubTokenizer(16)
+        self.responses = ResponseStore(None, 0)
+
+
+def output(tokens: list[int], *, is_first: bool, is_last: bool) -> RequestOutput:
+    """Make part of a text; the log-probability of each token is its negative id."""
+    completion = CompletionOutput(
+        index=0,
+        text=letters(tokens),
+        token_ids=tokens,
+        logprobs=[{one: Logprob(-float(one), 1, letters([one]))} for one in tokens],
+        finish_reason="length" if is_last else None,
+    )
+    of_prompt = [None, *({token: Logprob(-float(token), 1)} for token in (3, 4))]
+    return RequestOutput(
+        request_id="x",
+        prompt=PROMPT,
+        prompt_token_ids=[2, 3, 4],
+        prompt_logprobs=of_prompt if is_first else None,
+        outputs=[completion],
+        finished=is_last,
+    )

@@ -166,7 +166,7 @@ def test_every_epoch_has_every_row_once():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (dict(rows=11), "The text has 10 rows, and a step takes rows=11"),
+        (dict(rows=11), "The text has 10 rows, but a step takes rows=11"),
         (dict(rows=5), "The held-out text has 4 rows"),
         (dict(loss="mse"), "loss must be one of 'lk', 'kl'"),
         (dict(learning_rate=0), "learning_rate must be a finite number above 0"),

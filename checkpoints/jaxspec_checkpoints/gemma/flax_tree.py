@@ -110,8 +110,9 @@ class FlaxTree:
         if sizes.hidden_size == sizes.intermediate_size:
             raise CheckpointError(
                 f"hidden_size and intermediate_size are both {sizes.hidden_size}, so "
-                f"the orientation of {self.spell(self.layer(GATING))!r} is unknown: "
-                f"use another format than Kaggle's ({self.folder})"
+                f"the orientation of {self.spell(self.layer(GATING))!r} is "
+                "ambiguous: fetch this model in another format, such as "
+                f"HuggingFace's ({self.folder})"
             )
         return self.shape(self.layer(GATING), 3)[1] == sizes.hidden_size
 
@@ -131,9 +132,9 @@ class FlaxTree:
         if sizes.num_layers > num_layers:
             raise CheckpointError(
                 "the checkpoint has no tensor "
-                f"{self.spell(f'layer_{num_layers}/mlp/linear')!r}: config.json asks "
-                f"for num_hidden_layers={sizes.num_layers}, it has {num_layers} "
-                f"({self.folder})"
+                f"{self.spell(f'layer_{num_layers}/mlp/linear')!r}: config.json has "
+                f"num_hidden_layers={sizes.num_layers}, but the checkpoint has "
+                f"{num_layers} layers ({self.folder})"
             )
         num_rows, _ = self.shape(EMBEDDER, 2)
         if not sizes.vocab_size <= num_rows <= sizes.vocab_size + pad_rows:
@@ -169,8 +170,8 @@ class FlaxTree:
                 )
             if array.shape != expected[leaf]:
                 raise CheckpointError(
-                    f"tensor {path!r} has shape {array.shape}, the config asks for "
-                    f"{expected[leaf]} {where}"
+                    f"tensor {path!r} has shape {array.shape}, but config.json "
+                    f"requires {expected[leaf]} {where}"
                 )
             if array.dtype.name not in DTYPES:
                 raise CheckpointError(
@@ -204,7 +205,7 @@ def read_tree(
         found = ", ".join(sorted(paths.values())[:4]) or "no tensor"
         raise CheckpointError(
             f"the checkpoint has no tensor 'transformer/{EMBEDDER}', so it is not a "
-            f"Gemma as Kaggle has it; found: {found} ({folder})"
+            f"Gemma model in Kaggle's format; found: {found} ({folder})"
         )
     root = embedder.removesuffix(EMBEDDER)
     skipped = tuple(part for form in forms for part in form.skipped)
@@ -225,8 +226,8 @@ def read_tree(
     found = [match for match in map(_LAYER.match, leaves) if match]
     if not found:
         raise CheckpointError(
-            f"the checkpoint has no tensor of a layer, as {root}layer_0/mlp/linear "
-            f"({folder})"
+            "the checkpoint has no tensor of a layer, such as "
+            f"{root}layer_0/mlp/linear ({folder})"
         )
     stacks = {int(match[2]) for match in found if match[1] == STACK}
     return FlaxTree(

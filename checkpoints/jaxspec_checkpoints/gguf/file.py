@@ -108,8 +108,8 @@ def read_gguf(path: str | Path) -> GgufFile:
         count = _integer(file, "split.count", 1)
         if max(count, 1) != 1 + len(others):
             raise CheckpointError(
-                f"{first} is one of {count} shards, but {1 + len(others)} were found: "
-                "keep all shards in one folder under their original names, "
+                f"{first} is one of {count} shards, but {1 + len(others)} were "
+                "found: keep all shards in one folder under their original names, "
                 "NAME-00001-of-0000N.gguf"
             )
         tensors = dict(file.tensors)
@@ -138,7 +138,7 @@ def shards(path: Path) -> list[Path]:
     stem, count = named[1], int(named[3])
     if not 1 <= int(named[2]) <= count <= _MAX_SHARDS:
         raise CheckpointError(
-            f"{path} has no name of a shard: expected 00001 to 0000N, and at most "
+            f"{path} is not named like a shard: expected 00001 to 0000N, and at most "
             f"{_MAX_SHARDS} shards"
         )
     found = [
@@ -196,7 +196,7 @@ def _fail(path: Path, reason: str) -> NoReturn:
 
 
 class _Header:
-    """A position in the header; every step is checked against the file's size."""
+    """Reads the header; every read is checked against the file's size."""
 
     def __init__(self, path: Path, stream: BinaryIO):
         self._path, self._stream = path, stream
@@ -219,20 +219,20 @@ class _Header:
                 "convert it with gguf-convert-endian"
             )
         if version not in _VERSIONS:
-            self._fail(f"its version is {version}, and 2 and 3 are read")
+            self._fail(f"its version is {version}, but only 2 and 3 are supported")
         num_tensors, num_keys = self._count("tensors"), self._count("metadata keys")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._string("a metadata key", most=_MAX_NAME_BYTES)
             if key in metadata:
-                self._fail(f"metadata key {key!r:.80} is there twice")
+                self._fail(f"metadata key {key!r:.80} appears twice")
             metadata[key] = self._value(key)
         found = list(self._tensors(num_tensors))
         start = self._align(self._position, alignment := self._alignment(metadata))
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in found:
             if name in tensors:
-                self._fail(f"tensor {name!r:.80} is there twice")
+                self._fail(f"tensor {name!r:.80} appears twice")
             if offset % alignment:
                 self._fail(
                     f"tensor {name!r:.80} has offset {offset}, no multiple of "
@@ -290,14 +290,16 @@ class _Header:
         count = self._number(8)
         if count > _MAX_ENTRIES:
             self._fail(
-                f"it announces {count:,} {what}, at most {_MAX_ENTRIES:,} are read"
+                f"it has {count:,} {what}, but at most {_MAX_ENTRIES:,} are supported"
             )
         return count
 
     def _string(self, what: str, *, most: int = _MAX_HEADER_BYTES) -> str:
         length = self._number(8)
         if length > most:
-            self._fail(f"{what} has {length:,} bytes, at most {most:,} are read")
+            self._fail(
+                f"{what} has {length:,} bytes, but at most {most:,} are supported"
+            )
         content = self._take(length)
         try:
             return content.decode()
@@ -324,14 +326,16 @@ class _Header:
         kind, count = self._number(4), self._number(8)
         if count > _MAX_ARRAY:
             self._fail(
-                f"{key!r:.80} announces {count:,} values, and at most {_MAX_ARRAY:,} "
-                "are read"
+                f"{key!r:.80} has {count:,} values, but at most {_MAX_ARRAY:,} are "
+                "supported"
             )
         if kind == _STRING:
             return self._strings(key, count)
         if kind not in _DTYPES:
             name = "an array" if kind == _ARRAY else f"type {kind}"
-            self._fail(f"the values of {key!r:.80} are of {name}, which is not read")
+            self._fail(
+                f"the values of {key!r:.80} are of {name}, which is not supported"
+            )
         # Copy the values; a view would keep the whole buffer in memory.
         values = np.frombuffer(
             self._take(count * _DTYPES[kind].itemsize), _DTYPES[kind]
@@ -341,10 +345,10 @@ class _Header:
     def _strings(self, key: str, count: int) -> list[str]:
         self._num_strings += count
         if self._num_strings > _MAX_STRINGS:
-            self._fail(f"it announces more than {_MAX_STRINGS:,} strings")
+            self._fail(f"its header has more than {_MAX_STRINGS:,} strings")
         if count * 8 > self._file_bytes - self._position:
             self._fail(
-                f"{key!r:.80} announces {count:,} strings, more than the file has room "
+                f"{key!r:.80} has {count:,} strings, more than the file has room "
                 "for: it is truncated or damaged, fetch it again"
             )
         values: list[str] = []

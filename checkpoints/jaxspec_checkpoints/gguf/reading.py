@@ -160,7 +160,7 @@ def _canonical(file: GgufFile, sizes: Sizes) -> dict[str, GgufTensor]:
         for canonical, tensor in _named(name, stored, sizes):
             if canonical in tensors:
                 raise CheckpointError(
-                    f"{stored.path}: tensor {name!r} is another {canonical!r}"
+                    f"{stored.path}: tensor {name!r} is a second {canonical!r}"
                 )
             tensors[canonical] = tensor
     return tensors
@@ -310,7 +310,7 @@ def _blocks(stored: GgufTensor, start: int, stop: int) -> np.ndarray:
 
 
 def _read(stored: GgufTensor, start: int, stop: int) -> np.ndarray:
-    """Read bytes of rows. Not mapped: pages of a mapped file would count as memory."""
+    """Read the bytes of rows, without mapping: mapped pages would count as memory."""
     row_bytes = stored.num_bytes // stored.shape[0]
     num_bytes = (stop - start) * row_bytes
     with readable(stored.path), stored.path.open("rb", buffering=0) as stream:

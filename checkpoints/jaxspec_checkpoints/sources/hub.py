@@ -82,10 +82,10 @@ def download(
     folder = Path(fetched)
     if weights and not _has_weights(folder):
         raise CheckpointError(
-            f"{_page(name)} has no weights as *.safetensors or in Orbax's format. "
-            "Of GGUF files one is fetched when its type is named, as in "
-            f"{name}:Q4_K_M. Pickles (*.bin, *.pt) are not fetched, as they can run "
-            "code. Choose a repository with safetensors or GGUF files."
+            f"{_page(name)} has no weights as *.safetensors or in Orbax's format. To "
+            f"fetch a GGUF file, add its type, as in {name}:Q4_K_M. Pickles (*.bin, "
+            "*.pt) are not fetched, as they can run code. Choose a repository with "
+            "safetensors or GGUF files."
         )
     return folder
 
@@ -153,8 +153,8 @@ def _check_one(name: str, kind: str, names: Sequence[str]) -> str:
     shown = ", ".join((found or list(models))[:8]) or "none"
     what = "several GGUF files" if found else "no GGUF file"
     raise CheckpointError(
-        f"{_page(name)} has {what} of type {kind!r}, and one is needed; there are: "
-        f"{shown}. Name another type, or download a file and pass its path."
+        f"{_page(name)} has {what} of type {kind!r}, but exactly one is needed; "
+        f"found: {shown}. Name another type, or download a file and pass its path."
     )
 
 
@@ -200,14 +200,14 @@ def _reason(error: BaseException, name: str, revision: str | None) -> str | None
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
             "HF_HUB_OFFLINE is set and the cache has no whole copy of it. Unset the "
-            "variable, or fetch the model once where there is network."
+            "variable, or fetch the model once with network access."
         )
     if isinstance(error, errors.HfHubHTTPError):
         return _refusal(error, name, revision)
     if isinstance(error, errors.HFValidationError):
         return f"this cannot be the id of a repository. {error}"
     if isinstance(error, errors.LocalTokenNotFoundError):
-        return "token=True stands for a saved token, and none is: run `hf auth login`."
+        return "token=True uses a saved token, but none is saved: run `hf auth login`."
     if isinstance(error, (httpx2.TransportError, ConnectionError, TimeoutError)):
         return (
             f"{constants.ENDPOINT} cannot be reached, or the connection broke "
@@ -217,8 +217,8 @@ def _reason(error: BaseException, name: str, revision: str | None) -> str | None
         )
     if isinstance(error, (errors.FileMetadataError, json.JSONDecodeError)):
         return (
-            f"{constants.ENDPOINT} does not answer like a hub: check HF_ENDPOINT, "
-            f"proxy and firewall ({error})."
+            f"{constants.ENDPOINT} does not respond like the Hugging Face Hub: check "
+            f"HF_ENDPOINT, proxy and firewall ({error})."
         )
     return _local_reason(error)
 
@@ -241,23 +241,23 @@ def _refusal(
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"there is no such repository, or it is private ({status}). Check the "
-            f"spelling on {_page(name)}; for a private one give a token: "
+            f"spelling on {_page(name)}; for a private repository give a token: "
             "hf_token=..., the variable HF_TOKEN, or `hf auth login`."
         )
     if isinstance(error, errors.DisabledRepoError):
         return "its owner or the hub has disabled it. Choose another model."
     if status == 401:
         return (
-            "the token is not valid. Make a new one in the settings of your account "
-            "and pass it as hf_token=... or in the variable HF_TOKEN."
+            "the token is not valid. Create a new one in the settings of your "
+            "account and pass it as hf_token=... or in the variable HF_TOKEN."
         )
     if status == 403:
         return (
-            f"the token does not allow it ({error.server_message or status}). "
-            "Give one that may read this repository."
+            f"the token does not allow it ({error.server_message or status}). Give a "
+            "token that may read this repository."
         )
     if status == 429 or status >= 500:
-        return f"the hub is busy or out of order ({status}). Try again later."
+        return f"the hub is busy or fails ({status}). Try again later."
     return None
 
 

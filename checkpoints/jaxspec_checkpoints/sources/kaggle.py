@@ -92,7 +92,7 @@ def _reason(error: BaseException, name: str) -> str | None:
     if isinstance(
         error, (DataCorruptionError, EOFError, tarfile.TarError, zipfile.BadZipFile)
     ):
-        return f"what arrived is damaged ({error}). Try again."
+        return f"the download is damaged ({error}). Try again."
     if isinstance(error, requests.RequestException):
         return (
             f"Kaggle cannot be reached, or the connection broke "
@@ -135,5 +135,5 @@ def _refusal(error: requests.HTTPError, name: str) -> str | None:
             f"spelling on {_page(name)}."
         )
     if status == 429 or status >= 500:
-        return f"Kaggle is busy or out of order ({status}). Try again later."
+        return f"Kaggle is busy or fails ({status}). Try again later."
     return None

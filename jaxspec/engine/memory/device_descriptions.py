@@ -98,9 +98,8 @@ def check_device(name: str) -> None:
         raise wrong_argument(ConfigError, "--device", allowed, name, hint)
     if lacks:
         raise ConfigError(
-            f"--device {name} needs {compiler} and it is not installed: "
-            f"pip install 'jax[{extra}]', or run this where the devices are, without "
-            "--device.",
+            f"--device {name} needs {compiler} which is not installed: pip install "
+            f"'jax[{extra}]', or run this where the devices are, without --device.",
             parameter="device",
             value=name,
         )

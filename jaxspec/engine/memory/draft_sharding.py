@@ -162,7 +162,9 @@ class DraftSharding:
             return "the fastest by estimate"
         if _has_pages(best, self.sizes[0]):
             return "as no other is clearly faster by estimate"
-        return f"as {best.devices}, faster by estimate, would leave too few pages"
+        return (
+            f"because {best.devices}, estimated to be faster, would leave too few pages"
+        )
 
     def line(self) -> str:
         """Describe the choice, with the times and pages that were compared."""

@@ -74,7 +74,12 @@ def trim_malloc() -> None:
 
 def _set(parameter: int, value: int) -> None:
     if not ctypes.CDLL(None).mallopt(parameter, value):
-        _log.warning("glibc refused mallopt(%d, %d)", parameter, value)
+        _log.warning(
+            "glibc refused mallopt(%d, %d): freed memory may not be returned to the "
+            "system",
+            parameter,
+            value,
+        )
 
 
 def _is_ours() -> bool:

@@ -180,7 +180,7 @@ def spread_draft(
         one, one_mesh = with_size(devices)
         try:
             facts = find_facts(one, one_mesh, given, device, others)
-        except UnsupportedError as error:  # of pages spread like this
+        except UnsupportedError as error:  # the kernels cannot read such pages
             refused = error
             continue
         try:

@@ -113,7 +113,7 @@ class Connection:
         stream.sendall(MAGIC + own_nonce)
         greeting = self._read(len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
-            raise HostsError("it is no jaxspec of this version")
+            raise HostsError("the other process does not run jaxspec of this version")
         other = greeting[len(MAGIC) :]
         nonces = own_nonce + other if is_leader else other + own_nonce
         down = _sign(secret, b"from the leader" + nonces)
@@ -144,13 +144,15 @@ class Connection:
         number, num_content, num_vector = _HEADER.unpack(header)
         max_bytes = MAX_MESSAGE_BYTES if self._num_received else MAX_FIRST_BYTES
         if num_content + num_vector > max_bytes:
-            raise HostsError("its message is too long")
+            raise HostsError("the message is too long")
         body = header + self._read(num_content + num_vector)
         tag = self._read(TAG_BYTES)
         if not hmac.compare_digest(tag, _sign(self._receives, body)):
-            raise HostsError("its message is not signed with the same secret")
+            raise HostsError("the message is not signed with the same secret")
         if number != self._num_received:
-            raise HostsError(f"message {number} arrived, not {self._num_received}")
+            raise HostsError(
+                f"message {number} was received, but {self._num_received} was expected"
+            )
         self._num_received += 1
         end = _HEADER.size + num_content
         vector = None
@@ -255,7 +257,7 @@ def end_process(reason: str) -> None:
 
     XLA cannot cancel a collective, so nothing can be closed in order.
     """
-    _log.critical("%s This process ends too: start all of them again.", reason)
+    _log.critical("%s This process ends too: restart all processes.", reason)
     logging.shutdown()
     os._exit(HOST_LOST)
 
@@ -375,7 +377,7 @@ class Followers:
         except EngineDeadError:
             return  # they have ended already
         self._is_over = True
-        if not self._stop("The engine has ended, and those that followed it."):
+        if not self._stop("The leader's engine has ended, and so have its followers."):
             return
         for connection, _ in self._connections.values():
             connection.finish()
@@ -447,13 +449,13 @@ class Followers:
 
     def _lose(self, rank: int, why: str) -> None:
         address = self._connections[rank][1]
-        reason = f"The process of node_rank={rank} ({address}) has ended: {why}."
+        reason = f"The process with node_rank={rank} ({address}) has ended: {why}."
         if self._close(reason):
             self._on_loss(reason)
 
 
 def _listening(hosts: HostsConfig) -> socket.socket:
-    """Listen at the leader's address, whose name a cluster may publish late."""
+    """Listen at the leader's address; retry, as a cluster may publish its name late."""
     host, port = hosts.master_addr, hosts.plans_port
     listener, deadline = None, time.monotonic() + hosts.timeout_s
     try:
@@ -584,8 +586,8 @@ def _accept(
     _drop_gone(connected)
     if rank in connected:
         error = ConfigError(
-            f"Two processes have node_rank={rank}: {connected[rank][1]} and {address}. "
-            f"Each needs its own, from 1 to {hosts.nnodes - 1}.",
+            f"Two processes have node_rank={rank}: {connected[rank][1]} and "
+            f"{address}. Each needs a different one, from 1 to {hosts.nnodes - 1}.",
             parameter="node_rank",
             value=rank,
         )
@@ -596,8 +598,9 @@ def _accept(
     differs = difference(facts, hello["facts"])
     if differs is not None:
         raise ConfigError(
-            f"The process of node_rank={rank} ({address}) differs in {differs}. All "
-            "must be started with the same arguments, versions and weights.",
+            f"The process with node_rank={rank} ({address}) differs from the leader "
+            f"in {differs}. All processes must be started with the same arguments, "
+            "versions and weights.",
             parameter=differs.partition(":")[0],
         )
 
@@ -622,8 +625,9 @@ def _confirm_all(connected: Mapping[int, tuple[Connection, str]]) -> None:
             connection.send({"accepted": True})
         except OSError as error:
             raise ConfigError(
-                f"The process of node_rank={rank} ({address}) ended before all had "
-                f"connected: {error}. See its log, and start all of them again.",
+                f"The process with node_rank={rank} ({address}) ended before all "
+                f"processes had connected: {error}. See its log, then restart all "
+                "processes.",
                 parameter="nnodes",
                 value=len(connected) + 1,
             ) from error

@@ -67,7 +67,7 @@ class Follower:
                 command = self._leader.receive()
             self._wait(0)
             leave()
-        _log.info("The leader has ended in order after %d launches", self.num_launches)
+        _log.info("The leader ended normally after %d launches", self.num_launches)
         self._leader.close()
 
     @property
@@ -122,7 +122,7 @@ class Follower:
         # process running.
         except Exception as error:  # noqa: BLE001
             _log.exception("A program could not be made")
-            end_process(f"A program could not be made: {error!r}.")
+            end_process(f"A program could not be compiled: {error!r}.")
         self._leader.answer(command, {})
 
 

@@ -1,1 +1,1 @@
-"""Import paths of vLLM; `jaxspec.serve` is what they lead to."""
+"""vLLM's import paths of the server, which lead to `jaxspec.serve`."""

@@ -160,7 +160,7 @@ class Gemma2Config(GemmaConfig):
         missing = [name for name in SIZES if config.get(name) is None]
         if missing:
             raise ConfigError(
-                f"A Gemma 2 config needs {', '.join(missing)}; given were "
+                f"A Gemma 2 config needs {', '.join(missing)}; it has only "
                 f"{', '.join(sorted(config))}.",
                 parameter=missing[0],
             )
@@ -187,8 +187,8 @@ class Gemma3Config(GemmaConfig):
         "27b <- 270m, 12b <- 1b), instruction-tuned for instruction-tuned."
     )
     float16_error: ClassVar[str | None] = (
-        "The residual stream of Gemma 3 exceeds 65,504, the largest float16, in its "
-        "smallest model already. Use 'bfloat16' or 'float32'."
+        "Even in the smallest Gemma 3 model, hidden states exceed 65,504, the "
+        "largest float16. Use 'bfloat16' or 'float32'."
     )
 
     @classmethod
@@ -307,7 +307,8 @@ def _gemma3_rope(config: Mapping[str, Any], kind: str) -> Rope:
     if own.keys() & {_LOCAL, _GLOBAL} or (scaling == "default" and has_factor):
         allowed = "an object with 'rope_type' and 'factor'"
         hint = (
-            f"Kinds of layers go into rope_parameters, as {_LOCAL!r} and {_GLOBAL!r}."
+            "Set different values for kinds of layers in rope_parameters, under "
+            f"{_LOCAL!r} and {_GLOBAL!r}."
         )
         raise wrong_argument(ConfigError, "rope_scaling", allowed, own, hint)
     if scaling not in ("linear", "default"):

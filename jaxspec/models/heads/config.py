@@ -159,9 +159,9 @@ class LayerConfig(HeadConfig):
             )
         if not self.has_embedding and self.hidden_size != self.target_hidden_size:
             raise ConfigError(
-                f"This {self.kind} head has hidden_size={self.hidden_size} and no "
-                "embed_tokens.weight, and the target's embeddings are "
-                f"{self.target_hidden_size} wide.",
+                f"This {self.kind} head has no embed_tokens.weight, so it uses the "
+                "target's embeddings: hidden_size must be "
+                f"{self.target_hidden_size}, got {self.hidden_size}.",
                 parameter="hidden_size",
                 value=self.hidden_size,
             )
@@ -302,7 +302,8 @@ class Eagle3Config(LayerConfig):
         if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
             raise UnsupportedError(
                 "eagle_config.use_aux_hidden_state=false: the head reads no hidden "
-                "states of target layers, and this network fuses three.",
+                "states of target layers, but jaxspec's EAGLE-3 network needs those "
+                "of three layers.",
                 parameter="use_aux_hidden_state",
                 value=False,
             )
@@ -412,7 +413,7 @@ def _refuse_variants(config: Mapping[str, Any], layer: Mapping[str, Any]) -> Non
     for name, computed in _FIXED.items():
         given = layer.get(name, config.get(name, computed))
         if given not in (computed, None):
-            hint = "The head's network computes nothing else."
+            hint = "This is the only value that the head's network supports."
             raise wrong_argument(UnsupportedError, name, repr(computed), given, hint)
 
 

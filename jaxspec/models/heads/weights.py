@@ -113,8 +113,8 @@ def _read_token_ids(
         return None
     if table is None:
         raise CheckpointError(
-            f"no tensor {name!r}, which maps the head's {config.draft_vocab_size} "
-            f"tokens to the target's {config.vocab_size}"
+            f"the head has no tensor {name!r}, which maps its "
+            f"{config.draft_vocab_size} tokens to the target's {config.vocab_size}"
         )
     if table.shape != (config.draft_vocab_size,) or table.dtype.kind != "i":
         raise CheckpointError(
@@ -127,11 +127,11 @@ def _read_token_ids(
     wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
     if wrong.size:
         raise CheckpointError(
-            f"tensor {name!r} names token {wrong[0]}; the target has "
-            f"{config.vocab_size}, from 0"
+            f"tensor {name!r} has token id {wrong[0]}, but ids go from 0 to "
+            f"vocab_size={config.vocab_size} - 1"
         )
     if len(np.unique(ids)) < len(ids):
-        raise CheckpointError(f"tensor {name!r} names a token of the target twice")
+        raise CheckpointError(f"tensor {name!r} has a token id of the target twice")
     return ids.astype(np.int32)
 
 
@@ -149,13 +149,13 @@ def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:
             if "lm_head" in name and shapes[name] == trimmed:
                 hint = f" (a vocabulary trimmed to {config.draft_vocab_size})"
             raise CheckpointError(
-                f"tensor {name!r} has shape {tensor.shape}, config.json asks for "
+                f"tensor {name!r} has shape {tensor.shape}, but config.json requires "
                 f"{shapes[name]}{hint} ({tensor.source})"
             )
         if tensor.dtype.kind in "iub":
             raise CheckpointError(
-                f"tensor {name!r} has type {tensor.dtype.name}, expected floats "
-                f"({tensor.source})"
+                f"tensor {name!r} has type {tensor.dtype.name}, expected a float "
+                f"type ({tensor.source})"
             )
     missing = sorted(shapes.keys() - tensors.keys())
     if missing:

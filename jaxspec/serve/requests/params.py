@@ -191,8 +191,8 @@ def _for_completion(body: CompletionBody) -> tuple[int | None, int | None]:
     if body.echo and max_tokens == 0:
         if token_ids:
             raise RequestError(
-                "`logprob_token_ids` apply to generated tokens: with `echo` and "
-                "`max_tokens=0` there are none.",
+                "`logprob_token_ids` apply to generated tokens, but with `echo` and "
+                "`max_tokens=0` no tokens are generated.",
                 parameter="logprob_token_ids",
             )
         max_tokens = 1  # the engine generates at least one, which is not shown
@@ -278,7 +278,8 @@ def _check_guided(body: GenerationBody) -> None:
         if name.startswith("guided_") and value is not None:
             known = ", ".join(_OLDER_FORMS)
             raise RequestError(
-                f"There is no field {name}: use structured_outputs, or one of {known}.",
+                f"{name} is not a field of this API: use structured_outputs, or one "
+                f"of {known}.",
                 parameter=name,
                 value=value,
             )

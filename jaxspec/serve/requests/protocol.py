@@ -126,7 +126,10 @@ class Body(Part):
 def _check_field(name: str, content: Any) -> None:
     """Check the name of a field and its content."""
     if not _is_utf8(name):
-        raise FieldError("", "the name of a field has half of a surrogate pair")
+        raise FieldError(
+            "",
+            "the name of a field has an unpaired surrogate, which is not valid Unicode",
+        )
     level, depth = [content], 1
     while level:
         inner: list[Any] = []
@@ -137,7 +140,9 @@ def _check_field(name: str, content: Any) -> None:
                     raise FieldError(name, f"the field must {allowed}")
                 inner += _check_size(name, value)
             elif isinstance(value, str) and not _is_utf8(value):
-                raise FieldError(name, "a text has half of a surrogate pair")
+                raise FieldError(
+                    name, "a text has an unpaired surrogate, which is not valid Unicode"
+                )
         level, depth = inner, depth + 1
 
 

@@ -76,7 +76,7 @@ def read_choice(body: ChatBody) -> ToolChoice:
     name = _name_in(choice)
     if name not in [tool.name for tool in tools]:
         raise RequestError(
-            f"tool_choice names {name!r}, which is none of the `tools`: "
+            f"tool_choice names {name!r}, which is not one of the `tools`: "
             f"{', '.join(repr(tool.name) for tool in tools)}.",
             parameter="tool_choice",
             value=choice,

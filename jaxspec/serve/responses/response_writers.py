@@ -74,8 +74,9 @@ class Writer(ABC):
     ) -> int:
         """Return the number of entries of a response whose texts have maximum length.
 
-        Entries are log-probabilities and token ids of prompts, and log-probabilities of
-        generated tokens; a stream sends the latter one by one, so they do not count.
+        Entries are the log-probabilities and token ids of prompts and, unless the
+        response is a stream, the log-probabilities of generated tokens: a stream sends
+        those one by one.
 
         Args:
             lengths: Number of tokens of each prompt.
@@ -115,6 +116,10 @@ class Writer(ABC):
     @abstractmethod
     def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
         """Write the response from the last output of every prompt, with its number."""
+
+    def error_event(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the event of an error that ends a stream."""
+        return body
 
     @abstractmethod
     def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:

@@ -110,7 +110,9 @@ class ResponseWriter(Writer):
         if self._is_added:
             self._store.update(stored, self._owner)
         elif not self._store.add(stored, self._owner):
-            _log.warning("%s is not stored: another has its id", escaped(self.id))
+            _log.warning(
+                "%s is not stored: another response has this id", escaped(self.id)
+            )
         self._is_added = True
 
     def store_events(self, events: list[Event]) -> None:

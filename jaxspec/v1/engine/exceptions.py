@@ -1,4 +1,4 @@
-"""Alias of `jaxspec.errors`, where vLLM has what a failed engine raises."""
+"""Alias of `jaxspec.errors`, at vLLM's import path for errors of failed engines."""
 
 from jaxspec.errors import EngineDeadError, EngineGenerateError
 

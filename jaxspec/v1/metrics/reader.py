@@ -1,4 +1,4 @@
-"""Alias of `jaxspec.metrics`, where vLLM has the forms of its metrics."""
+"""Alias of `jaxspec.metrics`, at vLLM's import path for the types of metrics."""
 
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 

@@ -102,8 +102,8 @@ def _is_registered(given: str) -> bool:
         masks.install(library)
     except (OSError, RuntimeError, AttributeError) as cause:
         _log.warning(
-            "No native operations, which are several times faster: %s. XLA's own serve "
-            "(%s=%s silences this)",
+            "Native CPU operations are not available: %s. XLA's operations are "
+            "used, which are several times slower (%s=%s silences this warning)",
             cause,
             VARIABLE,
             OFF,
@@ -143,10 +143,10 @@ def _load(given: str) -> ctypes.CDLL:
             # Loading a damaged library can crash the process.
             if path.name == _whole_name(name, path.read_bytes()):
                 return ctypes.CDLL(str(path))
-            _log.warning("%s is damaged, and is built again", path)
+            _log.warning("%s is damaged, so it is built again", path)
             path.unlink()
         except OSError as cause:
-            _log.info("Building native operations anew: %s", cause)
+            _log.info("Building native operations again: %s", cause)
     with tempfile.TemporaryDirectory(prefix="jaxspec-native-") as folder:
         made = _build(compiler, Path(folder))
         try:
@@ -154,8 +154,8 @@ def _load(given: str) -> ctypes.CDLL:
         # RuntimeError: the user has no home directory.
         except (OSError, RuntimeError) as cause:
             _log.warning(
-                "Native operations cannot be kept, and are built again at every start: "
-                "%s. Set %s to a folder that can be written",
+                "Native operations cannot be saved, so they are built at every "
+                "start: %s. Set %s to a writable folder",
                 cause,
                 VARIABLE,
             )
@@ -227,7 +227,9 @@ def _run(compiler: str, arguments: list[str]) -> None:
         message = " ".join(error.stderr.strip().splitlines()[:1])
         raise RuntimeError(f"{compiler} fails: {message}") from error
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{compiler} takes over {_COMPILE_LIMIT_S} s") from error
+        raise RuntimeError(
+            f"{compiler} took longer than {_COMPILE_LIMIT_S} s"
+        ) from error
 
 
 def _flags() -> tuple[str, ...]:

@@ -73,8 +73,8 @@ def paged_attention(
     _check_seqs(query.shape, page_table.shape, kv_len.shape, mask)
     if window is not None and window < 1:
         raise ValueError(
-            f"window={window}: it counts the query's own token, so it is at least 1; "
-            "None is no window"
+            f"window={window}: it includes the query's own token, so it must be at "
+            "least 1; None means no window"
         )
     name = dispatch.resolve("paged_attention", implementation)
     tuned: dict[str, Any] = {}

@@ -229,9 +229,10 @@ def paged_attention(
     floats = (jnp.bfloat16, jnp.float16, jnp.float32, FP8)
     if not is_scaled and kv_pages.dtype not in floats:
         raise NotImplementedError(
-            f"paged attention on GPU reads pages of bfloat16, float16, float32 or "
-            f"float8_e4m3fn, or `ScaledPages`, not {kv_pages.dtype}; bits in uint16 "
-            "and uint8 are for XLA:CPU, see `jaxspec_kernels.bits.storage_dtype`"
+            "paged attention on GPU reads pages of bfloat16, float16, float32 or "
+            f"float8_e4m3fn, or `ScaledPages`, not {kv_pages.dtype}; uint16 and "
+            "uint8 pages are for XLA:CPU only, see "
+            "`jaxspec_kernels.bits.storage_dtype`"
         )
     seqs, queries, q_heads, head_dim = query.shape
     if tiles is None:

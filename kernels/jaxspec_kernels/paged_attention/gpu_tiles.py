@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 MIN_ROWS = 16  # smallest tensor-core product
-MAX_ROWS = 64  # of prefill in one program: 64 x 256 mixed values are half its registers
+MAX_ROWS = 64  # prefill rows per program: 64 x 256 outputs fill half its registers
 BLOCK_BYTES = 16 * 1024  # of keys, and the same of values
 MIN_SPLIT_TOKENS = 128  # adding up a smaller share costs more than reading it
 NUM_SMS = 132  # H100, H200

@@ -334,8 +334,8 @@ def _check(query: Array, kv_pages: KvPages) -> None:
     is_scaled = isinstance(kv_pages, ScaledPages)
     if kv_pages.dtype in (jnp.uint16, jnp.uint8):
         raise NotImplementedError(
-            f"{kv_pages.dtype} pages hold bits for XLA:CPU; on TPU the pool has the "
-            "type itself: make it with storage_dtype(dtype, 'tpu')"
+            f"{kv_pages.dtype} pages are for XLA:CPU only; on TPU, pages have the "
+            "real type: create them with storage_dtype(dtype, 'tpu')"
         )
     if query.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(

@@ -434,7 +434,7 @@ def test_pairs_are_recorded_at_every_size_and_fit():
 
 def test_tables_equal_the_record():
     rows = aot_memory.read()
-    text = (RESULTS.parent / "README.md").read_text(encoding="utf-8")
+    text = (RESULTS.parent / "compilers.md").read_text(encoding="utf-8")
     for table in (aot_memory.memory_table(rows), aot_memory.sharding_table(rows)):
         assert table in text, "python -m tests.program.aot_memory --table"
 
@@ -730,7 +730,8 @@ def test_warns_of_programs_larger_than_planned(caplog):
     made._compare_with_plan(Executable(3 * 10**9, 0))
     made._compare_with_plan(Executable(4 * 10**9, 0))
     [message] = caplog.messages
-    assert "Programs take 2.80 GiB of a device, and 2.63 GiB were planned" in message
+    assert "Compiled programs take 2.80 GiB of a device's memory, more than" in message
+    assert "the planned 2.63 GiB" in message
     assert "max_num_seqs=64" in message
 
 

@@ -189,7 +189,7 @@ def test_repeated_or_omitted_message_is_rejected(ends: Ends):
     stream.sendall(sent[0])
     assert follower.receive() == ({"n": 0}, None)
     stream.sendall(sent[2])
-    with pytest.raises(HostsError, match="message 2 arrived, not 1"):
+    with pytest.raises(HostsError, match="message 2 was received, but 1 was expected"):
         follower.receive()
     again, other, stream = ends(b"s" * 16)
     # Messages signed for another connection have other keys, so they are rejected.
@@ -603,7 +603,7 @@ def test_process_that_ends_during_admission_is_named(
     for one in (result, *failed):
         assert isinstance(one, ConfigError), one
     for one in (result, *failed, ended.value):
-        assert "ended before all had connected: reset by peer" in str(one)
+        assert "ended before all processes had connected: reset by peer" in str(one)
     assert isinstance(leader._on_loss, Losses) and len(leader._on_loss) == 1
     assert re.search(r"node_rank=[12] \(127\.0\.0\.1:\d+\)", str(result))
 

@@ -170,7 +170,7 @@ def test_failed_compile_ends_the_process(left: list[str]):
     runner, leader = Written(), Script(("compile", shape_values(SHAPE), None))
     runner.is_broken = True
     Follower(runner, leader)._compile(leader.receive())
-    assert left == ["A program could not be made: ValueError('no room for it')."]
+    assert left == ["A program could not be compiled: ValueError('no room for it')."]
     assert leader.failures == ["ValueError('no room for it')"]
 
 

@@ -6,47 +6,34 @@
 from typing import Any
 
 import instructor
-from asked import ASKED, INSTRUCTED, KEY, Place, main
+from asked import ASKED, KEY, Place, main
 from openai import OpenAI
 
 
-def create(url: str, mode: Any, **given: Any) -> Any:
+def create(url: str, mode: Any = instructor.Mode.TOOLS, **given: Any) -> Any:
     made = OpenAI(base_url=url, api_key=KEY, max_retries=0)
     client = instructor.from_openai(made, mode=mode)
     asked = {"model": "model", "messages": ASKED, "max_retries": 1}
-    return client.chat.completions.create(**asked | given)
+    return client.chat.completions.create(**asked | {"response_model": None} | given)
 
 
-def text(url: str, messages: list[Any]) -> dict[str, Any]:
-    given = {"response_model": None, "messages": messages}
-    answer = create(url, instructor.Mode.TOOLS, **given)
-    return {"text": answer.choices[0].message.content}
+def text(url: str, messages: list[Any]) -> str:
+    return create(url, messages=messages).choices[0].message.content
 
 
-def stream(url: str) -> dict[str, Any]:
-    given = {"response_model": None, "stream": True}
-    chunks = create(url, instructor.Mode.TOOLS, **given)
-    return {"text": "".join(chunk.choices[0].delta.content or "" for chunk in chunks)}
+def stream(url: str) -> list[str | None]:
+    return [chunk.choices[0].delta.content for chunk in create(url, stream=True)]
 
 
-def tools(url: str) -> dict[str, Any]:
+def tools(url: str) -> list[list[Any]]:
     """Call a function that has the name of the class."""
-    found = create(url, instructor.Mode.TOOLS, response_model=Place)
-    return {"calls": [["Place", found.model_dump()]]}
+    return [["Place", create(url, response_model=Place).model_dump()]]
 
 
-def structured(url: str) -> dict[str, Any]:
-    found = create(url, instructor.Mode.JSON_SCHEMA, response_model=Place)
-    return {"object": found.model_dump()}
+def structured(url: str) -> Any:
+    mode = instructor.Mode.JSON_SCHEMA
+    return create(url, mode, response_model=Place).model_dump()
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "chat": lambda url: text(url, ASKED),
-            "stream": stream,
-            "system": lambda url: text(url, INSTRUCTED),
-            "tools": tools,
-            "structured": structured,
-        }
-    )
+    main(text, stream, tools, structured)

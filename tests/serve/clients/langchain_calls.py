@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from asked import ASKED, INSTRUCTED, KEY, TOOL, Place, main
+from asked import ASKED, KEY, TOOL, Place, main
 from langchain_openai import ChatOpenAI
 
 
@@ -13,25 +13,22 @@ def model(url: str) -> Any:
     return ChatOpenAI(base_url=url, api_key=KEY, model="model", max_retries=0)
 
 
-def tools(url: str) -> dict[str, Any]:
+def text(url: str, messages: list[Any]) -> str:
+    return model(url).invoke(messages).content
+
+
+def stream(url: str) -> list[str | None]:
+    return [part.content for part in model(url).stream(ASKED)]
+
+
+def tools(url: str) -> list[list[Any]]:
     answer = model(url).bind_tools([TOOL], tool_choice="required").invoke(ASKED)
-    return {"calls": [[call["name"], call["args"]] for call in answer.tool_calls]}
+    return [[call["name"], call["args"]] for call in answer.tool_calls]
 
 
-def structured(url: str) -> dict[str, Any]:
-    found = model(url).with_structured_output(Place).invoke(ASKED)
-    return {"object": found.model_dump()}
+def structured(url: str) -> Any:
+    return model(url).with_structured_output(Place).invoke(ASKED).model_dump()
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "chat": lambda url: {"text": model(url).invoke(ASKED).content},
-            "stream": lambda url: {
-                "text": "".join(part.content for part in model(url).stream(ASKED))
-            },
-            "system": lambda url: {"text": model(url).invoke(INSTRUCTED).content},
-            "tools": tools,
-            "structured": structured,
-        }
-    )
+    main(text, stream, tools, structured)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import litellm
-from asked import ASKED, INSTRUCTED, KEY, TOOL, Place, main
+from asked import ASKED, KEY, TOOL, Place, main
 
 
 def create(url: str, **given: Any) -> Any:
@@ -16,33 +16,24 @@ def create(url: str, **given: Any) -> Any:
     return litellm.completion(**access, **asked | given)
 
 
-def text(url: str, messages: list[Any]) -> dict[str, Any]:
-    return {"text": create(url, messages=messages).choices[0].message.content}
+def text(url: str, messages: list[Any]) -> str:
+    return create(url, messages=messages).choices[0].message.content
 
 
-def stream(url: str) -> dict[str, Any]:
-    chunks = create(url, stream=True)
-    return {"text": "".join(chunk.choices[0].delta.content or "" for chunk in chunks)}
+def stream(url: str) -> list[str | None]:
+    return [chunk.choices[0].delta.content for chunk in create(url, stream=True)]
 
 
-def tools(url: str) -> dict[str, Any]:
+def tools(url: str) -> list[list[Any]]:
     answer = create(url, tools=[TOOL], tool_choice="required")
     calls = [call.function for call in answer.choices[0].message.tool_calls]
-    return {"calls": [[call.name, json.loads(call.arguments)] for call in calls]}
+    return [[call.name, json.loads(call.arguments)] for call in calls]
 
 
-def structured(url: str) -> dict[str, Any]:
+def structured(url: str) -> Any:
     answer = create(url, response_format=Place)
-    return {"object": json.loads(answer.choices[0].message.content)}
+    return json.loads(answer.choices[0].message.content)
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "chat": lambda url: text(url, ASKED),
-            "stream": stream,
-            "system": lambda url: text(url, INSTRUCTED),
-            "tools": tools,
-            "structured": structured,
-        }
-    )
+    main(text, stream, tools, structured)

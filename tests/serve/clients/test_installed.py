@@ -19,7 +19,6 @@ import pytest
 
 from jaxspec_checkpoints import bundled_target
 from tests.serve.test_tool_calls import Stage
-from tests.support.serving import Site
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = Path(__file__).parents[3] / ".pytest_cache" / "clients"
@@ -76,15 +75,12 @@ CLIENTS = {
 }
 
 
-class Stand(Site):
-    """A server on a port, with the scripted model of a stage."""
+class Stand(Stage):
+    """A stage that records the prompts of its model, after the chat template."""
 
-    def __init__(self, stage: Stage):
-        self.stage, self.engine = stage, stage.serving
-        self.delay_s, self._port = 0.0, 0
-        # The prompts that the model got, after the chat template.
+    def __init__(self) -> None:
+        super().__init__(api_keys=("secret",), enable_auto_tool_choice=True)
         self.prompts: list[str] = []
-        self.start(api_keys=("secret",), enable_auto_tool_choice=True)
         prompts: Any = self.app.state.serving.prompts
         write = prompts.write
 
@@ -98,12 +94,9 @@ class Stand(Site):
 
 @pytest.fixture(scope="module")
 def stand() -> Iterator[Stand]:
-    made = Stand(Stage())
-    try:
-        yield made
-    finally:
-        made.stop()
-        made.engine.shutdown(10)
+    made = Stand()
+    yield made
+    made.end()
 
 
 def install(name: str, requirements: tuple[str, ...], *, is_npm: bool) -> Path:
@@ -165,7 +158,7 @@ def test_client(stand: Stand, name: str, call: str):
     is_npm = client.script.endswith(".mjs")
     folder = install(name, client.requirements, is_npm=is_npm)
     said, expected = client.own.get(call, CALLS[call])
-    stand.stage.script.say(said)
+    stand.script.say(said)
     script = HERE / client.script
     words: list[Any] = [folder / "bin" / "python", script]
     if is_npm:
@@ -198,7 +191,7 @@ def test_lm_eval(stand: Stand, tmp_path: Path):
     rows = [{"question": f"Is it {word}?", "answer": WORDS} for word in ("hot", "warm")]
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "warm.yaml").write_text(TASK.format(data=data))
-    stand.stage.script.say(WORDS)
+    stand.script.say(WORDS)
     options = f"model=model,base_url={stand.url}v1/chat/completions,num_concurrent=1"
     words: list[Any] = [folder / "bin" / "lm_eval", "--model", "local-chat-completions"]
     words += ["--model_args", options, "--apply_chat_template", "--tasks", "warm"]
@@ -218,7 +211,7 @@ def test_lm_eval(stand: Stand, tmp_path: Path):
 def test_guidellm(stand: Stand, tmp_path: Path):
     # Use this project's torch: other builds may include gigabytes of CUDA.
     folder = install("guidellm", ("guidellm>=0.8,<0.9", "torch==2.13.0"), is_npm=False)
-    stand.stage.script.say(WORDS)
+    stand.script.say(WORDS)
     data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
     rows = [{"prompt": f"Is it {word}?"} for word in ("hot", "warm", "cold")]
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

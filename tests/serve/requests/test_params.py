@@ -25,38 +25,34 @@ def respond(**body: Any) -> SamplingParams:
     return make_params(as_chat(ResponseBody(input="x", **body), MESSAGES), {})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n", 3),
-        ("temperature", 0.5),
-        ("top_p", 0.5),
-        ("top_k", 5),
-        ("min_p", 0.1),
-        ("seed", 7),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", 0.5),
-        ("repetition_penalty", 1.5),
-        ("logit_bias", {5: 1.0}),
-        ("stop", ["a", "b"]),
-        ("stop_token_ids", [5]),
-        ("include_stop_str_in_output", True),
-        ("ignore_eos", True),
-        ("min_tokens", 2),
-        ("skip_special_tokens", False),
-        ("spaces_between_special_tokens", False),
-        ("allowed_token_ids", [5]),
-        ("bad_words", ["a"]),
-        ("prompt_logprobs", 2),
-    ],
-)
-def test_field_is_passed_on(name: str, value: Any):
-    assert getattr(SamplingParams(), name) != value
-    given = (
-        {str(key): one for key, one in value.items()} if name == "logit_bias" else value
-    )
-    assert getattr(completion(**{name: given}), name) == value
-    assert getattr(chat(**{name: given}), name) == value
+PASSED_ON: dict[str, Any] = {
+    "n": 3,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 7,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "stop": ["a", "b"],
+    "stop_token_ids": [5],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "allowed_token_ids": [5],
+    "bad_words": ["a"],
+    "prompt_logprobs": 2,
+}
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_fields_are_passed_on(make: Any):
+    params, defaults = make(**PASSED_ON, logit_bias={"5": 1}), SamplingParams()
+    for name, value in (PASSED_ON | {"logit_bias": {5: 1.0}}).items():
+        assert getattr(params, name) == value != getattr(defaults, name), name
 
 
 def test_defaults_of_model_then_openai():
@@ -79,14 +75,19 @@ def test_streams_are_deltas():
     assert completion().output_kind is RequestOutputKind.FINAL_ONLY
 
 
-def test_logprobs():
-    assert completion(logprobs=3).logprobs == 3
-    assert completion(logprobs=3).prompt_logprobs is None
-    echoed = completion(logprobs=3, echo=True)
-    assert (echoed.logprobs, echoed.prompt_logprobs) == (3, 3)
-    assert chat(logprobs=True).logprobs == 0
-    assert chat(logprobs=True, top_logprobs=4).logprobs == 4
-    assert chat().logprobs is None
+@pytest.mark.parametrize(
+    ("params", "logprobs", "prompt_logprobs"),
+    [
+        (completion(logprobs=3), 3, None),
+        (completion(logprobs=3, echo=True), 3, 3),
+        (chat(logprobs=True), 0, None),
+        (chat(logprobs=True, top_logprobs=4), 4, None),
+        (chat(), None, None),
+    ],
+)
+def test_logprobs(params: SamplingParams, logprobs: Any, prompt_logprobs: Any):
+    assert params.logprobs == logprobs
+    assert params.prompt_logprobs == prompt_logprobs
 
 
 def test_logprob_token_ids_are_validated():
@@ -106,49 +107,49 @@ def test_logprob_token_ids_are_validated():
             make(logprob_token_ids=ids)
         with pytest.raises(RequestError, match="must not be an empty list"):
             make(logprob_token_ids=[])
-    with pytest.raises(RequestError, match="there are none"):
+    with pytest.raises(RequestError, match="no tokens are generated"):
         completion(logprob_token_ids=ids, logprobs=0, echo=True, max_tokens=0)
+
+
+SCHEMA = {"type": "object"}
+TAG: Any = {"structural_tag": "x"}
+OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
 @pytest.mark.parametrize(
     ("body", "field", "value"),
     [
         ({"response_format": {"type": "json_object"}}, "json_object", True),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "object"}},
-                }
-            },
-            "json",
-            {"type": "object"},
-        ),
+        ({"response_format": OF_SCHEMA}, "json", SCHEMA),
         ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"]),
         ({"structured_outputs": {"json": {}}}, "json", {}),
         ({"guided_choice": ["a"]}, "choice", ["a"]),
         ({"guided_json": {}}, "json", {}),
         ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "regex", "a"),
+        (
+            {"guided_json": {}, "guided_whitespace_pattern": " ?"},
+            "whitespace_pattern",
+            " ?",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
+            "whitespace_pattern",
+            " ?",
+        ),
     ],
 )
 def test_structured_outputs(body: dict[str, Any], field: str, value: Any):
     for params in (completion(**body), chat(**body)):
-        assert params.structured_outputs.kind == field
+        kind = "json" if field == "whitespace_pattern" else field
+        assert params.structured_outputs.kind == kind
         assert getattr(params.structured_outputs, field) == value
-
-
-def test_guided_whitespace_pattern():
-    for body in (
-        {"guided_json": {}, "guided_whitespace_pattern": " ?"},
-        {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
-    ):
-        for params in (completion(**body), chat(**body)):
-            assert params.structured_outputs.whitespace_pattern == " ?"
 
 
 @pytest.mark.parametrize("name", ["guided_jsn", "guided_json_object", "guided_x"])
 def test_unknown_guided_field_is_refused(name: str):
-    message = f"There is no field {name}: use structured_outputs, or .*guided_json,"
+    message = (
+        f"{name} is not a field of this API: use structured_outputs, or .*guided_json,"
+    )
     for make in (completion, chat, respond):
         body: dict[str, Any] = {name: "x"}
         with pytest.raises(RequestError, match=message) as refused:
@@ -160,10 +161,6 @@ def test_unknown_guided_field_is_refused(name: str):
 def test_field_without_effect_is_logged(caplog: pytest.LogCaptureFixture):
     completion(guided_decoding_backend="outlines")
     assert "guided_decoding_backend has no effect" in caplog.text
-
-
-def test_text_format_has_no_grammar():
-    assert completion(response_format={"type": "text"}).structured_outputs is None
 
 
 def test_refuses_too_long_grammar():
@@ -178,10 +175,13 @@ def test_refuses_too_long_grammar():
             completion(**body)
 
 
-def test_num_speculative_tokens():
+def test_num_speculative_tokens_and_no_grammar():
     assert completion(num_speculative_tokens=2).num_speculative_tokens == 2
     xargs = {"num_speculative_tokens": 0}
     assert completion(vllm_xargs=xargs).num_speculative_tokens == 0
+    assert completion(response_format={"type": "text"}).structured_outputs is None
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert chat(tools=[tool], tool_choice="none").structured_outputs is None
 
 
 @pytest.mark.parametrize(
@@ -200,20 +200,12 @@ def test_refuses_contradictions(body: dict[str, Any]):
             make(**body)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"kv_transfer_params": {}},
-        {"structured_outputs": {"structural_tag": "x"}},
-    ],
-)
-def test_refuses_unsupported_fields(body: dict[str, Any]):
-    for make in (completion, chat):
-        with pytest.raises(UnsupportedError):
-            make(**body)
+def test_refuses_unsupported_fields():
+    for body in ({"kv_transfer_params": {}}, {"structured_outputs": TAG}):
+        for make in (completion, chat):
+            with pytest.raises(UnsupportedError):
+                make(**body)
     for value in ("", "AAAA", ["AAAA"]):
         with pytest.raises(UnsupportedError, match="prompt_embeds is not") as refused:
             completion(prompt_embeds=value)
         assert refused.value.parameter == "prompt_embeds"
-    tool = {"type": "function", "function": {"name": "f"}}
-    assert chat(tools=[tool], tool_choice="none").structured_outputs is None

@@ -11,7 +11,6 @@ from jaxspec.serve.requests.protocol import ChatBody, ResponseBody
 from jaxspec.serve.requests.response_input import (
     add_answer,
     as_chat,
-    call_of,
     flat_tool_names,
     messages_of,
 )
@@ -27,6 +26,7 @@ PROMPTS = Prompts(
 USER = {"role": "user", "content": "Hello"}
 CALL = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
 RESULT = {"type": "function_call_output", "call_id": "1", "output": "7"}
+IMAGE = {"type": "input_image"}
 F: dict[str, Any] = {"type": "function", "name": "f"}
 
 
@@ -81,6 +81,12 @@ def test_continues_cut_off_answer():
     whole = "<bos><start_of_turn>user\nHello<end_of_turn>\n<start_of_turn>model\nWe"
     assert written(input=[USER, cut]) == whole
     assert written(input=[USER, past]) == turns("Hello", "We")
+    # Whatever items follow it in the input.
+    noted = {"type": "item_reference", "id": "msg_1"}
+    assert written(input=[USER, cut, noted]) == whole
+    body = ResponseBody(input=[USER, cut])
+    joined = add_answer(body, messages_of(body), "ll")
+    assert joined == [USER, {"role": "assistant", "content": "Well"}]
 
 
 def test_fields_are_passed_on():
@@ -101,21 +107,14 @@ def test_logprobs_by_include():
     assert make_params(chat(include=included, top_logprobs=2), {}).logprobs == 2
 
 
-@pytest.mark.parametrize(
-    ("form", "kind", "value"),
-    [
+def test_text_formats():
+    schema = {"type": "object"}
+    for form, kind, value in (
         ({"type": "json_object"}, "json_object", True),
-        (
-            {"type": "json_schema", "name": "x", "schema": {"type": "object"}},
-            "json",
-            {"type": "object"},
-        ),
-    ],
-)
-def test_text_formats(form: Any, kind: str, value: Any):
-    params = make_params(chat(text={"format": form}), {})
-    assert params.structured_outputs is not None
-    assert getattr(params.structured_outputs, kind) == value
+        ({"type": "json_schema", "name": "x", "schema": schema}, "json", schema),
+    ):
+        params = make_params(chat(text={"format": form}), {})
+        assert getattr(params.structured_outputs, kind) == value
     plain = chat(text={"format": {"type": "text"}})
     assert make_params(plain, {}).structured_outputs is None
 
@@ -129,22 +128,31 @@ def test_truncation():
 
 
 @pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ({"type": "computer_call"}, r"input\[1\] must be a message"),
+        (CALL | {"name": None}, r"input\[1\].name must be a string"),
+        (CALL | {"arguments": "{"}, r"input\[1\].arguments must be a JSON"),
+        (CALL | {"arguments": "[]"}, r"input\[1\].arguments must be"),
+        (RESULT, r"input\[1\].call_id must be the call_id of"),
+        (USER | {"content": 5}, r"input\[1\].content must be a string"),
+        (USER | {"content": [IMAGE]}, r"input\[1\].content\[0\] must be .*input_text"),
+    ],
+)
+def test_refuses_invalid_items(item: dict[str, Any], said: str):
+    with pytest.raises(RequestError, match=said):
+        chat(input=[USER, item])
+
+
+@pytest.mark.parametrize(
     ("body", "said"),
     [
         ({"input": []}, "input must be .* at least one message"),
-        ({"input": [{"type": "computer_call"}]}, r"input\[0\] must be a message"),
-        ({"input": [CALL | {"name": None}]}, r"input\[0\].name must be a string"),
-        (
-            {"input": [CALL | {"arguments": "{"}]},
-            r"input\[0\].arguments must be a JSON",
-        ),
-        ({"input": [CALL | {"arguments": "[]"}]}, r"input\[0\].arguments must be"),
-        ({"input": [USER, RESULT]}, r"input\[1\].call_id must be the call_id of"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "at least one message"),
         (
             {"input": [CALL, RESULT | {"output": [{"type": "input_file"}]}]},
             r"input\[1\].output\[0\] must be .*input_text",
         ),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "at least one message"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\] must be .*'function'"),
         ({"tools": [F | {"parameters": 1}]}, r"tools\[0\].parameters must be a JSON"),
         ({"tools": [F], "tool_choice": "some"}, "tool_choice must be 'none', 'auto'"),
@@ -156,11 +164,6 @@ def test_truncation():
             {"tools": [F], "tool_choice": allowing("auto", "g")},
             "tool_choice must be names .* got 'g'. The tools are: 'f'",
         ),
-        ({"input": [USER | {"content": 5}]}, r"input\[0\].content must be a string"),
-        (
-            {"input": [USER | {"content": [{"type": "input_image"}]}]},
-            r"input\[0\].content\[0\] must be .*input_text",
-        ),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema must be"),
     ],
 )
@@ -169,37 +172,24 @@ def test_refuses_invalid_input(body: dict[str, Any], said: str):
         chat(**body)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"conversation": "conv_1"},
-        {"prompt": {"id": "pmpt_1"}},
-    ],
-)
-def test_refuses_unsupported_fields(body: dict[str, Any]):
-    with pytest.raises(UnsupportedError) as refused:
-        make_params(chat(**body), {})
-    assert refused.value.parameter in body
+def test_refuses_unsupported_fields():
+    for name, value in (("conversation", "conv_1"), ("prompt", {"id": "pmpt_1"})):
+        with pytest.raises(UnsupportedError) as refused:
+            make_params(chat(**{name: value}), {})
+        assert refused.value.parameter == name
 
 
 def test_accepts_items_that_clients_send_back():
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}
     noted = {"type": "item_reference", "id": "msg_1"}
-    refused = {"type": "refusal", "refusal": "No."}
-    answers = [
-        {"role": "assistant", "content": None},
-        {"role": "assistant", "content": [refused]},
-    ]
-    for answer, text in zip(answers, ("", "No."), strict=True):
+    refusal = [{"type": "refusal", "refusal": "No."}]
+    for content, text in ((None, ""), (refusal, "No.")):
+        answer = {"role": "assistant", "content": content}
         text_read = written(input=[noted, USER, thought, answer, USER])
         assert text_read == turns("Hello", text, "Hello")
     empty = CALL | {"arguments": ""}
-    assert written(input=[USER, thought, empty, RESULT]) == written(
-        input=[USER, CALL, RESULT]
-    )
-    # A cut-off answer is continued, whatever items follow it in the input.
-    cut = {"role": "assistant", "content": "We", "status": "incomplete"}
-    assert written(input=[USER, cut, noted]) == written(input=[USER, cut])
+    plain = written(input=[USER, CALL, RESULT])
+    assert written(input=[USER, thought, empty, RESULT]) == plain
 
 
 def test_other_tool_types_are_ignored(caplog: pytest.LogCaptureFixture):
@@ -264,17 +254,6 @@ def test_calls_and_results():
         assert whole == turns("Hello", f"Well\n{called}", text)
 
 
-def test_continues_answer_with_calls():
-    first = ResponseBody(input="Hello", tools=[F])
-    earlier = add_answer(first, messages_of(first), "Well", [call_of("1", "f", "{}")])
-    then = ResponseBody(input=[RESULT])
-    messages = messages_of(then, earlier)
-    text = PROMPTS.of_chat(as_chat(then, messages), 4).get("prompt")
-    called = 'Well\n[{"name": "f", "parameters": {}}]'
-    assert text == turns("Hello", called, '{"name": "f", "result": "7"}')
-    assert earlier[-1]["content"] == "Well"
-
-
 def test_errors_name_flat_tool_fields():
     with pytest.raises(RequestError) as refused, flat_tool_names():
         name = "tools[0]['function']['parameters']"
@@ -297,10 +276,3 @@ def test_continued_conversation():
     text = PROMPTS.of_chat(read, 4).get("prompt")
     assert text == turns("Be kind.\n\nHello", "Well", "And?")
     assert messages[0] == USER
-
-
-def test_cut_off_message_is_joined_with_its_continuation():
-    begun = {"role": "assistant", "content": "We", "status": "incomplete"}
-    body = ResponseBody(input=[USER, begun])
-    earlier = add_answer(body, messages_of(body), "ll")
-    assert earlier == [USER, {"role": "assistant", "content": "Well"}]

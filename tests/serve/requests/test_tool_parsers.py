@@ -1,7 +1,6 @@
 """Built-in tool parsers and plugins, and the tool calls that they return."""
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -127,48 +126,19 @@ def stream(parser: ToolParser, text: str, request: ChatBody) -> list[dict[str, A
     return found + reading.deltas("", [], is_last=True)
 
 
-def test_whole_answer():
-    parser = GemmaToolParser(TOKENIZER, body().tools)
-    found = parser.extract_tool_calls(TEXT, body())
-    assert (found.tools_called, found.content) == (True, "Well.\n")
-    calls = [(one.function.name, one.function.arguments) for one in found.tool_calls]
-    assert calls == [("f", '{"a": 1}'), ("g", "{}")]
-    first, second = (one.id for one in found.tool_calls)
-    assert re.fullmatch("chatcmpl-tool-[0-9a-f]{32}", first)
-    assert first != second
-    words = parser.extract_tool_calls("Well.", body())
-    assert (words.tools_called, words.tool_calls) == (False, [])
-    assert words.content == "Well."
-
-
 def test_stream():
-    parser = GemmaToolParser(TOKENIZER, body().tools)
-    *words, begun, a, b, c, d, e, f, g, h, again, empty = stream(parser, TEXT, body())
+    deltas = stream(GemmaToolParser(TOKENIZER, body().tools), TEXT, body())
+    words, (begun, *letters, again, empty) = deltas[:6], deltas[6:]
     assert words == [{"content": letter} for letter in "Well.\n"]
     (call,) = begun["tool_calls"]
     assert call.pop("id").startswith("chatcmpl-tool-")
     function = {"name": "f", "arguments": ""}
     assert call == {"index": 0, "type": "function", "function": function}
-    letters = [one["tool_calls"] for one in (a, b, c, d, e, f, g, h)]
-    assert letters == [
+    assert [one["tool_calls"] for one in letters] == [
         [{"index": 0, "function": {"arguments": letter}}] for letter in '{"a": 1}'
     ]
     assert again["tool_calls"][0]["function"] == {"name": "g", "arguments": ""}
     assert empty == {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]}
-
-
-def test_held_back_text_is_returned_at_end():
-    parser = GemmaToolParser(TOKENIZER, body().tools)
-    assert stream(parser, '[{"name', body()) == [{"content": '[{"name'}]
-
-
-def test_parallel_tool_calls_false_keeps_first():
-    parser = GemmaToolParser(TOKENIZER, body().tools)
-    found = stream(parser, TEXT, body(parallel_tool_calls=False))
-    calls = [call for delta in found for call in delta.get("tool_calls", ())]
-    assert {call["index"] for call in calls} == {0}
-    arguments = "".join(call["function"]["arguments"] for call in calls)
-    assert arguments == '{"a": 1}'
 
 
 def test_vllm_plugin(plugin: str):
@@ -220,16 +190,18 @@ def test_registration():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("name", "text", "said"),
     [
-        (None, "a Python file"),
-        ("import nothing_like_that", "ModuleNotFoundError"),
-        ("1 +", "SyntaxError"),
-        ("raise RuntimeError('boom')", "boom"),
+        ("broken_parser.py", None, "a Python file"),
+        ("broken_parser.py", "import nothing_like_that", "ModuleNotFoundError"),
+        ("broken_parser.py", "1 +", "SyntaxError"),
+        ("broken_parser.py", "raise RuntimeError('boom')", "boom"),
+        ("parser.txt", PLUGIN, r"end in \.py"),
     ],
+    ids=["missing", "import", "syntax", "error", "suffix"],
 )
-def test_rejects_invalid_plugin(tmp_path: Path, text: str | None, said: str):
-    path = tmp_path / "broken_parser.py"
+def test_rejects_invalid_plugin(tmp_path: Path, name: str, text: Any, said: str):
+    path = tmp_path / name
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=said) as refused:
@@ -237,20 +209,12 @@ def test_rejects_invalid_plugin(tmp_path: Path, text: str | None, said: str):
     assert refused.value.parameter == "tool_parser_plugin"
 
 
-def test_rejects_plugin_without_py_suffix(tmp_path: Path):
-    path = tmp_path / "parser.txt"
-    path.write_text(PLUGIN)
-    with pytest.raises(ConfigError, match=r"end in \.py"):
-        ServerSettings(tool_parser_plugin=str(path))
-
-
 def test_settings_select_parser(plugin: str):
     assert ServerSettings().tool_call_parser == GEMMA
     names = ("gemma", "gemma2")  # the second name is an alias of the first
     assert len({ToolParserManager.get_tool_parser(name) for name in names}) == 1
-    with pytest.raises(
-        ConfigError, match="one of 'gemma', 'gemma2', got 'shout'"
-    ) as refused:
+    unknown = "one of 'gemma', 'gemma2', got 'shout'"
+    with pytest.raises(ConfigError, match=unknown) as refused:
         ServerSettings(tool_call_parser="shout")
     assert refused.value.parameter == "tool_call_parser"
     ServerSettings(tool_call_parser="shout", tool_parser_plugin=plugin)

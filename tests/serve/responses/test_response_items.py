@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.serve.responses.response_items import Call, Message, Token, take_tokens
+from jaxspec.serve.responses.response_items import Message, Token, take_tokens
 
 WORDS = ["Let", " me", " see", "é", ".\n", "[{", '"name"']
 
@@ -35,21 +35,6 @@ def test_take_tokens_with_partial_characters():
     taken = take_tokens(waiting, "é")
     assert [one.content for one in taken] == [first, b"", second]
     assert waiting == [Token(b"]")]
-
-
-def test_call_item():
-    call = Call("fc_1", 2, call_id="7", name="f")
-    ((name, begun),) = call.opening()
-    assert (name, begun["output_index"]) == ("output_item.added", 2)
-    assert (begun["item"]["arguments"], begun["item"]["status"]) == ("", "in_progress")
-    events = [call.add(part) for part in ('{"a"', ": 1}")]
-    assert {name for name, _ in events} == {"function_call_arguments.delta"}
-    done, end = call.closing("incomplete")
-    assert done[0] == "function_call_arguments.done"
-    whole = {"name": "f", "arguments": '{"a": 1}'}
-    assert whole.items() <= done[1].items()
-    item = {"id": "fc_1", "type": "function_call", "call_id": "7"} | whole
-    assert end[1]["item"] == item | {"status": "incomplete"}
 
 
 def test_empty_delta_has_no_event():

@@ -1,1 +1,1 @@
-"""vLLM's place of what chats are asked with, for plugins."""
+"""vLLM's import path for the schemas of chat requests, for plugins."""

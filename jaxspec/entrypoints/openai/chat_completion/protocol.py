@@ -1,4 +1,4 @@
-"""Alias of the chats' part of `jaxspec.serve.requests.protocol`, as vLLM names it."""
+"""The chat schemas of `jaxspec.serve.requests.protocol`, at vLLM's import path."""
 
 from jaxspec.serve.requests.protocol import ChatBody as ChatCompletionRequest
 from jaxspec.serve.requests.protocol import ChatTool as ChatCompletionToolsParam

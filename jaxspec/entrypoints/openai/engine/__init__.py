@@ -1,1 +1,1 @@
-"""vLLM's place of what several endpoints share, for plugins."""
+"""vLLM's import path for schemas that several endpoints share, for plugins."""
