@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 
@@ -30,71 +31,67 @@ def test_wrong_argument_error_has_parameter_and_value():
     assert str(error) == "seed must be an integer, got 'x'. Try 0."
     assert (error.parameter, error.value) == ("seed", "x")
     assert isinstance(error, ConfigError)
-
-
-def test_long_value_is_cut_only_in_the_message():
+    # A long value is cut in the message alone.
     error = wrong_argument(RequestError, "prompt", "short", "y" * 1000)
     assert len(str(error)) < 300
     assert error.value == "y" * 1000
 
 
-@pytest.mark.parametrize("value", [1, 3])
-def test_integer_ranges_include_both_ends(value: int):
-    assert check_integer(ConfigError, "k", value, low=1, high=3) == value
-
-
-@pytest.mark.parametrize("value", [0, 4, True, 2.0, "2", None])
-def test_rejects_integers_out_of_range(value: object):
-    with pytest.raises(ConfigError, match="k must be an integer from 1 to 3, got"):
-        check_integer(ConfigError, "k", value, low=1, high=3)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.01, math.nan, math.inf, True, "1", None])
-def test_rejects_numbers_out_of_range(value: object):
-    with pytest.raises(RequestError, match=r"p must be a number in \(0, 1\], got"):
-        check_number(RequestError, "p", value, low=0, high=1, open_low=True)
+INTEGER = (check_integer, dict(low=1, high=3))
+NUMBER = (check_number, dict(low=0, high=1, open_low=True))
+CHOICE = (check_choice, dict(choices=("a", "b")))
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "open_low", "value", "allowed"),
+    ("check", "given", "found"),
     [
-        # An upper limit of 0 is a limit, although Python treats 0 as false.
-        (-1, 0, False, 0.5, r"in \[-1, 0\]"),
-        (0, None, True, 0, "above 0"),
-        (0, None, False, -1, "of at least 0"),
-        (0, None, False, math.inf, "a finite number"),
+        (INTEGER, 1, 1),
+        (INTEGER, 3, 3),
+        (NUMBER, 1, 1.0),
+        ((check_number, dict(low=0, high=1)), 0, 0.0),
+        ((check_flag, {}), False, False),
+        (CHOICE, "a", "a"),
+        ((check_strings, {}), ["é", "x"], ["é", "x"]),
     ],
 )
-def test_ends_of_a_number_range(
-    low: float, high: float | None, open_low: bool, value: float, allowed: str
-):
-    with pytest.raises(RequestError, match=allowed):
-        check_number(RequestError, "p", value, low=low, high=high, open_low=open_low)
+def test_allowed_values_are_returned(check: Any, given: object, found: object):
+    function, limits = check
+    value = function(RequestError, "k", given, **limits)
+    assert (value, type(value)) == (found, type(found))
 
 
-def test_number_becomes_a_float():
-    number = check_number(RequestError, "p", 0, low=0, high=1)
-    assert (number, type(number)) == (0.0, float)
-
-
-@pytest.mark.parametrize("value", [0, 1, "True", None])
-def test_flags_must_be_bool(value: object):
-    assert check_flag(ConfigError, "flag", False) is False
-    with pytest.raises(ConfigError, match="flag must be True or False, got"):
-        check_flag(ConfigError, "flag", value)
-
-
-@pytest.mark.parametrize("value", ["c", None, ["a"]])
-def test_only_a_listed_choice_is_allowed(value: object):
-    assert check_choice(ConfigError, "mode", "a", ("a", "b")) == "a"
-    with pytest.raises(ConfigError, match="mode must be one of 'a', 'b', got"):
-        check_choice(ConfigError, "mode", value, ("a", "b"))
-
-
-def test_strings_must_be_encodable():
-    assert check_strings(RequestError, "stop", ["é", "x"]) == ["é", "x"]
-    with pytest.raises(RequestError, match="stop must be text that UTF-8 can encode"):
-        check_strings(RequestError, "stop", ["a", "\ud800"])
+@pytest.mark.parametrize(
+    ("check", "values", "message"),
+    [
+        (
+            INTEGER,
+            [0, 4, True, 2.0, "2", None],
+            "k must be an integer from 1 to 3",
+        ),
+        (
+            NUMBER,
+            [0, -1, 1.01, math.nan, math.inf, True, "1", None],
+            r"k must be a number in \(0, 1\], got",
+        ),
+        # An upper limit of 0 is a limit, although Python treats 0 as false.
+        ((check_number, dict(low=-1, high=0)), [0.5], r"in \[-1, 0\]"),
+        ((check_number, dict(low=0, open_low=True)), [0], "above 0"),
+        ((check_number, dict(low=0)), [-1], "of at least 0"),
+        ((check_number, dict(low=0)), [math.inf], "a finite number"),
+        ((check_flag, {}), [0, 1, "True", None], "k must be True or False, got"),
+        (CHOICE, ["c", None, ["a"]], "k must be one of 'a', 'b', got"),
+        (
+            (check_strings, {}),
+            [["a", "\ud800"]],
+            "k must be text that UTF-8 can",
+        ),
+    ],
+)
+def test_rejects_wrong_values(check: Any, values: list[object], message: str):
+    function, limits = check
+    for value in values:
+        with pytest.raises(ConfigError, match=message):
+            function(ConfigError, "k", value, **limits)
 
 
 @pytest.mark.parametrize("name", ["api_key", "api_keys", "--api-key", "hf_token"])

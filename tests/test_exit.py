@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.exit import INTERRUPTED, interrupts_end
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 COMPILES = """
@@ -72,9 +73,7 @@ def test_end_flushes_output_and_exits_with_the_status(is_compiling: bool):
     code += "" if is_compiling else "time.sleep(0.2)"
     code += PRINTS.format(is_compiling=is_compiling)
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
-    )
+    done = run_python("-c", code)
     assert time.monotonic() - start < 60
     assert (done.returncode, done.stdout) == (3, "printed"), done.stderr
     assert done.stderr == "WARNING:root:logged\n"
@@ -82,9 +81,7 @@ def test_end_flushes_output_and_exits_with_the_status(is_compiling: bool):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_engines_finish_in_order_at_exit():
-    done = subprocess.run(
-        [sys.executable, "-c", FINISHES], capture_output=True, text=True, cwd=ROOT
-    )
+    done = run_python("-c", FINISHES)
     assert done.returncode == 7
     assert done.stdout.splitlines() == [
         "ends",

@@ -1,8 +1,6 @@
 """Committed figures match the committed results, and every figure is in a README."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +15,7 @@ from matplotlib.patches import Rectangle
 
 from benchmarks import drawing, figures
 from benchmarks.panels import kept_by_position, load_figure, spec_figures
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
@@ -333,4 +332,4 @@ def test_figures_need_no_jax_and_no_pyplot():
         "figures.draw_all(figures.RESULTS)\n"
         "assert not {'jax', 'matplotlib.pyplot'} & sys.modules.keys()\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    run_python("-c", code, check=True)

@@ -1,5 +1,6 @@
 """`LLM` with a fake engine; tests/e2e tests it with the real one."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jaxtyping
@@ -20,11 +21,6 @@ from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.fake_engines import make_fake_engine
 
-
-class Config:
-    generation_defaults = {"temperature": 0.6, "max_tokens": 3}
-
-
 TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
 
 
@@ -32,10 +28,9 @@ class Echo:
     """A fake engine: finishes the newest request first, with its prompt reversed."""
 
     def __init__(self, args: EngineArgs):
-        self.args = args
-        self.lock = EngineLock()
-        self.config = Config()
-        self.input_processor = self
+        self.args, self.lock, self.input_processor = args, EngineLock(), self
+        defaults = {"temperature": 0.6, "max_tokens": 3}
+        self.config = SimpleNamespace(generation_defaults=defaults)
         self.tokenizer = TOKENIZER
         self.params: dict[str, SamplingParams] = {}
         self.waiting: dict[str, Any] = {}
@@ -51,12 +46,7 @@ class Echo:
         return cls(args)
 
     def prepare(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
+        self, request_id: str, prompt: Any, params: Any, *, priority: int = 0
     ) -> Prepared:
         if prompt == "bad":
             raise RequestError("bad prompt")
@@ -65,11 +55,10 @@ class Echo:
 
     def add_prepared(self, prepared: Prepared) -> None:
         request: Any = prepared.requests[0]
-        prompt, params, priority = request
+        prompt, self.params[prepared.request_id], priority = request
         self.priorities.append(priority)
         self.waiting[prepared.request_id] = prompt
         self.prompts.append(prompt)
-        self.params[prepared.request_id] = params
 
     def is_unfinished(self, request_id: str) -> bool:
         return request_id in self.waiting
@@ -84,14 +73,17 @@ class Echo:
     def announce_compiles(self, announce: Any) -> None:
         self.announce = announce
 
+    def _compile(self, *names: str) -> None:
+        for name in names:
+            self.announce(f"Compiling {name}")
+            self.announce("")
+
     def warm_up(self, prompt_tokens: int | None = None, params: Any = ()) -> None:
         self.warmed_up = prompt_tokens, list(params)
-        for what in ("Compiling one", "", "Compiling two", ""):
-            self.announce(what)
+        self._compile("one", "two")
 
     def wait_for_programs(self) -> None:
-        self.announce("Compiling three")
-        self.announce("")
+        self._compile("three")
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -104,16 +96,13 @@ class Echo:
         if prompt == "fail":
             raise ZeroDivisionError
         if prompt == "new shape":
-            self.announce("Compiling 4 sequences")
-            self.announce("")
+            self._compile("4 sequences")
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt") or prompt["prompt_token_ids"]
         text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+        tokens = [ord(letter) for letter in text]
         completion = CompletionOutput(
-            index=0,
-            text=text[::-1],
-            token_ids=[ord(letter) for letter in text],
-            finish_reason="length",
+            index=0, text=text[::-1], token_ids=tokens, finish_reason="length"
         )
         return [
             RequestOutput(
@@ -146,11 +135,8 @@ def test_outputs_are_in_the_order_of_prompts(llm: LLM):
     assert texts(outputs) == ["ba", "dc", "fe"]
     # A second call continues counting the request ids.
     assert texts(llm.generate("gh", use_tqdm=False)) == ["hg"]
-    assert [int(name) for name in engine_of(llm).params] == [0, 1, 2, 3]
-
-
-def test_no_prompts_give_no_outputs(llm: LLM):
     assert llm.generate([], use_tqdm=False) == []
+    assert [int(name) for name in engine_of(llm).params] == [0, 1, 2, 3]
 
 
 def test_one_or_several_sampling_params_are_accepted(llm: LLM):
@@ -184,19 +170,6 @@ def test_bad_sampling_params_are_rejected(
     assert not engine_of(llm).waiting
 
 
-def test_bad_prompt_leaves_nothing_running(llm: LLM):
-    with pytest.raises(RequestError, match="bad prompt"):
-        llm.generate(["a", "bad", "b"], use_tqdm=False)
-    assert not engine_of(llm).waiting
-    assert engine_of(llm).num_steps == 0
-
-
-def test_interrupted_call_leaves_nothing_running(llm: LLM):
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["a", "interrupt"], use_tqdm=False)
-    assert not engine_of(llm).waiting
-
-
 def test_deprecated_prompt_token_ids_are_accepted(llm: LLM):
     with pytest.warns(DeprecationWarning, match="prompt_token_ids="):
         outputs = llm.generate(prompt_token_ids=[[97, 98], [99]], use_tqdm=False)
@@ -205,16 +178,6 @@ def test_deprecated_prompt_token_ids_are_accepted(llm: LLM):
         llm.generate(["a", "b"], prompt_token_ids=[97], use_tqdm=False)
     with pytest.raises(RequestError, match="prompts must be"):
         llm.generate(use_tqdm=False)
-
-
-def test_progress_bar_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]):
-    llm.generate(["ab", "cd"])
-    shown = capsys.readouterr().err
-    assert "Processed prompts: 100%" in shown
-    assert "est. speed input: " in shown
-    assert " toks/s, output: " in shown
-    llm.generate(["ab"], use_tqdm=False)
-    assert capsys.readouterr().err == ""
 
 
 TURN = {"role": "user", "content": "hi"}
@@ -240,11 +203,8 @@ def test_one_or_several_conversations_are_accepted(llm: LLM):
 def test_chat_uses_the_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
     def make_runner(config: EngineConfig) -> Runner:
         runner = object.__new__(Runner)
-        runner.compiles_in_background, runner.config, runner.memory = (
-            False,
-            config,
-            None,
-        )
+        runner.config, runner.memory = config, None
+        runner.compiles_in_background = False
         return runner
 
     monkeypatch.setattr(jaxspec.engine.llm_engine, "make_runner", make_runner)
@@ -264,7 +224,7 @@ def test_conversations_can_be_enqueued(llm: LLM):
     assert [output.request_id for output in outputs] == request_ids
 
 
-def test_chat_options_reach_the_template(llm: LLM):
+def test_options_reach_the_template_or_are_rejected(llm: LLM):
     llm.chat([TURN], use_tqdm=False, chat_template="<bos>{{ messages[0].content }}!")
     assert engine_of(llm).prompts[0]["prompt"] == "<bos>hi!"
     tool = {"type": "function", "function": {"name": "weather"}}
@@ -272,8 +232,13 @@ def test_chat_options_reach_the_template(llm: LLM):
     assert '{"name": "weather", ' in engine_of(llm).prompts[1]["prompt"]
     with pytest.raises(RequestError, match="tools"):
         llm.chat([TURN], use_tqdm=False, tools=[{}])
-    with pytest.raises(NotImplementedError, match="lora_request"):
-        llm.chat([TURN], use_tqdm=False, lora_request="x")
+    prompts: Any = [TURN]
+    for call in (llm.chat, llm.generate, llm.enqueue):
+        with pytest.raises(NotImplementedError, match="lora_request"):
+            call(prompts, lora_request="x")
+    for name in ("encode", "embed"):
+        with pytest.raises(NotImplementedError, match="support|pooling"):
+            getattr(llm, name)(["a"])
     unknown: Any = {"chat_templat": "x"}
     with pytest.raises(TypeError, match="chat_templat"):
         llm.chat([TURN], use_tqdm=False, **unknown)
@@ -281,17 +246,15 @@ def test_chat_options_reach_the_template(llm: LLM):
 
 def test_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
-    llm = LLM("folder", seed=3, max_model_len=64, speculative_model="draft")
-    args = engine_of(llm).args
+    with LLM("folder", seed=3, max_model_len=64, speculative_model="draft") as llm:
+        args = engine_of(llm).args
+        assert not engine_of(llm).is_shut_down
+    assert engine_of(llm).is_shut_down
     assert (args.model, args.seed, args.max_model_len) == ("folder", 3, 64)
     assert args.speculative_model == "draft"
     assert args.disable_log_stats
     again = LLM.from_engine_args(EngineArgs(model="folder", max_num_seqs=2))
     assert engine_of(again).args == EngineArgs(model="folder", max_num_seqs=2)
-
-
-def test_unknown_argument_error_suggests_the_nearest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
     with pytest.raises(ConfigError, match=r"max_seqs \(given 3\).*max_num_seqs"):
         LLM("folder", max_seqs=3)
 
@@ -303,25 +266,6 @@ def test_reset_of_running_requests_reaches_the_engine(llm: LLM):
     llm.llm_engine = engine
     assert not llm.reset_prefix_cache()
     assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-
-
-def test_leaving_the_context_shuts_down(llm: LLM):
-    with llm as entered:
-        assert entered is llm
-        assert not engine_of(llm).is_shut_down
-    assert engine_of(llm).is_shut_down
-
-
-@pytest.mark.parametrize("name", ["encode", "embed"])
-def test_methods_for_other_models_are_rejected(llm: LLM, name: str):
-    with pytest.raises(NotImplementedError, match="support|pooling"):
-        getattr(llm, name)(["a"])
-
-
-@pytest.mark.parametrize("option", [{"lora_request": "x"}])
-def test_unsupported_options_are_rejected(llm: LLM, option: dict[str, Any]):
-    with pytest.raises(NotImplementedError, match=next(iter(option))):
-        llm.generate("a", **option)
 
 
 def test_each_prompt_gets_its_priority(llm: LLM):
@@ -345,48 +289,47 @@ def test_enqueued_prompts_wait_for_their_own_call(llm: LLM):
     assert texts(llm.generate(["gh"], use_tqdm=False)) == ["hg"]
     assert texts(llm.wait_for_completion(use_tqdm=False)) == ["ba", "dc", "fe"]
     assert llm.wait_for_completion(use_tqdm=False) == []
-    with pytest.raises(RequestError, match="bad prompt"):
-        llm.enqueue(["a", "bad"])
-    assert not engine_of(llm).waiting
-    with pytest.raises(NotImplementedError, match="lora_request"):
-        llm.enqueue("a", lora_request="x")
-
-
-def test_error_names_lost_enqueued_prompts(llm: LLM):
+    num_steps = engine_of(llm).num_steps
+    for call in (llm.enqueue, llm.generate):
+        with pytest.raises(RequestError, match="bad prompt"):
+            call(["a", "bad", "b"])
+        assert not engine_of(llm).waiting
+    assert engine_of(llm).num_steps == num_steps
     ids = llm.enqueue(["a", "b", "c"])
     llm.llm_engine.abort_request([ids[1]])
-    with pytest.raises(RequestError, match="Requests 1 ended without an output"):
+    with pytest.raises(RequestError, match=f"Requests {ids[1]} ended without an outpu"):
         llm.wait_for_completion(use_tqdm=False)
     # The other requests still get their outputs.
     assert texts(llm.wait_for_completion(use_tqdm=False)) == ["a", "c"]
     assert llm.wait_for_completion(use_tqdm=False) == []
 
 
-@pytest.mark.parametrize("fails", ["bar", "interrupt", "step"])
-def test_failed_call_leaves_no_requests(llm: LLM, fails: str):
-    def broken(**_: object) -> None:
-        raise ZeroDivisionError
+def broken_bar(**_: object) -> None:
+    raise ZeroDivisionError
 
-    if fails == "bar":
-        with pytest.raises(ZeroDivisionError):
-            llm.generate(["a", "b"], use_tqdm=broken)
-    elif fails == "step":
-        with pytest.raises(ZeroDivisionError):
-            llm.generate(["a", "fail"], use_tqdm=False)
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["interrupt", "b"], use_tqdm=False)
+
+@pytest.mark.parametrize(
+    ("prompts", "error"),
+    [
+        (["a", "fail"], ZeroDivisionError),
+        (["interrupt", "b"], KeyboardInterrupt),
+        (["a", "bad", "b"], RequestError),
+    ],
+)
+def test_failed_call_leaves_no_requests(llm: LLM, prompts: list[str], error: Any):
+    with pytest.raises(error):
+        llm.generate(prompts, use_tqdm=False)
     assert not engine_of(llm).waiting
     assert not llm._finished
-    assert texts(llm.generate(["cd"], use_tqdm=False)) == ["dc"]
-
-
-def test_interrupted_wait_leaves_nothing_running(llm: LLM):
-    llm.enqueue(["a", "interrupt"])
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(["a", "b"], use_tqdm=broken_bar)
+    assert not engine_of(llm).waiting
+    with pytest.raises(error):
+        llm.enqueue(prompts)
         llm.wait_for_completion(use_tqdm=False)
     assert not engine_of(llm).waiting
     assert llm.wait_for_completion(use_tqdm=False) == []
+    assert texts(llm.generate(["cd"], use_tqdm=False)) == ["dc"]
 
 
 def test_progress_bar_names_programs_being_compiled(
@@ -396,7 +339,10 @@ def test_progress_bar_names_programs_being_compiled(
     shown = capsys.readouterr().err
     assert "Compiling 4 sequences" in shown
     assert shown.rstrip().rsplit("\r", 1)[-1].startswith("Processed prompts: 100%")
+    assert " toks/s, output: " in shown
     assert engine_of(llm).announce is None
+    llm.generate(["ab"], use_tqdm=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_all_programs_can_be_compiled_at_the_start(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,22 +14,14 @@ import jaxspec as jaxspec_package
 from jaxspec import __main__ as command_line
 from jaxspec.cli import chat, generate
 from jaxspec.engine.model_folders import model_folder
-from tests.support.programs import quick_environment
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 
 
 def jaxspec(*arguments: str, lines: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command line as users do, but with the tests' program cache."""
-    return subprocess.run(
-        [sys.executable, "-m", "jaxspec", *arguments],
-        input=lines,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=quick_environment(),
-        check=False,
-    )
+    return run_python("-m", "jaxspec", *arguments, input=lines)
 
 
 def test_bundled_pair_generates():
@@ -46,24 +39,13 @@ def test_bundled_pair_generates():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_generate_with_ngram_drafts():
-    done = jaxspec(
-        *("generate", "one two three one two three one two", "--raw", "--ignore-eos"),
-        *("--speculative-model", "[ngram]", "--ngram-prompt-lookup-max", "2"),
-        *("--max-tokens", "8", "--num-speculative-tokens", "1", "--dtype", "float32"),
-        *("--speculative-config", '{"controller": "fixed"}'),
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^acceptance rate ", done.stdout, re.MULTILINE)
-    assert re.search(r"^texts +equal$", done.stdout, re.MULTILINE)
-
-
-def test_version(capsys):
+def test_version_and_usage_are_printed(capsys):
     with pytest.raises(SystemExit) as end:
         command_line.main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"jaxspec {jaxspec_package.__version__}\n"
+    assert command_line.main(["bench"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m jaxspec bench [-h]")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
@@ -74,13 +56,7 @@ def test_help_lists_commands_without_importing_jax(arguments):
         "except SystemExit as end: assert not end.code\n"
         "assert 'jax' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
+    done = run_python("-c", code, *arguments, check=True)
     commands = done.stdout.partition("subcommands:")[2]
     named = re.findall(r"^    (\w+)", commands, re.MULTILINE)
     assert named == [
@@ -89,61 +65,58 @@ def test_help_lists_commands_without_importing_jax(arguments):
     ]
 
 
+def parsed(monkeypatch: pytest.MonkeyPatch, command: Any, *given: str) -> Any:
+    """Return the options that a command line gives to a command's `run`."""
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(command, "run", seen.append)
+    name = command.__name__.rpartition(".")[2]
+    prompt = ["hi"] if command is generate else []
+    assert command_line.main([name, *prompt, *given]) == 0
+    (options,) = seen
+    return options
+
+
 def test_defaults_are_the_bundled_pair(monkeypatch):
-    seen: list[argparse.Namespace] = []
-    monkeypatch.setattr(generate, "run", seen.append)
-    assert command_line.main(["generate", "hi"]) == 0
-    assert command_line.main(["generate", "hi", "--raw", "--no-compare"]) == 0
-    options = vars(seen[0])
-    assert options["model"] == "jaxspec/tiny-gemma2"
-    assert options["speculative_model"] == "jaxspec/tiny-gemma2-draft"
-    assert options["num_speculative_tokens"] == 5, "as in the API"
-    assert (options["max_tokens"], options["temperature"]) == (128, 0.0)
-    assert options["is_chat"] is None, "the model decides"
-    assert options["is_compared"]
-    assert seen[1].is_chat is False
-    assert not seen[1].is_compared
-
-
-def test_chat_uses_the_default_models_or_a_server(monkeypatch):
-    seen: list[argparse.Namespace] = []
-    monkeypatch.setattr(chat, "run", seen.append)
-    assert command_line.main(["chat"]) == 0
-    assert command_line.main(["chat", "--url", "http://x", "--temperature", "1"]) == 0
-    own, servers = seen
+    options = parsed(monkeypatch, generate)
+    assert options.model == "jaxspec/tiny-gemma2"
+    assert options.speculative_model == "jaxspec/tiny-gemma2-draft"
+    assert options.num_speculative_tokens == 5, "as in the API"
+    assert (options.max_tokens, options.temperature) == (128, 0.0)
+    assert options.is_chat is None, "the model decides"
+    assert options.is_compared
+    raw = parsed(monkeypatch, generate, "--raw", "--no-compare")
+    assert (raw.is_chat, raw.is_compared) == (False, False)
+    own = parsed(monkeypatch, chat)
     assert own.model == "jaxspec/tiny-gemma2"
     assert own.speculative_model == "jaxspec/tiny-gemma2-draft"
     assert (own.num_speculative_tokens, own.url) == (5, None)
-    assert (servers.url, servers.model) == ("http://x", None)
-    assert servers.temperature == 1.0
+    remote = parsed(monkeypatch, chat, "--url", "http://x", "--temperature", "1")
+    assert (remote.url, remote.model) == ("http://x", None)
+    assert remote.temperature == 1.0
 
 
-def test_named_model_runs_without_drafts(monkeypatch):
-    seen: list[argparse.Namespace] = []
-    monkeypatch.setattr(generate, "run", seen.append)
-    for arguments in ([], ["--speculative-model", "y"]):
-        assert command_line.main(["generate", "hi", "--model", "x", *arguments]) == 0
-    alone, pair = seen
-    assert (alone.speculative_model, alone.num_speculative_tokens) == (None, None)
-    assert (pair.speculative_model, pair.num_speculative_tokens) == ("y", 5)
+CONFIG = "--speculative-config"
+FOLDER = str(model_folder("jaxspec/tiny-gemma2", "--model"))
 
 
-def test_drafts_can_be_set_in_a_config(monkeypatch):
-    seen: list[argparse.Namespace] = []
-    monkeypatch.setattr(generate, "run", seen.append)
-    folder = str(model_folder("jaxspec/tiny-gemma2", "--model"))
-    for arguments in (
-        ["--speculative-config", '{"draft_vocab_size": 2048}'],
-        ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 9}'],
-        ["--model", folder, "--speculative-config", '{"model": "x"}'],
-    ):
-        assert command_line.main(["generate", "hi", *arguments]) == 0
-    found = [(one.speculative_model, one.num_speculative_tokens) for one in seen]
-    assert found == [("jaxspec/tiny-gemma2-draft", 5), (None, None), (None, 5)]
-    assert seen[0].speculative_config == {"draft_vocab_size": 2048}
-    flag = ["--speculative-config", "{"]
-    with pytest.raises(SystemExit):
-        command_line.main(["generate", "hi", *flag])
+@pytest.mark.parametrize(
+    ("given", "draft", "num_draft_tokens"),
+    [
+        (["--model", "x"], None, None),
+        (["--model", "x", "--speculative-model", "y"], "y", 5),
+        ([CONFIG, '{"draft_vocab_size": 2048}'], "jaxspec/tiny-gemma2-draft", 5),
+        ([CONFIG, '{"method": "suffix", "num_speculative_tokens": 9}'], None, None),
+        (["--model", FOLDER, CONFIG, '{"model": "x"}'], None, 5),
+    ],
+)
+def test_draft_model_of_a_command_line(monkeypatch, given, draft, num_draft_tokens):
+    found = parsed(monkeypatch, generate, *given)
+    assert (found.speculative_model, found.num_speculative_tokens) == (
+        draft,
+        num_draft_tokens,
+    )
+    if "2048" in given[-1]:
+        assert found.speculative_config == {"draft_vocab_size": 2048}
 
 
 @pytest.mark.slow
@@ -167,6 +140,8 @@ def test_bundled_pair_chats():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ("bench latency --batch-size 0".split(), "--batch-size must"),
+        ("serve m --quantization int3".split(), "quantization"),
         (["--temperature", "9"], r"temperature must be a number in \[0, 2\], got 9"),
         (["--max-tokens", "0"], "max_tokens must be an integer of at least 1, got 0"),
         (["--num-speculative-tokens", "9"], "from 1 to 8, got 9"),
@@ -189,11 +164,14 @@ def test_bundled_pair_chats():
     ],
 )
 def test_wrong_value_prints_one_line_and_exits_with_2(arguments, said, capsys):
-    assert command_line.main(["generate", "hi", *arguments]) == 2
+    if arguments[0].startswith("--"):
+        arguments = ["generate", "hi", *arguments]
+    assert command_line.main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     (line,) = shown.err.splitlines()
-    assert re.search(f"^python -m jaxspec generate: error: .*{said}", line)
+    command = "bench latency" if arguments[0] == "bench" else arguments[0]
+    assert re.search(f"^python -m jaxspec {command}: error: .*{said}", line)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +180,7 @@ def test_wrong_value_prints_one_line_and_exits_with_2(arguments, said, capsys):
         (["serv"], "invalid choice: 'serv'"),
         (["generate"], "PROMPT"),
         (["generate", "hi", "--max-tokens", "ten"], "invalid int value: 'ten'"),
+        (["generate", "hi", CONFIG, "{"], "argument --speculative-config: "),
         (["generate", "hi", "--chat", "--raw"], "not allowed with"),
         (["generate", "hi", "--typo"], "unrecognized arguments: --typo"),
         (["generate", "hi", "--modle", "x"], "unrecognized arguments: --modle"),
@@ -222,39 +201,6 @@ def test_wrong_usage_prints_two_lines_and_exits_with_2(arguments, said, capsys):
     assert said in wrong
     expected = f"See python -m jaxspec{command} --help."
     assert hint == ("Did you mean --model?" if "modle" in said else expected)
-
-
-def test_interrupt_ends_cleanly(monkeypatch, capsys):
-    def interrupted(_: argparse.Namespace) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate, "run", interrupted)
-    assert command_line.main(["generate", "hi"]) == 130
-    assert capsys.readouterr().err == "\nInterrupted.\n"
-
-
-def test_exceptions_propagate(monkeypatch):
-    def broken(_: argparse.Namespace) -> None:
-        raise ValueError("a bug")
-
-    monkeypatch.setattr(generate, "run", broken)
-    with pytest.raises(ValueError, match="a bug"):
-        command_line.main(["generate", "hi"])
-
-
-def test_bench_has_its_own_command_line(capsys):
-    assert command_line.main(["bench"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: python -m jaxspec bench [-h]")
-    assert command_line.main(["bench", "latency", "--batch-size", "0"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("python -m jaxspec bench latency: error: --batch-size must")
-
-
-def test_serve_has_its_own_command_line(capsys):
-    assert command_line.main(["serve", "m", "--quantization", "int3"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("python -m jaxspec serve: error: quantization")
 
 
 def test_installed_program(monkeypatch, capsys):

@@ -17,3 +17,4 @@ from jaxspec.metrics import Counter, Gauge, Histogram, Vector
 def test_fields_equal_vllms(kind: type, own: list[str]):
     names = [item.name for item in dataclasses.fields(kind)]
     assert names == ["name", "labels", *own]
+    assert issubclass(Counter, kind) == (kind is Counter), "scripts test the class"

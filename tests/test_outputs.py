@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from jaxspec.logprobs import Logprob
@@ -9,27 +11,16 @@ from jaxspec.outputs import (
 )
 
 
-def output(
-    text: str,
-    token_ids: list[int],
-    *,
-    reason: str | None = None,
-    index: int = 0,
-    logprobs: list[dict[int, Logprob]] | None = None,
-) -> RequestOutput:
-    completion = CompletionOutput(
-        index=index,
-        text=text,
-        token_ids=token_ids,
-        finish_reason=reason,
-        logprobs=logprobs,
-    )
+def output(text: str, token_ids: list[int], **fields: Any) -> RequestOutput:
+    """Return an output of one completion with the given fields."""
+    values: dict[str, Any] = dict(index=0, text=text, token_ids=token_ids) | fields
+    completion = CompletionOutput(**values)
     return RequestOutput(
         request_id="7",
         prompt="p",
         prompt_token_ids=[2, 5],
         outputs=[completion],
-        finished=reason is not None,
+        finished=completion.finished(),
     )
 
 
@@ -50,12 +41,6 @@ def test_metrics_agree_with_counting_by_hand():
     metrics.record_step(1, 0)
     assert copy.num_proposed_per_position == [5, 5, 4]
     assert metrics.num_proposed_per_position == [6, 5, 4]
-
-
-def test_mean_acceptance_length_is_one_plus_the_sum_over_positions():
-    metrics = RequestSpecDecodeMetrics(histogram=[4, 0, 3, 2], num_draft_tokens=27)
-    positions = metrics.acceptance_rate_per_position
-    assert metrics.mean_acceptance_length == pytest.approx(1 + sum(positions))
 
 
 def test_metrics_before_the_first_step():
@@ -107,23 +92,18 @@ def test_older_names_of_timings_are_wall_clock():
 
 def test_timings_of_missing_events_are_none():
     stats = RequestStateStats(arrival_time=5.0, queued_ts=50.0)
-    assert stats.first_scheduled_time is None
-    assert stats.first_token_time is None
-    assert stats.last_token_time is None
-    assert stats.time_in_queue is None
-    assert stats.model_forward_time is None
+    for name in (
+        *("first_scheduled_time", "first_token_time", "last_token_time"),
+        *("time_in_queue", "model_forward_time"),
+    ):
+        assert getattr(stats, name) is None
 
 
-def test_finished_follows_the_reason():
-    assert not output("a", [1]).outputs[0].finished()
-    assert output("a", [1], reason="stop").outputs[0].finished()
-
-
-def test_deltas_add_up():
+def test_outputs_add_up_or_replace_each_other():
     first = output("Hel", [4], logprobs=[{4: Logprob(-0.5, 1, "Hel")}])
-    first.add(
-        output("lo", [9, 8], reason="length", logprobs=[{9: Logprob(-1.0)}]), True
-    )
+    assert not first.outputs[0].finished()
+    last = dict(finish_reason="length", logprobs=[{9: Logprob(-1.0)}])
+    first.add(output("lo", [9, 8], **last), True)
     completion = first.outputs[0]
     assert completion.text == "Hello"
     assert completion.token_ids == [4, 9, 8]
@@ -131,41 +111,27 @@ def test_deltas_add_up():
     assert completion.logprobs is not None
     assert [list(entry) for entry in completion.logprobs] == [[4], [9]]
     assert first.finished
-
-
-def test_cumulative_outputs_replace_each_other():
     first = output("Hel", [4])
     first.add(output("Hello", [4, 9]), False)
     assert first.outputs[0].text == "Hello"
     assert first.outputs[0].token_ids == [4, 9]
     assert not first.finished
-
-
-def test_new_index_is_added_in_order():
+    # Completions are in the order of their indices.
     first = output("b", [4], index=1)
-    first.add(output("a", [9], index=0), True)
+    first.add(output("a", [9]), True)
     assert [text.text for text in first.outputs] == ["a", "b"]
 
 
 def test_frozen_output_keeps_its_counts():
     counts = RequestSpecDecodeMetrics.empty(3)
     counts.record_step(3, 2)
-    stats = RequestStateStats(num_generation_tokens=3)
-    completion = CompletionOutput(
-        index=0, text="", token_ids=[], spec_decode_metrics=counts
-    )
-    output = RequestOutput(
-        request_id="a",
-        prompt=None,
-        prompt_token_ids=None,
-        outputs=[completion],
-        metrics=stats,
-    )
-    output.freeze()
+    frozen = output("", [], spec_decode_metrics=counts)
+    frozen.metrics = stats = RequestStateStats(num_generation_tokens=3)
+    frozen.freeze()
     counts.record_step(3, 1)
     stats.num_generation_tokens += 2
-    kept = output.outputs[0].spec_decode_metrics
+    kept = frozen.outputs[0].spec_decode_metrics
     assert kept is not None
     assert (kept.histogram, kept.num_draft_tokens) == ([0, 0, 1, 0], 3)
-    assert output.metrics is not None
-    assert output.metrics.num_generation_tokens == 3
+    assert frozen.metrics is not None
+    assert frozen.metrics.num_generation_tokens == 3

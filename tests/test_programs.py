@@ -1,9 +1,8 @@
 """`USERS_COMPILER` equals the XLA options that users get."""
 
 import os
-import subprocess
-import sys
 
+from tests.support.processes import run_python
 from tests.support.programs import QUICK_COMPILER, USERS_COMPILER, flags_of, users_flags
 
 # Flags are read only once per process, so this runs in a new process.
@@ -15,12 +14,8 @@ print(xla_client.CompileOptions().SerializeAsString())
 
 def options_with(flags: list[str]) -> str:
     """Return XLA's compile options in a process with these flags."""
-    words = [sys.executable, "-c", CODE]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
-    done = subprocess.run(
-        words, env=environment, capture_output=True, text=True, check=True
-    )
-    return done.stdout
+    return run_python("-c", CODE, env=environment, check=True).stdout
 
 
 def test_users_options_are_xlas_defaults():

@@ -1,11 +1,10 @@
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 import jaxspec
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxspec", "kernels/jaxspec_kernels", "checkpoints/jaxspec_checkpoints")
@@ -36,7 +35,7 @@ def test_light_names_do_not_import_jax():
         "import jaxspec.text.tokenizer\n"
         "assert 'jax' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run_python("-c", code, check=True)
 
 
 def test_public_names_are_listed_and_at_vllms_paths():

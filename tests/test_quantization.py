@@ -18,15 +18,14 @@ from benchmarks.quantization import (
 )
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "quantization.md"
+TEXT = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+RECORD = json.loads(PATH.read_text(encoding="utf-8"))
 DRAFTS = ROOT / "docs" / "drafts.md"
 
 
 def test_every_form_is_recorded_and_documented():
-    record = json.loads(PATH.read_text(encoding="utf-8"))
-    text = DOCS.read_text(encoding="utf-8")
     keys = ("kind", "has_int8_embedding", "kv_cache_dtype")
-    rows = record["quality"]
+    rows = RECORD["quality"]
     assert [tuple(row[key] for key in keys) for row in rows] == list(FORMS)
     for row in rows:
         if row["has_int8_embedding"]:
@@ -35,7 +34,7 @@ def test_every_form_is_recorded_and_documented():
         if row["kv_cache_dtype"] != "auto":
             name = f"keys and values {row['kv_cache_dtype']}"
         start = f"| {name} | {row['weight_bytes']:,} | "
-        [line] = [one for one in text.splitlines() if one.startswith(start)]
+        [line] = [one for one in TEXT.splitlines() if one.startswith(start)]
         *_, perplexity, divergence, same = line.strip("| ").split(" | ")
         assert perplexity == f"{row['perplexity']:.2f}"
         assert round(float(divergence) - row["kl_nats_per_token"], 4) == 0
@@ -45,13 +44,12 @@ def test_every_form_is_recorded_and_documented():
 
 
 def test_acceptance_with_every_kv_type_is_documented():
-    record = json.loads(PATH.read_text(encoding="utf-8"))
-    lines = DOCS.read_text(encoding="utf-8").splitlines()
-    rows = {(row["kv_cache_dtype"], row["mode"]): row for row in record["acceptance"]}
+    lines = TEXT.splitlines()
+    rows = {(row["kv_cache_dtype"], row["mode"]): row for row in RECORD["acceptance"]}
     assert list(rows) == [(kind, mode) for kind in KV_KINDS for mode in MODES]
     # The record's top-level type is that of the part measured last, so read this
     # part's.
-    dtype = record["measured"]["acceptance"]["dtype"]
+    dtype = RECORD["measured"]["acceptance"]["dtype"]
     for kind in KV_KINDS:
         cells = [dtype if kind == "auto" else kind]
         for mode in MODES:
@@ -62,14 +60,13 @@ def test_acceptance_with_every_kv_type_is_documented():
 
 
 def test_speeds_match_the_measurements():
-    record = json.loads(PATH.read_text(encoding="utf-8"))
-    lines = speed_lines(record)
+    lines = speed_lines(RECORD)
     assert len(lines) == 2 + len(PAIRS)
-    assert "\n".join(lines) in DOCS.read_text(encoding="utf-8")
+    assert "\n".join(lines) in TEXT
 
 
 def test_ceilings_follow_from_bytes():
-    assert "\n".join(ceiling_lines()) in DOCS.read_text(encoding="utf-8")
+    assert "\n".join(ceiling_lines()) in TEXT
     # The model has 2.6 billion parameters, of which 0.59 billion compute logits.
     assert round(pass_bytes("2b", None) / 2e9, 2) == 2.61
     head = pass_bytes("2b", None) - pass_bytes("2b", None, 1)
@@ -82,9 +79,8 @@ def test_ceilings_follow_from_bytes():
 
 def test_acceptance_of_trimmed_heads_matches_the_record():
     """The figures are on another page, and in a table that `--tables` prints."""
-    record = json.loads(PATH.read_text(encoding="utf-8"))
-    assert "\n".join(trimmed_lines(record)) in DRAFTS.read_text(encoding="utf-8")
-    rows = record["trimmed"]
+    assert "\n".join(trimmed_lines(RECORD)) in DRAFTS.read_text(encoding="utf-8")
+    rows = RECORD["trimmed"]
     own = [row["draft_vocab_size"] for row in rows if not row["has_other_map"]]
     assert tuple(dict.fromkeys(own)) == HEADS
     for row in rows:

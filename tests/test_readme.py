@@ -3,13 +3,12 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.programs import quick_environment
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,17 +30,6 @@ METHOD_MARKS = (
 NO_PEERS = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine.\n"
 
 Done = subprocess.CompletedProcess[str]
-
-
-def python(*arguments: object) -> Done:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=quick_environment(),
-        check=False,
-    )
 
 
 def row(plain: float, speed_up: float) -> dict[str, Any]:
@@ -103,11 +91,11 @@ def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> D
         path = folder / f"cpu_pair-{number}.json"
         path.write_text(json.dumps(one))
     pages = "--readme", readme, "--peers-page", readme
-    return python(TABLE_SCRIPT, *pages, "--results", folder, *options)
+    return run_python(TABLE_SCRIPT, *pages, "--results", folder, *options)
 
 
 def test_table_is_the_newest_results():
-    done = python(TABLE_SCRIPT, "--check")
+    done = run_python(TABLE_SCRIPT, "--check")
     assert done.returncode == 0, done.stderr
 
 
@@ -251,7 +239,7 @@ def test_readme_code_runs():
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     # The process exits without waiting for programs that are still being compiled.
     end = "import os, sys\nsys.stdout.flush()\nos._exit(0)\n"
-    done = python("-W", "error", "-c", "\n".join([*blocks, end]))
+    done = run_python("-W", "error", "-c", "\n".join([*blocks, end]))
     assert done.returncode == 0, done.stderr
     assert re.search(r"accepted \d+% of the drafts", done.stdout)
     assert done.stdout.splitlines()[-1] in ("yes", "no")
@@ -260,7 +248,7 @@ def test_readme_code_runs():
 @pytest.mark.slow
 def test_quick_benchmark_makes_a_table(tmp_path):
     path = tmp_path / "cpu_pair-0.json"
-    done = python(
+    done = run_python(
         *(BENCHMARK, "--quick", "--skip-huggingface", "--output", path),
         *("--num-speculative-tokens", "1"),
     )

@@ -2,7 +2,6 @@
 
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import Options
-from tests.support.programs import quick_environment
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -223,14 +222,7 @@ def run_script(
     """
     whole = renamed(script, names) + checks
     ignored = [part for one in expected for part in ("-W", f"ignore:{one}")]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *ignored, "-c", whole],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=quick_environment(),
-        check=False,
-    )
+    done = run_python("-W", "error", *ignored, "-c", whole)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

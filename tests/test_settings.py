@@ -15,24 +15,15 @@ def test_simulated_devices() -> None:
     assert jax.device_count() == 8
 
 
-def test_reused_key_is_an_error() -> None:
+def test_reused_keys_promotions_and_wrong_shapes_are_errors() -> None:
     key = jax.random.key(0)
     jax.random.uniform(key)
     with pytest.raises(KeyReuseError):
         jax.random.uniform(key)
-
-
-def test_rank_promotion_is_an_error() -> None:
     with pytest.raises(ValueError, match="rank_promotion"):
         _ = jnp.ones((2, 3)) + jnp.ones(3)
-
-
-def test_dtype_promotion_is_an_error() -> None:
     with pytest.raises(ValueError, match="implicit dtype promotion"):
         _ = jnp.ones(3, jnp.float32) + jnp.ones(3, jnp.int32)
-
-
-def test_shape_annotations_are_checked() -> None:
     # One key/value row for two slots: without the check, a broadcast would write both.
     pages, row = jnp.zeros((2, 4, 2, 8)), jnp.zeros((1, 1, 8))
     with pytest.raises(jaxtyping.TypeCheckError, match="slot_mapping"):

@@ -35,12 +35,9 @@ def test_mesh_is_factored_for_the_draft(target, draft, shape):
     assert list(mesh.devices.flat) == jax.devices()[:target]
 
 
-def test_mesh_takes_the_given_devices():
+def test_mesh_takes_the_given_devices_or_rejects_too_few():
     devices = jax.devices()[::-1]
     assert list(make_mesh(2, devices=devices).devices.flat) == devices[:2]
-
-
-def test_too_few_devices_is_an_error():
     expected = "tensor_parallel_size=3, but 2 cpu device.* lower it to at most 2"
     with pytest.raises(ConfigError, match=expected):
         make_mesh(3, devices=jax.devices()[:2])
@@ -63,12 +60,6 @@ def test_draft_is_split_only_over_the_model_axis():
     assert sharding.num_devices == 8
 
 
-@pytest.mark.parametrize("axis", ["model", None])
-def test_other_axes_are_replicated(axis):
-    sharding = named_sharding(make_mesh(8), (axis,), (16,))
-    assert sharding.spec == PartitionSpec(None)
-
-
 @pytest.mark.parametrize(
     ("size", "unit", "shard"),
     [
@@ -84,7 +75,7 @@ def test_units_stay_together_or_the_axis_is_replicated(size, unit, shard):
     assert sharding.shard_shape((size,)) == (shard,)
 
 
-def test_shards_hold_consecutive_parts_in_the_order_of_the_mesh():
+def test_shards_hold_consecutive_parts_or_whole_arrays():
     mesh = make_mesh(8, 2)
     rows = jnp.arange(16.0)
     placed = jax.device_put(rows, named_sharding(mesh, ("vocab",), (16,)))
@@ -94,8 +85,8 @@ def test_shards_hold_consecutive_parts_in_the_order_of_the_mesh():
     order = mesh.devices.transpose(0, 2, 1)  # mesh axes: data, model, replica
     found = np.concatenate([parts[device] for device in order.flat])
     np.testing.assert_array_equal(found, rows)
-
-
-def test_replicated_is_whole_on_every_device():
-    placed = jax.device_put(jnp.arange(6), replicated(make_mesh(8, 2)))
+    for axis in ("model", None):
+        sharding = named_sharding(make_mesh(8), (axis,), (16,))
+        assert sharding.spec == PartitionSpec(None)
+    placed = jax.device_put(jnp.arange(6), replicated(mesh))
     assert [part.data.shape for part in placed.addressable_shards] == [(6,)] * 8

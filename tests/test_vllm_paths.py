@@ -12,7 +12,6 @@ from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxspec.exceptions import VLLMValidationError
 from jaxspec.logger import init_logger
 from jaxspec.lora.request import LoRARequest
-from jaxspec.metrics import Counter
 from jaxspec.usage.usage_lib import UsageContext, is_usage_stats_enabled
 from jaxspec.utils import random_uuid
 from jaxspec.utils.argparse_utils import FlexibleArgumentParser
@@ -147,9 +146,3 @@ def test_engine_arguments_as_flags(kind: type[EngineArgs]):
     assert type(made) is kind
     expected: Any = {"max_num_seqs": 3, "tensor_parallel_size": 2}
     assert made == kind(model="m", enable_prefix_caching=False, **expected)
-
-
-def test_metrics_are_distinguished_by_class():
-    counter = Counter(name="vllm:num_preemptions", labels={}, value=3)
-    assert counter == Counter(name="vllm:num_preemptions", labels={}, value=3)
-    assert not isinstance(counter, importlib.import_module("jaxspec.metrics").Gauge)

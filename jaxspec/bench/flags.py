@@ -314,7 +314,7 @@ def _add_lossless(parser: argparse.ArgumentParser) -> None:
     add(
         "--tie-gap",
         type=float,
-        default=0.05,
+        default=0.1,
         metavar="NATS",
         help="largest difference of two tokens' logprobs that counts as a near tie "
         "(default: %(default)s)",

@@ -124,12 +124,7 @@ class GoldenModel:
         """Return logits of position `first` and all after it, `[token, vocab]`."""
         # The length hides the keys of an earlier text: they are still in the pages.
         self.paged.length = 0
-        kept = []
-        for start in range(0, len(tokens), CHUNK):
-            piece = np.asarray(tokens[start : start + CHUNK])
-            rows = self.paged.run(piece, pads=CHUNK - len(piece))
-            kept.append(rows[max(0, first - start) :])
-        return np.concatenate(kept)
+        return logits_of(self.paged, tokens, first, chunk=CHUNK)
 
     def shutdown(self) -> None:
         """Free the device's memory."""
@@ -137,6 +132,26 @@ class GoldenModel:
             self.llm.llm_engine.shutdown()
         for name in ("paged", "llm"):
             vars(self).pop(name, None)
+
+
+def logits_of(
+    paged: PagedModel, tokens: Sequence[int], first: int, *, chunk: int
+) -> np.ndarray:
+    """Return logits of position `first` and all after it, computed in chunks."""
+    kept = []
+    for start in range(0, len(tokens), chunk):
+        piece = np.asarray(tokens[start : start + chunk])
+        rows = paged.run(piece, pads=chunk - len(piece))
+        kept.append(rows[max(0, first - start) :])
+    return np.concatenate(kept)
+
+
+def losses_of(logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    """Return the negative log-likelihood of the token after each row, in nats."""
+    logits = logits.astype(np.float64)
+    highest = logits.max(axis=1)
+    log_sum = np.log(np.exp(logits - highest[:, None]).sum(axis=1)) + highest
+    return log_sum - logits[np.arange(len(tokens)), tokens]
 
 
 def prompt_of(case: Case) -> str:
@@ -202,11 +217,8 @@ def check_greedy(model: GoldenModel, case: Case) -> None:
 
 def check_cross_entropy(model: GoldenModel, case: Case) -> None:
     tokens = model.tokenizer.encode(case["text"])
-    logits = model.logits(tokens[:-1]).astype(np.float64)
-    highest = logits.max(axis=1, keepdims=True)
-    log_sum = np.log(np.exp(logits - highest).sum(axis=1)) + highest[:, 0]
-    said = logits[np.arange(len(tokens) - 1), tokens[1:]]
-    bits = (log_sum - said).sum() / np.log(2) + np.log2(logits.shape[1])
+    logits = model.logits(tokens[:-1])
+    bits = losses_of(logits, tokens[1:]).sum() / np.log(2) + np.log2(logits.shape[1])
     found = bits / len(case["text"].encode())
     assert abs(found - case["bits_per_byte"]) <= case["tolerance"], found
 

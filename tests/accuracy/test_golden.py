@@ -32,22 +32,20 @@ BUNDLED: dict[str, Callable[[], Path]] = {
 QUICK = ("embeddings", "encode", "decode")
 
 
+def cases_of(name: str, model: str) -> list[Case]:
+    return [case for case in golden.read_cases(name) if model in case["models"]]
+
+
 def parameters(name: str) -> list[Any]:
-    """Every case of a file for each of its models, grouped by model."""
-    cases = golden.read_cases(name)
-    models = dict.fromkeys(model for case in cases for model in case["models"])
+    """Return every case of a file for each of its models, grouped by model."""
+    models = [model for case in golden.read_cases(name) for model in case["models"]]
     found = []
-    for model in models:
-        own = [case for case in cases if model in case["models"]]
-        for index, case in enumerate(own):
+    for model in dict.fromkeys(models):
+        for index, case in enumerate(cases_of(name, model)):
             label = f"{model}-{case['kind']}-{index}"
             marks = [] if case["kind"] in QUICK else [pytest.mark.slow]
             found.append(pytest.param(model, case, id=label, marks=marks))
     return found
-
-
-def cases_of(name: str, model: str) -> list[Case]:
-    return [case for case in golden.read_cases(name) if model in case["models"]]
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +83,12 @@ def bundled(request: pytest.FixtureRequest) -> GoldenModel:
     ("bundled", "case"), parameters("bundled"), indirect=["bundled"], scope="module"
 )
 def test_recorded_outputs_of_the_bundled_pair(bundled: GoldenModel, case: Case) -> None:
-    golden.CHECKS[case["kind"]](bundled, case)
-
-
-@pytest.mark.parametrize(
-    ("bundled", "case"), parameters("bundled"), indirect=["bundled"], scope="module"
-)
-def test_every_comparison_can_fail(bundled: GoldenModel, case: Case) -> None:
+    """Every comparison passes, and fails after every change of the case."""
+    check = golden.CHECKS[case["kind"]]
+    check(bundled, case)
     for change in CHANGES[case["kind"]]:
-        changed: Any = copy.deepcopy(case)
-        change(changed)
-        assert changed != case
         with pytest.raises(AssertionError):
-            golden.CHECKS[case["kind"]](bundled, changed)
+            check(bundled, changed(case, *change))
 
 
 @pytest.mark.slow
@@ -112,96 +103,62 @@ def test_bfloat16_has_its_own_bounds() -> None:
         if case["kind"] in ("greedy", "logits"):
             golden.CHECKS[case["kind"]](model, case)
         if case["kind"] == "greedy":
-            changed: Any = dict(case)
-            _change_only_the_margin(changed)
+            other = changed(case, *CHANGES["greedy"][0])
             with pytest.raises(AssertionError, match="the published text has token"):
-                golden.CHECKS["greedy"](model, changed)
+                golden.CHECKS["greedy"](model, other)
     model.shutdown()
 
 
-def _scale_last_column(case: Any) -> None:
-    case["prompts"][-1]["last"][-1][-1] *= 1.02
+Change = tuple[str, Any]  # path of an entry, and its new value or a function of the old
 
 
-def _scale_first_column(case: Any) -> None:
-    case["prompts"][0]["first"][0][0] *= 1.02
+def changed(case: Case, *changes: Change) -> Case:
+    """Return a copy of a case with other entries."""
+    copied: Any = copy.deepcopy(case)
+    for path, value in changes:
+        *outer, last = [
+            int(key) if key[-1].isdigit() else key for key in path.split("/")
+        ]
+        place = copied
+        for key in outer:
+            place = place[key]
+        place[last] = value(place[last]) if callable(value) else value
+    assert copied != case
+    return copied
 
 
-def _move_a_logit(case: Any) -> None:
-    case["prompts"][-1]["logits"][-1][1] += 2 * case["atol"]["float32"]
+def _other_last_word(text: str) -> str:
+    return text.rpartition(" ")[0] + " dragon"
 
 
-def _move_the_first_logit(case: Any) -> None:
-    case["prompts"][0]["logits"][0][0] -= 2 * case["atol"]["float32"]
-
-
-def _change_a_token(case: Any) -> None:
-    case["prompts"][0]["tokens"][1] += 1
-
-
-def _change_the_prompt(case: Any) -> None:
-    case["prompts"][-1]["prompt"] += " then"
-
-
-def _change_the_last_word(case: Any) -> None:
-    case["text"] = case["text"].rpartition(" ")[0] + " dragon"
-
-
-def _change_only_the_exact_text(case: Any) -> None:
-    """Change a case so that only the comparison of the engine's text can fail.
-
-    The margin is so large that any token passes.
-    """
-    _change_the_last_word(case)
-    case["margin"] = 100.0
-
-
-def _change_only_the_margin(case: Any) -> None:
-    """Change a case so that only the comparison with the margin can fail.
-
-    The engine's text is not compared.
-    """
-    _change_the_last_word(case)
-    case["exact_in"] = []
-
-
-def _lengthen(case: Any) -> None:
-    case["num_tokens"] += 1
-
-
-def _raise_bits(case: Any) -> None:
-    case["bits_per_byte"] += 2 * case["tolerance"]
-
-
-def _lower_bits(case: Any) -> None:
-    case["bits_per_byte"] -= 2 * case["tolerance"]
-
-
-def _ask_for_more(case: Any) -> None:
-    (question,) = case["contains"]
-    case["contains"][question] += " No."
-
-
-def _change_an_id(case: Any) -> None:
-    case["ids_of"]["This is a test"][-1] += 1
-
-
-def _change_a_letter(case: Any) -> None:
-    case["texts"][-1]["text"] += "s"
-
-
-CHANGES: dict[str, list[Callable[[Any], None]]] = {
-    "answers": [_ask_for_more],
-    "cross_entropy": [_raise_bits, _lower_bits],
-    "decode": [_change_a_letter],
-    "embeddings": [_scale_first_column, _scale_last_column, _change_a_token],
-    "encode": [_change_an_id],
-    "greedy": [_change_only_the_margin, _change_only_the_exact_text, _lengthen],
+# Lists of changes, after each of which a comparison must fail, by kind.
+CHANGES: dict[str, list[list[Change]]] = {
+    "answers": [
+        [("contains", lambda one: {key: f"{text} No." for key, text in one.items()})]
+    ],
+    "cross_entropy": [
+        [("bits_per_byte", lambda bits: bits + 2e-4)],
+        [("bits_per_byte", lambda bits: bits - 2e-4)],
+    ],
+    "decode": [[("texts/-1/text", lambda text: text + "s")]],
+    "embeddings": [
+        [("prompts/0/first/0/0", lambda value: value * 1.02)],
+        [("prompts/-1/last/-1/-1", lambda value: value * 1.02)],
+        [("prompts/0/tokens/1", lambda token: token + 1)],
+    ],
+    "encode": [[("ids_of/This is a test/-1", lambda token: token + 1)]],
+    "greedy": [
+        # The engine's text is not compared, only the margin.
+        [("text", _other_last_word), ("exact_in", [])],
+        # Any token is within the margin, and only the engine's text can fail.
+        [("text", _other_last_word), ("margin", 100.0)],
+        [("num_tokens", lambda number: number + 1)],
+    ],
     "logits": [
-        _move_a_logit,
-        _move_the_first_logit,
-        _change_a_token,
-        _change_the_prompt,
+        [("prompts/-1/logits/-1/1", lambda value: value + 2e-3)],
+        [("prompts/0/logits/0/0", lambda value: value - 2e-3)],
+        [("prompts/0/tokens/1", lambda token: token + 1)],
+        [("prompts/-1/prompt", lambda text: text + " then")],
     ],
 }
 

@@ -21,7 +21,7 @@ from jaxspec import __main__ as command_line
 from jaxspec.bench.data import read_prompts
 from jaxspec.engine.model_folders import PACKAGED_GEMMA3
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, packaged_gemma3
-from tests.accuracy.golden import FOLDER
+from tests.accuracy.golden import FOLDER, logits_of, losses_of
 from tests.support.oracles import PagedModel
 
 GOLDEN = json.loads((FOLDER / "gemma3_270m.json").read_text(encoding="utf-8"))
@@ -79,12 +79,7 @@ def logits(model: LLM, tokens: Sequence[int], first: int) -> np.ndarray:
         page_size=PAGE_SIZE,
         num_pages=MAX_MODEL_LEN // PAGE_SIZE,
     )
-    kept = []
-    for start in range(0, len(tokens), CHUNK):
-        piece = np.asarray(tokens[start : start + CHUNK])
-        rows = paged.run(piece, pads=CHUNK - len(piece))
-        kept.append(rows[max(0, first - start) :])
-    return np.concatenate(kept)
+    return logits_of(paged, tokens, first, chunk=CHUNK)
 
 
 def ids_of(model: LLM, prompts: Sequence[str], **params: Any) -> list[list[int]]:
@@ -94,7 +89,9 @@ def ids_of(model: LLM, prompts: Sequence[str], **params: Any) -> list[list[int]]
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_tokenizer_gives_the_recorded_ids():
+def test_file_and_token_ids_are_the_recorded_ones():
+    assert open_checkpoint(packaged_gemma3()).format == "gguf"
+    assert packaged_gemma3().stat().st_size == GOLDEN["file"]["bytes"]
     tokenizer = plain().get_tokenizer()
     for check in GOLDEN["tokenizer_checks"]:
         # `encode` adds no second <bos> to a text that starts with one.
@@ -120,31 +117,21 @@ def test_top_logits_are_within_a_thousandth(name):
 def test_perplexity_equals_the_record():
     (case,) = GOLDEN["perplexity"]
     tokens = plain().get_tokenizer().encode(case["text"])[: case["n_tokens"]]
-    rows = logits(plain(), tokens[:-1], 0).astype(np.float64)
-    highest = rows.max(axis=1)
-    log_sum = np.log(np.exp(rows - highest[:, None]).sum(axis=1)) + highest
-    nll = (log_sum - rows[np.arange(len(rows)), tokens[1:]]).mean()
-    assert abs(np.exp(nll) - case["perplexity"]) < 0.01
+    losses = losses_of(logits(plain(), tokens[:-1], 0), tokens[1:])
+    assert abs(np.exp(losses.mean()) - case["perplexity"]) < 0.01
 
 
 def test_greedy_texts_in_chunks_batches_and_after_preemption():
     """All prompts at once, with too few pages, then again with prefix hits."""
     model = plain()
     prompts = sorted(PROMPTS.values(), key=lambda prompt: -prompt["n"])
-    expected = [prompt["greedy_ids"] for prompt in prompts]
     texts = [prompt["text"] for prompt in prompts]
-    assert ids_of(model, texts) == expected
+    assert ids_of(model, texts) == [prompt["greedy_ids"] for prompt in prompts]
     assert model.llm_engine.stats.num_preemptions > 0
-    longest, *_ = prompts
-    (output,) = model.generate(
-        longest["text"],
-        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
-        use_tqdm=False,
-    )
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    (output,) = model.generate(texts[0], params, use_tqdm=False)
     assert output.num_cached_tokens and output.num_cached_tokens >= 512
-    assert (
-        list(output.outputs[0].token_ids) == PROMPTS["long_beyond_window"]["greedy_ids"]
-    )
+    assert list(output.outputs[0].token_ids) == prompts[0]["greedy_ids"]
 
 
 # Texts that repeat parts of their prompts, so that n-gram drafts are proposed and
@@ -185,12 +172,6 @@ def test_bfloat16_has_the_same_first_token():
         assert found.argmax() == PROMPTS[name]["top5_last"][0]["id"], name
 
 
-def test_file_is_the_recorded_one():
-    checkpoint = open_checkpoint(packaged_gemma3())
-    assert packaged_gemma3().stat().st_size == GOLDEN["file"]["bytes"]
-    assert checkpoint.format == "gguf"
-
-
 def test_command_line_generates_without_a_draft(capsys):
     prompt = PROMPTS["france"]
     flags = ["--model", PACKAGED_GEMMA3, "--max-tokens", "4", "--dtype", "float32"]
@@ -212,26 +193,24 @@ NUM_TEXTS, TEXT_LENGTH = 12, 400
 LLAMA_TOLERANCE = 0.02
 
 
-def texts() -> list[str]:
+@functools.cache
+def continued_texts() -> list[tuple[list[int], list[int]]]:
+    """Return token ids of texts, with our continuations."""
     path = TEXTS if TEXTS.is_file() else ROOT / "benchmarks" / "prompts.jsonl"
-    found = [one.text for one in read_prompts(path)]
-    return [text[:TEXT_LENGTH] for text in found[:: len(found) // NUM_TEXTS]]
-
-
-def first_difference(left: list[int], right: list[int]) -> int | None:
-    """Return the index of the first token that differs, None if none does."""
-    assert len(left) == len(right) == NUM_TOKENS
-    pairs = enumerate(zip(left, right, strict=True))
-    return next((index for index, (one, other) in pairs if one != other), None)
+    found = [one.text[:TEXT_LENGTH] for one in read_prompts(path)]
+    texts = found[:: len(found) // NUM_TEXTS]
+    encode = plain().get_tokenizer().encode
+    return list(zip(map(encode, texts), ids_of(plain(), texts), strict=True))
 
 
 def assert_equal_or_tied(
     tokens: list[int], ours: list[int], theirs: list[int], tolerance: float
 ) -> bool:
     """Check that two continuations differ only where our logits are nearly tied."""
-    index = first_difference(ours, theirs)
-    if index is None:
+    assert len(ours) == len(theirs) == NUM_TOKENS
+    if ours == theirs:
         return True
+    index = np.not_equal(ours, theirs).argmax()
     context = [*tokens, *ours[:index]]
     (found,) = logits(plain(), context, len(context) - 1)
     assert abs(found[ours[index]] - found[theirs[index]]) < tolerance, (index, ours)
@@ -246,16 +225,14 @@ def test_transformers_continues_texts_alike():
     ).eval()
     model.generation_config.eos_token_id = None
     num_equal = 0
-    prompts = texts()
-    for text, ours in zip(prompts, ids_of(plain(), prompts), strict=True):
-        tokens = plain().get_tokenizer().encode(text)
+    for tokens, ours in continued_texts():
         with torch.inference_mode():
             (output,) = model.generate(
                 torch.tensor([tokens]), max_new_tokens=NUM_TOKENS, do_sample=False
             )
         theirs = output[len(tokens) :].tolist()
         num_equal += assert_equal_or_tied(tokens, ours, theirs, 1e-3)
-    assert num_equal >= len(prompts) - 1
+    assert num_equal >= len(continued_texts()) - 1
 
 
 def write_unpacked(source: Path, target: Path) -> None:
@@ -291,9 +268,7 @@ def test_llama_cpp_continues_texts_alike(tmp_path: Path):
     params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = llama.Server(params)
     num_equal = 0
-    prompts = texts()
-    for text, ours in zip(prompts, ids_of(plain(), prompts), strict=True):
-        tokens = plain().get_tokenizer().encode(text)
+    for tokens, ours in continued_texts():
         answer = server.handle_completions(
             {
                 "prompt": tokens,
@@ -305,4 +280,4 @@ def test_llama_cpp_continues_texts_alike(tmp_path: Path):
         )
         theirs = [one["id"] for one in answer["choices"][0]["logprobs"]["content"]]
         num_equal += assert_equal_or_tied(tokens, ours, theirs, LLAMA_TOLERANCE)
-    assert num_equal >= len(prompts) - 2
+    assert num_equal >= len(continued_texts()) - 2

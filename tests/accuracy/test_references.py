@@ -182,13 +182,13 @@ def test_greedy_texts_equal_huggingface(kind, size, tmp_path):
         assert stats.num_draft_tokens == num_drafted > num_before + 100
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", references.SIZES)
-def test_greedy_texts_without_a_draft_equal_huggingface(size, tmp_path):
+def library_logits(size: str, **changes: Any) -> np.ndarray:
+    """Return the logits of the gemma library, with changes of its own config."""
     model = references.reference(size)
-    folder = references.write(model, size, tmp_path / "target", kind="hf")
-    with make_llm(folder) as llm:
-        assert texts_of(llm) == expected_texts(size)
+    config = model.config.to_dict()
+    tree = gemma_library.to_tree(references.tensors_of(model), config, size)
+    network = gemma_library.make_network(size, config, **changes)
+    return gemma_library.logits(network, tree, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,9 @@ def test_greedy_texts_without_a_draft_equal_huggingface(size, tmp_path):
     ],
 )
 def test_logits_equal_the_gemma_library(size):
-    model = references.reference(size)
-    config = model.config.to_dict()
-    tree = gemma_library.to_tree(references.tensors_of(model), config, size)
-    network = gemma_library.make_network(size, config)
-    theirs = gemma_library.logits(network, tree, TOKENS)
-    assert np.abs(our_logits(size, load_ours(model)) - theirs).max() <= TOLERANCE
+    theirs = library_logits(size)
+    ours = our_logits(size, load_ours(references.reference(size)))
+    assert np.abs(ours - theirs).max() <= TOLERANCE
     assert np.abs(expected_logits(size) - theirs).max() <= TOLERANCE
 
 
@@ -212,18 +209,15 @@ def test_logits_equal_the_gemma_library(size):
 @pytest.mark.parametrize("size", references.SIZES)
 def test_every_feature_has_an_effect_in_the_gemma_library(size):
     """Without this, the comparison above would prove nothing about a feature."""
-    model = references.reference(size)
-    config = model.config.to_dict()
-    tree = gemma_library.to_tree(references.tensors_of(model), config, size)
-    network = gemma_library.make_network(size, config)
+    config = gemma_library.published_networks()[size].config
     # The other scale of queries: in the scaled-down 2B 8 becomes 9.
-    ways = type(network.config.query_pre_attn_norm)
+    ways = type(config.query_pre_attn_norm)
     other = {
         "2b": ways.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
         "9b": ways.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
         "27b": ways.BY_ONE_OVER_SQRT_HEAD_DIM,
     }
-    kinds = network.config.attention_types
+    kinds = config.attention_types[: references.CHANGES["num_hidden_layers"]]
     changes: list[dict[str, Any]] = [
         dict(attn_logits_soft_cap=None),
         dict(final_logit_softcap=None),
@@ -231,10 +225,9 @@ def test_every_feature_has_an_effect_in_the_gemma_library(size):
         dict(query_pre_attn_norm=other[size]),
         dict(attention_types=kinds[1:] + kinds[:1]),
     ]
-    base = gemma_library.logits(network, tree, TOKENS)
+    base = library_logits(size)
     for change in changes:
-        changed = gemma_library.make_network(size, config, **change)
-        difference = np.abs(gemma_library.logits(changed, tree, TOKENS) - base).max()
+        difference = np.abs(library_logits(size, **change) - base).max()
         assert difference > 100 * TOLERANCE, change
 
 

@@ -52,9 +52,17 @@ def test_help_lists_the_subcommands_without_importing_jax():
     )
     commands = done.stdout.partition("subcommands:")[2]
     found = re.findall(r"^    (\w+)", commands, re.MULTILINE)
-    assert (
-        found == ["latency", "throughput", "serve", "lossless", "spec"] == list(MODULES)
-    )
+    expected = ["latency", "throughput", "serve", "lossless", "spec"]
+    assert found == expected == list(MODULES)
+
+
+# Command lines whose error is "FLAG must be ...", for their first flag.
+OUT_OF_RANGE = (
+    *("latency --num-iters 0", "latency --num-iters-warmup -1"),
+    *("latency --output-len 0", "spec --batch-sizes 0", "spec --output-len 1"),
+    *("serve --num-prompts 0", "serve --output-len 0", "serve --num-warmups -1"),
+    *("serve --max-concurrency 0", "serve --burstiness 0"),
+)
 
 
 # Command lines whose error is "FLAG must be ...", for their first flag.

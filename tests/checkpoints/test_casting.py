@@ -27,7 +27,8 @@ def test_blocks_have_the_requested_rows(monkeypatch, rows, block_bytes):
 @pytest.mark.parametrize("target", DTYPES)
 def test_values_are_rounded_as_numpy_does(source, target):
     """Infinite and NaN values are kept."""
-    values = np.concatenate([VALUES, np.full((1, 5), [np.inf, -np.inf, np.nan, 0, 1])])
+    edges = np.full((1, 5), [np.inf, -np.inf, np.nan, 1e-30, 1])
+    values = np.concatenate([VALUES, edges])
     values = values.astype(find_dtype(source))
     (each,) = in_memory({"x": values}).values()
     blocks = list(cast_blocks("x", each, dtype=find_dtype(target), rows=10))
@@ -52,3 +53,10 @@ def test_too_large_values_name_the_tensor(source, target, value):
     expected = f"'x' holds {values[2, 1]}, too large for {target} .at most"
     with pytest.raises(CheckpointError, match=expected.replace("+", r"\+")):
         list(cast_blocks("x", each, dtype=find_dtype(target), rows=1))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "fp16", "", "BFLOAT16"])
+def test_rejects_other_types(dtype):
+    expected = f"one of float32, bfloat16, float16, got '{dtype}'"
+    with pytest.raises(CheckpointError, match=expected):
+        find_dtype(dtype)

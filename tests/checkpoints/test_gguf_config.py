@@ -180,6 +180,10 @@ def test_values_for_each_layer_must_agree():
         ({"attention__value_length": 128}, "must be 256, as key_length, got 128"),
         ({"general__architecture": None}, "general.architecture' must be a string"),
         ({"general__architecture": "gemma4"}, "'gemma2' or 'gemma3', got 'gemma4'"),
+        *(
+            ({"general__architecture": name}, f"got '{name}'")
+            for name in ("gemma3n", "gemma-embedding", "llama")
+        ),
         ({"attention__sliding_window": None}, "sliding_window' must be an integer"),
         ({"tokenizer__ggml__tokens": None}, "no tensor 'token_embd.weight'"),
         ({"rope__freq_base": [1.0]}, "freq_base' must be a number"),

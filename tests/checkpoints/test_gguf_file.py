@@ -354,3 +354,13 @@ def test_reads_an_unchanged_header_once(tmp_path: Path):
     found = read_gguf(path)
     gguf_file.forget_headers()
     assert read_gguf(path).metadata is not found.metadata
+
+
+@settings(max_examples=200)
+@given(content=st.binary(max_size=200))
+def test_any_bytes_after_the_magic_do_not_crash_the_parser(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "random.gguf"
+    try:
+        read_gguf(write(path, b"GGUF" + struct.pack("<I", 3) + content))
+    except CheckpointError as error:
+        assert "\n" not in str(error)

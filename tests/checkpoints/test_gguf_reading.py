@@ -3,6 +3,7 @@
 import tracemalloc
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -217,3 +218,13 @@ def test_output_tensor_that_differs_from_the_embedding_is_the_head(
     assert config_from_folder(tmp_path).tie_word_embeddings is is_tied
     if not is_tied:
         np.testing.assert_array_equal(found.tensors[HEAD].whole(), expected[HEAD])
+
+
+def test_types_are_mixed_in_one_file(tmp_path):
+    kinds = {"token_embd": Q.F16, "ffn_down": Q.Q8_0, "attn_v": Q.BF16}
+    expected = write_gguf(tmp_path / "m.gguf", kinds=kinds, default=Q.Q4_0)
+    tensors = open_checkpoint(tmp_path / "m.gguf").tensors
+    for name, values in expected.items():
+        np.testing.assert_array_equal(tensors[name].whole(), values)
+    assert tensors["model.embed_tokens.weight"].dtype == np.float16
+    assert tensors["model.layers.0.self_attn.v_proj.weight"].dtype == ml_dtypes.bfloat16

@@ -229,9 +229,9 @@ def test_other_folders_are_not_kaggle_checkpoints(tmp_path):
     ("change", "expected"),
     [
         (dict(num_hidden_layers=3), "has no tensor 'transformer/layer_2/"),
-        (dict(num_hidden_layers=10**30), "has .*=1000.*, but the checkpoint has 2"),
+        (dict(num_hidden_layers=10**30), "asks for .*=1000.*, it has 2"),
         (dict(num_hidden_layers=1), "'transformer/layer_1/.*' is not part of the"),
-        (dict(head_dim=16), r"attn/.*' has shape .* but config.json requires"),
+        (dict(head_dim=16), r"attn/.*' has shape .* the config asks for"),
         (dict(vocab_size=700), "has 640 rows, expected vocab_size=700"),
         (dict(hidden_size=None), "config.json: hidden_size must be an integer"),
         (
@@ -281,6 +281,24 @@ def test_tensors_that_the_tree_cannot_hold_are_not_written(tmp_path):
     tensors = tiny_tensors(config)
     name = "model.layers.1.self_attn.v_proj.weight"
     tensors[name] = tensors[name].astype(np.float16)
-    expected = f"'{name}' is float16, but .* in 'layer_1/attn/kv_einsum/w'.* float32"
+    expected = f"'{name}' is float16, but shares 'layer_1/attn/kv_einsum/w'.* float32"
     with pytest.raises(CheckpointError, match=expected):
         write(tmp_path, config, tensors)
+
+
+def test_memory_of_a_read_tensor_is_freed(tmp_path):
+    """Reading a whole tensor frees its cached chunk: later reads open the files.
+
+    An array may be a single chunk. The embedding is read up to its padding rows, which
+    would otherwise keep its chunk in the cache.
+    """
+    write_mount(tmp_path, use_ocdbt=False)
+    tensors = open_kaggle(tmp_path, LAYOUTS).tensors
+    for tensor in tensors.values():
+        tensor.whole()
+    for path in (tmp_path / "variant").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    for tensor in tensors.values():
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            tensor.read(0, 1)

@@ -45,6 +45,7 @@ def test_inspect_shows_the_measurement_or_the_command(tmp_path, capsys):
     for measured in (replace(MEASURED, perplexity=30.0), MEASURED):
         assert write_quality(packed, measured) == packed / QUALITY
         assert read_quality(packed) == measured
+    assert [path.name for path in packed.glob(f"*{QUALITY}*")] == [QUALITY]
     line = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token"
     assert f"quality       {line}" in inspected(packed, capsys)
     # A model that is not quantized has no loss of quality to report.

@@ -67,6 +67,9 @@ def test_sizes_and_unevenly_split_heads_are_readable():
     changes = dict(num_attention_heads=12, num_key_value_heads=3)
     sizes = Sizes.from_config(tiny_config("2b") | changes)
     assert replicated(sizes, 4)["k_proj"] == "3 KV heads"
+    for name, hidden in (("2b", 9216), ("9b", 14336)):
+        config = tiny_config(name) | dict(vocab_size=256000, intermediate_size=hidden)
+        assert set(replicated(Sizes.from_config(config), 8).values()) == {"norms"}
     for num_bytes, text in (
         *((0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (5.2287e9, "5.23 GB")),
         *((54_454_256_640, "54.5 GB"), (1_234_000_000_000, "1234 GB")),

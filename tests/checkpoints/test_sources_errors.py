@@ -100,7 +100,9 @@ def test_refused_requests_name_a_remedy(stand_in, service, call):
     """An answer for which we have no message is shown as the library shows it."""
     given = SERVICES[service]
     expected = {status: f"{given.busy} ({status})" for status in (429, 503)}
-    expected |= {"hub": {403: "token does not allow it"}, "kaggle": {}}[service]
+    own = {"hub": {403: "token does not allow it"}}
+    own["kaggle"] = {500: f"{given.busy} (500)"}
+    expected |= own[service]
     for status, message in expected.items():
         stand_in.faults[given.calls[call]] = status
         assert message in fetch_message(given.model)

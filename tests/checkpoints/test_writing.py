@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, writing
 from jaxspec_checkpoints.writing import FORMATS, write_checkpoint
@@ -98,7 +99,10 @@ def test_existing_destination_is_rejected(tmp_path, source, to):
     destination = tmp_path / "model"
     for make, is_kept in (
         (lambda: destination.symlink_to(tmp_path / "nowhere"), destination.is_symlink),
-        (lambda: destination.write_text("mine"), lambda: destination.read_text()),
+        (
+            lambda: destination.write_text("mine"),
+            lambda: destination.read_text() == "mine",
+        ),
         (destination.mkdir, lambda: not list(destination.iterdir())),
     ):
         destination.unlink(missing_ok=True)
@@ -112,8 +116,12 @@ def test_existing_destination_is_rejected(tmp_path, source, to):
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        ("model", dict(to="gguf"), "one of hf, kaggle, orbax, got 'gguf'"),
-        ("model", dict(to="hf", dtype="int8"), "one of float32, .* got 'int8'"),
+        ("model", dict(to="gguf"), "to must be one of hf, kaggle, orbax, got 'gguf'"),
+        (
+            "model",
+            dict(to="hf", dtype="int8"),
+            "dtype must be one of float32, .* got 'int8'",
+        ),
         ("no/model", dict(to="hf"), "no is not a folder: create it first"),
         ("there/source/model", dict(to="orbax"), "is inside the source checkpoint"),
         ("there/source/./model", dict(to="hf"), "is inside the source checkpoint"),
@@ -227,6 +235,27 @@ def test_error_after_the_weights_leaves_nothing(tmp_path, source, monkeypatch):
         write_checkpoint(open_checkpoint(source), destination, to="hf")
     assert [path.name for path in destination.iterdir()] == ["mine"]
     assert {path.name for path in tmp_path.iterdir()} == {"there", "model"}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_damaged_or_too_large_weights_leave_nothing(tmp_path, source, to):
+    """A wrong hash is found only after the tensor's last byte."""
+    own, large = (tmp_path / "there" / name for name in ("own", "large"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    convert(source, own, "orbax")
+    manifest = json.loads((own / "jaxspec_checkpoint.json").read_text())
+    manifest["tensors"][name]["sha256"] = "0" * 64
+    (own / "jaxspec_checkpoint.json").write_text(json.dumps(manifest))
+    tensors = write_tiny(large, family="2b")
+    tensors[name][3, 4] = 1e6
+    save_file(tensors, large / "model.safetensors")
+    for folder, dtype, message in (
+        (own, None, f"{name}: the bytes have sha256"),
+        (large, "float16", f"'{name}' holds 1000000.0, too large"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            convert(folder, tmp_path / "model", to, dtype=dtype)
+        assert {path.name for path in tmp_path.iterdir()} == {"there"}
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -139,7 +139,11 @@ def test_reads_newer_layout():
         (ConfigError, {"eos_token_id": {}}, "an integer.*got {}"),
         (ConfigError, {"tie_word_embeddings": "no"}, "tie_word_embeddings.*'no'"),
         (UnsupportedError, {"attention_bias": True}, "False.*got True"),
-        (UnsupportedError, {"hidden_activation": "silu"}, "'gelu_py.*got 'silu'"),
+        (
+            UnsupportedError,
+            {"hidden_activation": "silu"},
+            "'gelu_pytorch_tanh'.*got 'silu'",
+        ),
         (UnsupportedError, {"rope_scaling": {"type": "x"}}, "'default'.*got 'x'"),
         (UnsupportedError, {"layer_types": ["full_attention"]}, "'sliding_.*'full_"),
         (UnsupportedError, {"layer_types": 5}, "'sliding_attention'.*got 5"),

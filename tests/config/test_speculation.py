@@ -1,5 +1,6 @@
 """The drafting methods, and the keys that each accepts."""
 
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -117,6 +118,7 @@ def test_max_drafts_of_each_method(keys: dict[str, Any], most: int):
     """Methods without passes of a draft model may have more drafts."""
     SpeculativeConfig(num_speculative_tokens=most, **keys)
     message = f"from 1 to {most}, got {most + 1}.*The largest number for method"
+    message += f" {re.escape(repr(keys.get('method', 'draft_model')))}"
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig(num_speculative_tokens=most + 1, **keys)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxspec.config.token_tree import read_paths
+from jaxspec.config.token_tree import MAX_NODES, read_paths
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner
@@ -44,6 +44,7 @@ LARGEST_TREE = str(
     ]
     + [(1, 1), (1, 2), (2, 1), (3, 1), (0, 1, 1), (0, 1, 2), (0, 2, 1), (0, 3, 1)]
 )
+assert len(read_paths(LARGEST_TREE)) == MAX_NODES
 LOOKUP = (3, 1)
 # Rounds with suffix drafts are compiled for 0, a few, and at most this many drafts.
 NUM_SUFFIX = 16

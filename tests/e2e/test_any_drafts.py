@@ -78,13 +78,3 @@ def test_probes_of_unseeded_requests_have_no_estimate(prompts):
     assert asked
     assert all((result.acceptance_probabilities < 0).all() for result in asked)
     assert engine.stats.acceptance_rate > 0.95
-
-
-def test_texts_equal_plain_decoding_under_the_controller(prompts):
-    """The real controller chooses K, which depends on this machine's timing."""
-    engine, prompts = pair.engine("noisy", controller=ADAPTIVE), prompts[:10]
-    for kind in ("greedy", "seeded"):
-        params = params_of(kind, len(prompts))
-        expected = tokens_of(generate(pair.plain_engine(), prompts, params))
-        assert tokens_of(generate(engine, prompts, params)) == expected
-    engine.scheduler.check_idle()

@@ -1,6 +1,5 @@
 """Several engines run in one process, and still work after it has forked."""
 
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +14,7 @@ from tests.support.engines import (
     make_micro,
     tokens_of,
 )
+from tests.support.processes import run_python
 
 pytestmark = pytest.mark.slow
 ROUNDS = 4
@@ -64,7 +64,6 @@ print("done")
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not fork")
 def test_engine_continues_after_forks():
     """Data loaders fork. The child cannot use the engine, as jax cannot be forked."""
-    command = [sys.executable, "-c", FORKS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_python("-c", FORKS, env=None, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-1] == "done"

@@ -12,7 +12,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
-from tests.support.engines import generate, make_engine, tokens_of
+from tests.support.engines import generate, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=24, ignore_eos=True)
@@ -21,15 +21,7 @@ DRAWN = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True)
 
 def make_group(count: int, **changes: Any) -> list[LLMEngine]:
     return [
-        make_engine(
-            pair.target(),
-            pair.draft("noisy"),
-            num_draft_tokens=pair.NUM_DRAFT,
-            has_one_shape=True,
-            data_parallel_size=count,
-            data_parallel_rank=rank,
-            **pair.settings(**changes),
-        )
+        pair.own_engine(data_parallel_size=count, data_parallel_rank=rank, **changes)
         for rank in range(count)
     ]
 

@@ -1,16 +1,14 @@
 """A script that ends while an engine is working exits with its own status."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_python
 from tests.support.programs import quick_environment
 
-ROOT = Path(__file__).parents[2]
-# Number of times that each script runs: in `make test`, and in the slow test.
-FEW, MANY = 2, 50
+MANY = 50  # number of times that each script runs in the slow test
 
 ASYNC = """
 import asyncio, sys
@@ -105,18 +103,10 @@ def run(script: str, cache: Path | None = None) -> "subprocess.CompletedProcess[
     environment = quick_environment()
     if cache is not None:
         environment["XDG_CACHE_HOME"] = str(cache)
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-        timeout=300,
-    )
+    return run_python("-c", script, env=environment, timeout=300)
 
 
-CASES = [(name, FEW) for name in IN_MAKE_TEST] + [
+CASES = [(name, 2) for name in IN_MAKE_TEST] + [
     pytest.param(name, MANY, marks=pytest.mark.slow) for name in SCRIPTS
 ]
 

@@ -30,7 +30,7 @@ class NoDrafts(ProgramCache):
 def make(*, has_draft: bool = True, **settings: Any) -> LLMEngine:
     """Make an engine with its own parameters, which a test overwrites with NaN."""
     if has_draft:
-        settings |= dict(draft=pair.draft("noisy"), num_draft_tokens=pair.NUM_DRAFT)
+        return pair.own_engine(**settings)
     return make_engine(pair.target(), has_one_shape=True, **pair.settings(**settings))
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduling.programs import EveryProgram, Shapes
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
-from tests.support.engines import generate, make_engine, tokens_of
+from tests.support.engines import generate, tokens_of
+from tests.support.loops import SomePrograms
 
 PROMPTS = pair.prompts(6, seed=11)
 PARAMS = [
@@ -30,35 +30,20 @@ PARAMS = [
 SPECIAL = Features(has_controls=True, num_logprobs=1, num_prompt_logprobs=1)
 
 
-class GivenPrograms(EveryProgram):
-    """A compiler with only `given` programs, which gets one of `coming` per launch."""
-
-    def __init__(self, given: list[StepShape], coming: list[StepShape] | None = None):
-        self.given, self.coming = set(given), list(coming or [])
-        self.version = 0
-
-    def __contains__(self, shape: StepShape) -> bool:
-        return shape in self.given
-
-    def come(self) -> None:
-        if self.coming:
-            self.given.add(self.coming.pop(0))
-            self.version += 1
-
-
 class GivenRunner(Runner):
-    """A runner that uses only some of another runner's programs."""
+    """Uses only given programs of another runner, and one of `coming` per launch."""
 
     programs: Any = None
 
-    def __init__(self, other: Runner, programs: GivenPrograms):
+    def __init__(self, other: Runner, given: list[StepShape], coming: Any = ()):
         self.__dict__ |= other.__dict__
-        self.programs = programs
+        self.programs, self.coming = SomePrograms(*given), list(coming)
         self.shapes: list[StepShape] = []
 
     def launch(self, plan: Any, shape: StepShape) -> Any:
         self.shapes.append(shape)
-        self.programs.come()
+        if self.coming:
+            self.programs.add(self.coming.pop(0))
         return super().launch(plan, shape)
 
 
@@ -71,16 +56,12 @@ def plain_texts() -> list[list[int]]:
     ]
 
 
-def shapes_of(engine: LLMEngine) -> Shapes:
-    return engine.scheduler.shapes
-
-
 @pytest.mark.parametrize("features", [[Features()], [SPECIAL]])
 def test_most_general_program_gives_the_same_texts(features):
     first = pair.engine()
-    (universal, *_) = shapes_of(first).all(features=features)
-    (draft_prefill,) = shapes_of(first).draft_prefills
-    runner = GivenRunner(first.runner, GivenPrograms([universal, draft_prefill]))
+    (universal, *_) = first.scheduler.shapes.all(features=features)
+    (draft_prefill,) = first.scheduler.shapes.draft_prefills
+    runner = GivenRunner(first.runner, [universal, draft_prefill])
     engine = LLMEngine(first.config, runner=runner, tokenizer=first.tokenizer)
     said = tokens_of(generate(engine, PROMPTS, PARAMS))
     assert set(runner.shapes) == {universal, draft_prefill}
@@ -91,9 +72,8 @@ def test_most_general_program_gives_the_same_texts(features):
 def test_programs_compiled_midway_change_no_text():
     """Each launch adds one more program, beginning with the largest."""
     first = pair.engine()
-    (universal, *others) = shapes_of(first).all()
-    programs = GivenPrograms([universal], coming=others)
-    runner = GivenRunner(first.runner, programs)
+    (universal, *others) = first.scheduler.shapes.all()
+    runner = GivenRunner(first.runner, [universal], coming=others)
     engine = LLMEngine(first.config, runner=runner, tokenizer=first.tokenizer)
     said = tokens_of(generate(engine, PROMPTS, PARAMS))
     assert runner.shapes[0] == universal
@@ -106,13 +86,7 @@ def test_batch_invariant_requests_run_in_one_program():
 
     Logprobs then do not depend on the batch.
     """
-    engine = make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        batch_invariant=True,
-        **pair.SETTINGS,
-    )
+    engine = pair.own_engine(batch_invariant=True, has_one_shape=False)
     assert tokens_of(generate(engine, PROMPTS, PARAMS)) == plain_texts()
     # The other program is for draft prefill.
     assert engine.runner.num_compiles == 2

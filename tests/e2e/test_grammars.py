@@ -95,13 +95,7 @@ def made(kind: str) -> LLMEngine:
     """Return an engine; engines of all draft models share executables."""
     if kind != "noisy":
         return with_draft(made("noisy"), pair.draft(kind))
-    return make_engine(
-        pair.target(),
-        pair.draft(kind),
-        num_draft_tokens=3,
-        runner=GrammarRunner,
-        **SETTINGS,
-    )
+    return pair.own_engine(runner=GrammarRunner, **SETTINGS)
 
 
 @pytest.fixture(scope="module", params=["noisy", slow("unrelated")])
@@ -223,11 +217,12 @@ def test_texts_of_a_request_with_n_have_separate_matchers(engine, prompts):
     assert len(set(texts)) == 3 and all(fits(0, text) for text in texts)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7])
-def test_max_tokens_cuts_a_text_at_every_offset(engine, count, prompts, texts):
-    params = params_of(8, max_tokens=count)
-    outputs = generate(with_settings(engine), prompts[:8], params)
-    assert tokens_of(outputs) == [tokens[:count] for tokens in texts[:8]]
+def test_max_tokens_cuts_a_text_at_every_offset(engine, prompts, texts):
+    counts = range(1, 8)
+    params = [one for count in counts for one in params_of(8, max_tokens=count)]
+    outputs = generate(with_settings(engine), prompts[:8] * len(counts), params)
+    expected = [tokens[:count] for count in counts for tokens in texts[:8]]
+    assert tokens_of(outputs) == expected
 
 
 def test_stop_string_and_min_tokens_work_with_a_grammar(engine, prompts):
@@ -322,12 +317,12 @@ DISTRIBUTION_PATTERN = r"[%&'(]([)*]%?|\+[,-])?"
 
 def words_of_the_form() -> list[list[int]]:
     """Return each text of the grammar as token ids, followed by the end token."""
-    words = []
-    for length in range(1, 4):
-        for word in itertools.product("%&'()*+,-", repeat=length):
-            if re.fullmatch(DISTRIBUTION_PATTERN, "".join(word)):
-                words.append([ord(one) - 33 for one in word] + [EOS])
-    return words
+    return [
+        [ord(one) - 33 for one in word] + [EOS]
+        for length in range(1, 4)
+        for word in itertools.product("%&'()*+,-", repeat=length)
+        if re.fullmatch(DISTRIBUTION_PATTERN, "".join(word))
+    ]
 
 
 def enumerated_distribution(target: Any, words: list[list[int]]) -> np.ndarray:
@@ -349,12 +344,7 @@ def enumerated_distribution(target: Any, words: list[list[int]]) -> np.ndarray:
             distributions[start] = distribution
     return np.array(
         [
-            np.prod(
-                [
-                    distributions[tuple(word[:cut])][word[cut]]
-                    for cut in range(len(word))
-                ]
-            )
+            np.prod([distributions[tuple(word[:i])][t] for i, t in enumerate(word)])
             for word in words
         ]
     )
@@ -498,8 +488,6 @@ def test_text_with_too_slow_masks_ends_with_an_error(engine, prompts, monkeypatc
     assert "(limit)" in str(failed.outputs[0].stop_reason)
     assert "CPU time" in str(failed.outputs[0].stop_reason)
     assert 1 < len(failed.outputs[0].token_ids) < 12
-    assert (other.outputs[0].finish_reason, len(other.outputs[0].token_ids)) == (
-        "length",
-        12,
-    )
+    (text,) = other.outputs
+    assert (text.finish_reason, len(text.token_ids)) == ("length", 12)
     assert_nothing_is_held(engine)

@@ -3,12 +3,14 @@
 The models are float32, and prompts are chosen so that rounding cannot change a token.
 """
 
+import functools
+
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
-from tests.support.engines import generate, make_engine, tokens_of, with_settings
+from tests.support.engines import generate, tokens_of, with_settings
 
 LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
@@ -57,45 +59,34 @@ def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
             assert metrics.mean_acceptance_length == pytest.approx(most, rel=0.05)
 
 
-def many_prompts(count: int) -> tuple[list[list[int]], list[list[int]]]:
+@functools.cache
+def hundred() -> tuple[list[list[int]], list[list[int]]]:
     """Return prompts without near ties, and their greedy texts."""
-    prompts = pair.prompts(count + count // 4, seed=5)
+    prompts = pair.prompts(130, seed=5)
     said = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
     clear = [
         both
         for both in zip(prompts, said, strict=True)
         if pair.greedy_margin(*both) > pair.MIN_MARGIN
     ]
-    assert len(clear) >= count, "too many near ties"
-    kept = clear[:count]
-    return [prompt for prompt, _ in kept], [text for _, text in kept]
+    assert len(clear) >= 104, "too many near ties"
+    return [prompt for prompt, _ in clear[:104]], [text for _, text in clear[:104]]
 
 
-@pytest.fixture(scope="module")
-def hundred() -> tuple[list[list[int]], list[list[int]]]:
-    return many_prompts(104)
-
-
-@pytest.fixture(scope="module")
+@functools.cache
 def widest() -> LLMEngine:
     """Return an engine whose K is the maximum; requests set a smaller one."""
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=8,
-        has_one_shape=True,
-        **pair.settings(max_num_seqs=8, num_pages=8 * 28),
-    )
+    return pair.own_engine(num_draft_tokens=8, max_num_seqs=8, num_pages=8 * 28)
 
 
 @pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 5, 8])
-def test_hundred_texts_with_every_draft_length(num_draft_tokens, hundred, widest):
+def test_hundred_texts_with_every_draft_length(num_draft_tokens):
     """Run eight requests at a time, then one at a time, with the same executable."""
-    prompts, texts = hundred
+    prompts, texts = hundred()
     params = GREEDY.clone()
     params.extra_args = {"num_speculative_tokens": num_draft_tokens}
-    engine = with_settings(widest)
+    engine = with_settings(widest())
     assert tokens_of(generate(engine, prompts, params)) == texts
     assert 0.3 < engine.stats.acceptance_rate < 0.9
     drafted = engine.stats.num_draft_tokens / engine.stats.num_draft_rounds
@@ -103,24 +94,3 @@ def test_hundred_texts_with_every_draft_length(num_draft_tokens, hundred, widest
     alone = with_settings(engine)
     for prompt, text in zip(prompts[:8], texts, strict=False):
         assert tokens_of(generate(alone, [prompt], params)) == [text]
-
-
-@pytest.mark.long_suite(name="lossless")
-def test_hundred_texts_in_batches_of_three(hundred):
-    """Batches grow and shrink; each batch size has its own executable."""
-    prompts, texts = hundred
-    engine = make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=5,
-        **pair.settings(max_num_seqs=3, num_pages=3 * 28),
-    )
-    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
-    assert 0.3 < engine.stats.acceptance_rate < 0.9
-
-
-@pytest.mark.long_suite(name="lossless")
-@pytest.mark.parametrize("kind", ["noisy", "unrelated", "same"])
-def test_hundred_texts_with_every_draft(kind, hundred):
-    prompts, texts = hundred
-    assert tokens_of(generate(pair.engine(kind), prompts, GREEDY)) == texts

@@ -19,7 +19,6 @@ from tests.support.engines import (
     make_engine,
     tokens_of,
     with_draft,
-    with_settings,
 )
 from tests.support.oracles import make_hf_model
 
@@ -32,8 +31,6 @@ KINDS = (
     *(NGRAM, BOTH, SAME, SUFFIX),
     pytest.param("suffix + draft model", marks=pytest.mark.slow),
 )
-# A random model with tied embeddings repeats its last token.
-REPEATING_PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 4, [11] * 9, [20, 21]]
 
 
 def prompts() -> list[list[int]]:
@@ -42,7 +39,6 @@ def prompts() -> list[list[int]]:
     return random + [(prompt * 40)[:40] for prompt in pair.prompts(8, longest=15)]
 
 
-@functools.cache
 def repeating(name: str) -> tuple[LLMEngine, LLMEngine]:
     """Return a plain engine and one with lookups, of a target that repeats itself."""
     target, options = make_hf_model(seed=2, **pair.SIZES), proposers.PROPOSERS[name]
@@ -70,80 +66,62 @@ def texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rounds_have_no_few_or_all_drafts(name):
+def test_rounds_have_no_few_or_all_drafts_and_are_counted(name):
     """Rounds have no, few or K drafts; some batches mix rows with and without."""
     engine, outputs, rounds = played(name)
+    stats = engine.stats
     assert tokens_of(outputs) == texts()
-    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
-    decoding = [result for plan, _, result in rounds if plan.decode]
-    found = [int(result.num_draft_tokens.max()) for result in decoding]
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    drafted, found, has_mixed = 0, [], False
+    for plan, _, result in rounds:
+        if not plan.decode:
+            continue
+        counts = result.num_draft_tokens
+        for index, (_, wanted) in enumerate(plan.decode):
+            assert result.num_accepted[index] <= counts[index] <= wanted
+            drafted += int(counts[index]) * bool(result.num_emitted[index])
+        found.append(int(counts.max()))
+        has_mixed |= 0 in counts[:2] and bool(counts.any())
+    assert stats.num_draft_tokens == drafted
+    metrics = [output.outputs[0].spec_decode_metrics for output in outputs]
+    assert all(one is not None for one in metrics)
+    assert sum(one.num_draft_tokens for one in metrics if one) == drafted
+    steps = sum(one.num_spec_steps for one in metrics if one)
+    assert steps == stats.num_draft_rounds
     if "+" not in name:
         assert {0, engine.config.num_draft_tokens} <= set(found), "one form only"
         assert name == NGRAM or {2, 3, 4} <= set(found), "no narrow form"
-        neither = [
-            0 in result.num_draft_tokens[:2] and any(result.num_draft_tokens)
-            for result in decoding
-        ]
-        assert any(neither), "no batch in which only one of two matches"
+        assert has_mixed, "no batch in which only one of two matches"
     else:
         # Without a match, the draft model drafts; only last rounds have no room for
         # drafts.
         assert found.count(0) < 0.1 * len(found)
+    if name == SAME:
+        # The draft model also gets keys of lookup drafts that were accepted.
+        assert stats.num_rounds < played(NGRAM)[0].stats.num_rounds
 
 
 @pytest.mark.parametrize("name", [NGRAM, SUFFIX])
-def test_repetitive_text_takes_fewer_rounds(name):
-    plain, engine = map(with_settings, repeating(name))
-    expected = tokens_of(generate(plain, REPEATING_PROMPTS, GREEDY))
-    assert tokens_of(generate(engine, REPEATING_PROMPTS, GREEDY)) == expected
+def test_repetitive_text_takes_fewer_rounds_and_ends_at_every_offset(name):
+    # A random model with tied embeddings repeats its last token.
+    prompts = [[5, 6, 7], [9, 8, 3, 4] * 4, [11] * 9, [20, 21]]
+    plain, engine = repeating(name)
+
+    def lengths(some: list[list[int]], *limits: int | None) -> list[int]:
+        """Check that texts equal plain ones; return their lengths."""
+        params = [
+            SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
+            for limit in limits
+        ]
+        expected = tokens_of(generate(plain, some, params))
+        assert tokens_of(generate(engine, some, params)) == expected
+        return [len(tokens) for tokens in expected]
+
+    assert lengths(prompts, *[LENGTH] * 4) == [LENGTH] * 4
     assert engine.stats.acceptance_rate > 0.5
     assert engine.stats.num_rounds < 0.7 * plain.stats.num_rounds
-
-
-def test_correct_draft_model_helps_without_matches():
-    """The draft model also gets keys of lookup drafts that were accepted."""
-    engine, *_ = played(SAME)
-    alone, *_ = played(NGRAM)
-    assert engine.stats.num_rounds < alone.stats.num_rounds
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_counts_equal_the_drafts_of_the_rounds(name):
-    engine, outputs, rounds = played(name)
-    drafted = sum(
-        int(result.num_draft_tokens[index])
-        for plan, _, result in rounds
-        for index in range(len(plan.decode))
-        if result.num_emitted[index]
-    )
-    assert engine.stats.num_draft_tokens == drafted
-    metrics = [output.outputs[0].spec_decode_metrics for output in outputs]
-    assert all(one is not None for one in metrics)
-    assert sum(one.num_draft_tokens for one in metrics if one) == drafted
-    assert sum(one.num_spec_steps for one in metrics if one) == (
-        engine.stats.num_draft_rounds
-    )
-    for plan, _, result in rounds:
-        for index, (_, wanted) in enumerate(plan.decode):
-            assert (
-                result.num_accepted[index] <= result.num_draft_tokens[index] <= wanted
-            )
-
-
-@pytest.mark.parametrize("name", [NGRAM, SUFFIX])
-def test_repetitive_texts_end_at_every_offset_of_a_round(name):
-    """Texts have every length, and some sequences reach the maximum length."""
-    plain, engine = map(with_settings, repeating(name))
-    params = [
-        SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)
-        for index in range(8)
-    ]
-    some = REPEATING_PROMPTS * 2
-    expected = tokens_of(generate(plain, some, params))
-    assert tokens_of(generate(engine, some, params)) == expected
+    assert lengths(prompts * 2, *range(8, 16)) == [*range(8, 16)]
+    # Sequences reach the maximum length of the context.
     longest = pair.SETTINGS["max_model_len"]
-    full = [(prompt * longest)[: longest - 20] for prompt in REPEATING_PROMPTS]
-    until = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    expected = tokens_of(generate(plain, full, until))
-    assert [len(tokens) for tokens in expected] == [20] * len(full)
-    assert tokens_of(generate(engine, full, until)) == expected
+    full = [(prompt * longest)[: longest - 20] for prompt in prompts]
+    assert lengths(full, *[None] * 4) == [20] * 4

@@ -76,6 +76,7 @@ def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
     assert 0 < engine.stats.acceptance_rate < 1
 
 
+@pytest.mark.slow
 def test_launch_prefills_up_to_the_token_budget(monkeypatch):
     """This budget exceeds the largest program that an engine compiles at its start."""
     random, target = np.random.default_rng(0), make_micro()

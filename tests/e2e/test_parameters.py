@@ -4,7 +4,6 @@ Requests go through whole engines, from `SamplingParams` to `RequestOutput`.
 """
 
 import functools
-import itertools
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from tests.support.distributions import controlled
 from tests.support.engines import (
     StubTokenizer,
     generate,
-    make_engine,
     tokens_of,
     with_settings,
 )
@@ -31,13 +29,7 @@ PLAIN = {"num_speculative_tokens": 0}
 
 @functools.cache
 def general_engine() -> LLMEngine:
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        runner=pair.GeneralRunner,
-        **pair.SETTINGS,
-    )
+    return pair.own_engine(runner=pair.GeneralRunner)
 
 
 def run(
@@ -150,38 +142,31 @@ def test_drafts_change_no_text_with_controls(name: str, how: str):
             assert margin(prompt, tokens, drafted) > pair.MIN_MARGIN
 
 
-def test_rows_do_not_keep_controls_of_earlier_requests():
+@pytest.mark.parametrize(
+    "make", [general_engine, pytest.param(pair.engine, marks=pytest.mark.slow)]
+)
+def test_rows_do_not_keep_controls_of_earlier_requests(make: Any):
+    """The engine's programs have controls, or are chosen by the requests."""
     free = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    listed = []
-    for name in ("together", "bias"):
-        listed.append(SamplingParams(temperature=0, max_tokens=9, **CONTROLS[name]))
-    texts(PROMPTS[:2], listed)
-    found = texts(PROMPTS[2:], [free] * 2)
-    assert found == tokens_of(generate(pair.plain_engine(), PROMPTS[2:], free))
-
-
-@pytest.mark.slow
-def test_programs_without_controls_ignore_those_of_earlier_requests():
-    free = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    listed = []
-    for name in ("together", "bias"):
-        listed.append(SamplingParams(temperature=0, max_tokens=9, **CONTROLS[name]))
-    engine = pair.engine()
-    generate(engine, PROMPTS[:2], listed)
+    engine = with_settings(make())
+    controlled = [
+        SamplingParams(temperature=0, max_tokens=9, **CONTROLS[name])
+        for name in ("together", "bias")
+    ]
+    generate(engine, PROMPTS[:2], controlled)
     found = tokens_of(generate(engine, PROMPTS[2:], free))
     assert found == tokens_of(generate(pair.plain_engine(), PROMPTS[2:], free))
 
 
 def test_forbidden_tokens_do_not_occur():
-    seeds = [{"seed": seed, "temperature": 1.5} for seed in range(3)]
-    for sampling in seeds:
-        allowed = CONTROLS["allowed"]["allowed_token_ids"]
-        assert set(ask(**sampling, **CONTROLS["allowed"]).token_ids) <= set(allowed)
-        words = CONTROLS["bad words"]["bad_words"]
-        assert not set(words) & set(ask(**sampling, **CONTROLS["bad words"]).text)
-    text = ask(temperature=0).text
-    pair_of_letters = text[3:5]
-    assert pair_of_letters not in ask(temperature=0, bad_words=[pair_of_letters]).text
+    allowed, bad = CONTROLS["allowed"], CONTROLS["bad words"]
+    for seed in range(3):
+        sampling: dict[str, Any] = {"seed": seed, "temperature": 1.5}
+        tokens = ask(**sampling, **allowed).token_ids
+        assert set(tokens) <= set(allowed["allowed_token_ids"])
+        assert not set(bad["bad_words"]) & set(ask(**sampling, **bad).text)
+    two_letters = ask(temperature=0).text[3:5]
+    assert two_letters not in ask(temperature=0, bad_words=[two_letters]).text
 
 
 @pytest.mark.parametrize("extra_args", [None, PLAIN], ids=["drafts", "plain"])
@@ -236,18 +221,12 @@ def test_logprobs_of_chosen_ids_are_returned():
         SamplingParams(
             logprob_token_ids=ids,
             logprobs=None if ids else 1,
-            temperature=temperature,
-            extra_args=extra_args,
-            frequency_penalty=penalty,
+            temperature=1.2 * (index % 2),
+            extra_args=PLAIN if index == 1 else None,
+            frequency_penalty=index // 2,
             **fields,
         )
-        for ids, temperature, penalty, extra_args in zip(
-            chosen,
-            (0, 1.2, 0, 1.2),
-            (0, 0, 1.0, 1.0),
-            (None, PLAIN, None, None),
-            strict=True,
-        )
+        for index, ids in enumerate(chosen)
     ]
     for prompt, ids, outputs in zip(PROMPTS, chosen, run(PROMPTS, params), strict=True):
         (completion,) = outputs[-1].outputs
@@ -266,17 +245,11 @@ def test_logprobs_of_chosen_ids_are_returned():
         assert completion.cumulative_logprob == pytest.approx(sum(own), abs=1e-3)
 
 
-def test_outputs_of_every_kind_add_up_to_the_same_text():
+def test_logprobs_in_outputs_of_every_kind_add_up():
     def outputs_of(kind: RequestOutputKind) -> list[RequestOutput]:
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=MAX_TOKENS,
-            ignore_eos=True,
-            logprobs=2,
-            prompt_logprobs=1,
-            output_kind=kind,
-        )
-        (outputs,) = run(PROMPTS[:1], [params])
+        fields: dict[str, Any] = dict(temperature=0, max_tokens=MAX_TOKENS)
+        fields |= dict(ignore_eos=True, logprobs=2, prompt_logprobs=1)
+        (outputs,) = run(PROMPTS[:1], [SamplingParams(output_kind=kind, **fields)])
         return outputs
 
     kinds = RequestOutputKind
@@ -284,16 +257,12 @@ def test_outputs_of_every_kind_add_up_to_the_same_text():
     cumulative, deltas = outputs_of(kinds.CUMULATIVE), outputs_of(kinds.DELTA)
     assert len(deltas) == len(cumulative) > 1
     assert cumulative[-1].outputs[0].logprobs == final.outputs[0].logprobs
-    assert [one.prompt_logprobs for one in cumulative] == [final.prompt_logprobs] * len(
-        cumulative
-    )
-    assert [one.prompt_logprobs for one in deltas[1:]] == [None] * (len(deltas) - 1)
-    pieces = [one.outputs[0] for one in deltas]
-    for piece in pieces:
+    assert all(one.prompt_logprobs == final.prompt_logprobs for one in cumulative)
+    assert all(one.prompt_logprobs is None for one in deltas[1:])
+    for one in deltas:
+        (piece,) = one.outputs
         assert piece.logprobs is not None
         assert len(piece.logprobs) == len(piece.token_ids)
-    joined = itertools.chain.from_iterable(piece.logprobs or [] for piece in pieces)
-    assert list(joined) == final.outputs[0].logprobs
     whole = deltas[0]
     for one in deltas[1:]:
         whole.add(one, aggregate=True)
@@ -309,30 +278,6 @@ def test_logprobs_end_with_the_text():
         count = free.text.index(stop) + 2
         assert found.token_ids == free.token_ids[:count]
         assert found.logprobs == (free.logprobs or [])[:count]
-        own = [entry[token].logprob for entry, token in entries_of(found)]
+        pairs = zip(found.logprobs or [], found.token_ids, strict=True)
+        own = [entry[token].logprob for entry, token in pairs]
         assert found.cumulative_logprob == pytest.approx(sum(own), abs=1e-5)
-
-
-def entries_of(completion: CompletionOutput) -> list[tuple[Any, int]]:
-    """Return pairs: each token, and its logprobs."""
-    return list(zip(completion.logprobs or [], completion.token_ids, strict=True))
-
-
-def test_texts_of_a_request_with_n_equal_single_requests():
-    fields: dict[str, Any] = dict(temperature=1.0, logprobs=1, presence_penalty=0.5)
-    fields |= dict(max_tokens=MAX_TOKENS, ignore_eos=True)
-    (outputs,) = run(PROMPTS[2:3], [SamplingParams(n=3, seed=40, **fields)])
-    assert [text.index for text in outputs[-1].outputs] == [0, 1, 2]
-    for index, text in enumerate(outputs[-1].outputs):
-        alone = ask(PROMPTS[2], seed=40 + index, **fields)
-        assert text.token_ids == alone.token_ids
-        assert [list(entry) for entry in text.logprobs or []] == [
-            list(entry) for entry in alone.logprobs or []
-        ]
-
-
-def test_flat_logprobs_have_the_same_values():
-    listed = ask(temperature=0, logprobs=2)
-    flat = ask(temperature=0, logprobs=2, flat_logprobs=True)
-    assert flat.token_ids == listed.token_ids
-    assert list(flat.logprobs or []) == listed.logprobs

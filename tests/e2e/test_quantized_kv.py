@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, EngineArgs
-from jaxspec.engine.engine_group import EngineGroup
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.memory.probe import plan_for
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET, model_folder
@@ -51,22 +50,16 @@ PROMPTS = [
     [*STEM, 6, 50],
 ]
 SEEDS = [None, 1, None, 2, None, 3, 4]
+IN_TREE: dict[str, Any] = dict(tree=TREE, num_draft_tokens=9)
+ON_TWO: dict[str, Any] = dict(tensor_parallel_size=2, draft_tensor_parallel_size=1)
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
-    "tree": dict(tree=TREE, num_draft_tokens=9),
+    "tree": IN_TREE,
     "several programs": dict(runner=OneShapeRunner),
     "scanned": dict(scan_layers=True),
-    "two devices": dict(tensor_parallel_size=2, draft_tensor_parallel_size=1),
-    "scanned tree on two devices": dict(
-        tree=TREE,
-        num_draft_tokens=9,
-        scan_layers=True,
-        tensor_parallel_size=2,
-        draft_tensor_parallel_size=1,
-    ),
+    "two devices": ON_TWO,
+    "scanned tree on two devices": IN_TREE | ON_TWO | dict(scan_layers=True),
 }
-
-
 QUICK = [("int8", "tree"), ("fp8", "chain")]
 
 
@@ -84,16 +77,13 @@ def params() -> list[SamplingParams]:
 
 def make(kind: str, has_draft: bool, **changes: Any) -> LLMEngine:
     settings: dict[str, Any] = pair.settings(
-        kv_cache_dtype=kind, num_pages=24, max_model_len=96
+        kv_cache_dtype=kind, num_pages=24, max_model_len=96, runner=OneProgramRunner
     )
     if has_draft:
-        settings = dict(num_draft_tokens=pair.NUM_DRAFT) | settings
-    else:
-        names = "tree", "num_draft_tokens", "draft_tensor_parallel_size"
-        changes = {name: one for name, one in changes.items() if name not in names}
-    draft = pair.draft("noisy") if has_draft else None
-    settings = dict(runner=OneProgramRunner) | settings | changes
-    return make_engine(pair.target(), draft, **settings)
+        return pair.own_engine(**(settings | changes))
+    names = "tree", "num_draft_tokens", "draft_tensor_parallel_size"
+    changes = {name: one for name, one in changes.items() if name not in names}
+    return make_engine(pair.target(), **(settings | changes))
 
 
 @functools.cache
@@ -106,10 +96,7 @@ def plain(kind: str, way: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        pytest.param(
-            *(kind, way),
-            marks=() if (kind, way) in QUICK else pytest.mark.slow,
-        )
+        pytest.param(kind, way, marks=() if (kind, way) in QUICK else pytest.mark.slow)
         for kind in KINDS
         for way in WAYS
     ],
@@ -159,18 +146,6 @@ def test_heads_with_quantized_pages_change_no_text(kind):
     assert engine.stats.num_draft_tokens > 0
     pages = engine.runner.state.proposers[0][0]
     assert pages.dtype == (jnp.int8 if kind == "int8" else jnp.uint8)
-
-
-@pytest.mark.slow
-def test_two_engines_give_the_texts_of_one_engine():
-    engines = [
-        make("int8", has_draft=True, data_parallel_size=2, data_parallel_rank=rank)
-        for rank in range(2)
-    ]
-    group: Any = EngineGroup(engines)
-    said = tokens_of(generate(group, PROMPTS, params()))
-    group.shutdown()
-    assert said == plain("int8", "chain")
 
 
 @functools.cache

@@ -95,20 +95,6 @@ def test_unseeded_texts_differ_and_repeat_with_the_engines_seed(rule, prompts):
     assert not {tuple(tokens) for tokens in say(4)} & {tuple(t) for t in first}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_draft_tokens", [1, 5])
-def test_numbers_of_drafts_change_no_seeded_text(num_draft_tokens, prompts, texts):
-    engine = make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=num_draft_tokens,
-        has_one_shape=True,
-        **pair.settings(max_num_seqs=4, num_pages=100),
-    )
-    assert tokens_of(generate(engine, prompts, params_of(prompts))) == texts
-    assert engine.stats.acceptance_rate > 0.3
-
-
 MANY_CONTROLS: list[dict[str, Any]] = [
     dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     for temperature in (0.3, 0.8, 1.0, 1.5)

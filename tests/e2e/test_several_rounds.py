@@ -1,6 +1,5 @@
 """Launches of several rounds return the texts and counts of single-round launches."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,13 +7,10 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling import prefill_budget
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.e2e import lossless
 from tests.support import pair
-from tests.support.engines import generate, make_engine, tokens_of, with_settings
+from tests.support.engines import generate, tokens_of, with_settings
 from tests.support.rounds import STEPS, at_most
 
 FINAL = RequestOutputKind.FINAL_ONLY
@@ -24,26 +20,7 @@ FREQUENT = [45, 41]
 
 @functools.cache
 def looped() -> LLMEngine:
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        num_scheduler_steps=STEPS,
-        has_one_shape=True,
-        **pair.SETTINGS,
-    )
-
-
-@functools.cache
-def single() -> LLMEngine:
-    """Return an engine whose launches run single rounds."""
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        has_one_shape=True,
-        **pair.SETTINGS,
-    )
+    return pair.own_engine(num_scheduler_steps=STEPS)
 
 
 def counts_of(engine: LLMEngine) -> dict[str, Any]:
@@ -81,35 +58,30 @@ def play(
     return texts, counts_of(made), ran
 
 
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [dict(temperature=0, ignore_eos=True)] * 4,
+    "ends": [dict(temperature=0, stop_token_ids=FREQUENT)] * 6,
+    "lengths": [
+        dict(temperature=0, ignore_eos=True, max_tokens=count)
+        for count in (1, 2, 5, 9, 23, 60)
+    ],
+    "plain": [
+        dict(temperature=0, ignore_eos=True, extra_args={"num_speculative_tokens": 0})
+    ]
+    * 2,
+    "seeded": [dict(seed=number, temperature=0.9) for number in range(4)],
+    "sampled": [dict(temperature=1.0, top_p=0.9)] * 6,
+}
+
+
 def params_of(kind: str) -> list[SamplingParams]:
-    changes: list[dict[str, Any]] = {
-        "greedy": [dict(temperature=0, ignore_eos=True)] * 4,
-        "ends": [dict(temperature=0, stop_token_ids=FREQUENT)] * 6,
-        "lengths": [
-            dict(temperature=0, ignore_eos=True, max_tokens=count)
-            for count in (1, 2, 5, 9, 23, 60)
-        ],
-        "plain": [
-            dict(
-                temperature=0,
-                ignore_eos=True,
-                extra_args={"num_speculative_tokens": 0},
-            )
-        ]
-        * 2,
-        "seeded": [dict(seed=number, temperature=0.9) for number in range(4)],
-        "sampled": [dict(temperature=1.0, top_p=0.9) for _ in range(6)],
-    }[kind]
     values: dict[str, Any] = dict(max_tokens=60, output_kind=FINAL)
-    return [SamplingParams(**(values | one)) for one in changes]
-
-
-KINDS = ("greedy", "ends", "lengths", "plain", "seeded", "sampled")
+    return [SamplingParams(**(values | one)) for one in KINDS[kind]]
 
 
 @functools.cache
 def expected(kind: str) -> tuple[list[Any], dict[str, Any]]:
-    texts, counts, ran = play(single(), 1, params_of(kind))
+    texts, counts, ran = play(pair.engine(), 1, params_of(kind))
     assert set(ran) == {(1, 1)}
     return texts, counts
 
@@ -129,12 +101,13 @@ def test_texts_and_counts_equal_single_rounds(kind):
     assert num_stopped > 0, "no sequence ended in the middle"
 
 
-@pytest.mark.parametrize("rule", ["standard", "block"])
-def test_every_rule_samples_as_in_single_rounds(rule):
+def test_block_rule_samples_as_in_single_rounds():
     params = params_of("sampled")
-    changes = dict(rejection_sample_method=rule)
-    one = play(single(), 1, params, **changes)[:2]
-    assert play(looped(), STEPS, params, **changes)[:2] == one
+    one, several = (
+        play(engine, num_rounds, params, rejection_sample_method="block")[:2]
+        for engine, num_rounds in ((pair.engine(), 1), (looped(), STEPS))
+    )
+    assert several == one
 
 
 @pytest.mark.parametrize(
@@ -171,7 +144,7 @@ def test_request_can_be_aborted_between_rounds():
         while made.has_unfinished_requests():
             outputs += made.step()
     assert [one.request_id for one in outputs] == ["b"]
-    alone = tokens_of(generate(with_settings(single()), [prompts[1]], [params[1]]))
+    alone = tokens_of(generate(pair.engine(), [prompts[1]], [params[1]]))
     assert tokens_of(outputs) == alone
     made.scheduler.check_idle()
 
@@ -184,7 +157,7 @@ def test_preemption_and_prefix_hits_change_nothing():
     params = SamplingParams(
         temperature=0, max_tokens=50, ignore_eos=True, output_kind=FINAL
     )
-    expected = tokens_of(generate(with_settings(single()), prompts, params))
+    expected = tokens_of(generate(pair.engine(), prompts, params))
     made = with_settings(looped())
     with at_most(made, STEPS) as ran:
         for _ in range(2):
@@ -193,38 +166,3 @@ def test_preemption_and_prefix_hits_change_nothing():
     assert made.stats.num_preemptions > 0
     assert made.stats.num_prefix_hits > 0
     made.scheduler.check_idle()
-
-
-@pytest.mark.slow
-def test_every_path_equals_plain_decoding(monkeypatch):
-    """Paths are those of `test_lossless`: chunked prompts, preemption, prefix hits."""
-    # Programs with room for prompts have no loop over rounds.
-    cut = dataclasses.replace(
-        lossless.SHORT,
-        num_prompts=16,
-        num_tokens=64,
-        batches=(16,),
-        has_one_program=False,
-    )
-    engine_for, planned = lossless.engine_for, list[int]()
-
-    def with_loops(*arguments: Any) -> LLMEngine:
-        engine = engine_for(*arguments)
-        config = dataclasses.replace(engine.config, num_scheduler_steps=STEPS)
-        launch = engine.runner.launch
-
-        def note(plan: StepPlan, shape: StepShape) -> Any:
-            planned.append(plan.num_rounds)
-            return launch(plan, shape)
-
-        monkeypatch.setattr(engine.runner, "launch", note)
-        return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
-
-    monkeypatch.setattr(lossless, "engine_for", with_loops)
-    monkeypatch.setattr(prefill_budget, "MAX_LAUNCH_S", 60.0)
-    for one in lossless.play(cut):
-        assert max(planned) > 1, one
-        assert one.num_equal == one.num_prompts, one
-        assert (one.num_preemptions > 0) == (one.path == "preempted"), one
-        assert (one.num_cached_tokens > 0) == (one.path == "prefix"), one
-        planned.clear()

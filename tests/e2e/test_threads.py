@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-import jaxspec.llm
 from jaxspec.engine.engine_group import EngineGroup
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import EngineGenerateError
 from jaxspec.llm import LLM
 from jaxspec.sampling_params import BeamSearchParams, SamplingParams
 from tests.support import pair
-from tests.support.engines import make_engine, tokens_of
+from tests.support.engines import make_llm, tokens_of
 from tests.support.fake_engines import (
     PROMPT,
     assert_idle,
@@ -30,16 +29,6 @@ from tests.support.fake_engines import (
 NUM_THREADS = 8
 
 
-def make_llm(engine: Any) -> LLM:
-    with pytest.MonkeyPatch.context() as patch:
-
-        class Made:
-            from_engine_args = staticmethod(lambda args: engine)
-
-        patch.setattr(jaxspec.llm, "LLMEngine", Made)
-        return LLM("folder")
-
-
 def engine_of(llm: LLM) -> LLMEngine:
     assert isinstance(llm.llm_engine, LLMEngine)
     return llm.llm_engine
@@ -48,14 +37,7 @@ def engine_of(llm: LLM) -> LLMEngine:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """Yield an `LLM` with drafts and one program, so that batches change no text."""
-    engine = make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        has_one_shape=True,
-        **pair.SETTINGS,
-    )
-    with make_llm(engine) as made:
+    with make_llm(pair.own_engine()) as made:
         yield made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.token_tree import MAX_NODES, Hits, Place, count_ranks
+from jaxspec.config.token_tree import Hits, Place, count_ranks
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.conformance import claims, proposers
@@ -101,26 +101,6 @@ def test_correct_draft_is_accepted_along_the_main_chain(name, prompts):
     for place, hits in ranks_of(engine).items():
         is_first = not (place.is_side or place.rank)
         assert hits.kept == (hits.compared if is_first else 0), place
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES, "largest tree"])
-def test_texts_of_a_hundred_prompts_equal_plain_decoding(name):
-    """The largest tree exceeds a page, a window and the room left in some rows."""
-    # Suffix lookups propose few drafts and fewer side branches. With these prompts, 58
-    # drafts in side branches are accepted; siblings of the first draft alone would give
-    # 46.
-    least = 50 if name == SUFFIX else 100
-    engine = proposers.engine(name)
-    if name == "largest tree":
-        speculative = engine.config.speculative
-        assert speculative is not None and speculative.num_nodes == MAX_NODES
-    prompts = pair.prompts(60, seed=5)
-    prompts += [(one * 40)[:40] for one in pair.prompts(60, longest=15, seed=6)]
-    for params in (GREEDY, seeded(len(prompts))):
-        expected = tokens_of(generate(pair.plain_engine(), prompts, params))
-        assert tokens_of(generate(engine, prompts, params)) == expected
-    assert engine.stats.num_side_tokens > least
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ LIMIT_S = 10.0
 class Maker:
     """A fake compile function that waits until the test releases each program."""
 
-    def __init__(self):
+    def __init__(self, error: Exception | None = None):
+        self.error = error
         self.made: list[StepShape] = []
         self.threads: set[threading.Thread] = set()
         self.may_go = threading.Semaphore(0)
@@ -31,10 +32,32 @@ class Maker:
         self.began.release()
         assert self.may_go.acquire(timeout=LIMIT_S)
         self.made.append(shape)
+        if self.error is not None:
+            raise self.error
         return f"program {shape.num_seqs}"
 
     def let_all(self) -> None:
         self.may_go.release(100)
+
+
+@pytest.fixture
+def maker() -> Maker:
+    return Maker()
+
+
+@pytest.fixture
+def compiler(maker: Maker) -> Compiler:
+    return Compiler(maker)
+
+
+def begin(compiler: Compiler, maker: Maker, *shapes: StepShape) -> None:
+    """Queue programs; return when the first is being compiled."""
+    compiler.prepare(shapes)
+    assert maker.began.acquire(timeout=LIMIT_S)
+
+
+def fail(shape: StepShape) -> Any:
+    raise RuntimeError("out of luck")
 
 
 def wait_until(condition: Any) -> None:
@@ -44,11 +67,8 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.001)
 
 
-def test_requested_programs_precede_prepared_ones_latest_first():
-    maker = Maker()
-    compiler = Compiler(maker)
-    compiler.prepare(SHAPES[:2])
-    assert maker.began.acquire(timeout=LIMIT_S)
+def test_requested_programs_precede_prepared_ones_latest_first(compiler, maker):
+    begin(compiler, maker, *SHAPES[:2])
     assert compiler.current == SHAPES[0]
     compiler.request(SHAPES[2])
     compiler.request(SHAPES[3])
@@ -66,11 +86,8 @@ def test_requested_programs_precede_prepared_ones_latest_first():
     assert compiler.num_made == 4
 
 
-def test_get_waits_for_a_program_in_progress():
-    maker = Maker()
-    compiler = Compiler(maker)
-    compiler.request(SHAPES[0])
-    assert maker.began.acquire(timeout=LIMIT_S)
+def test_get_waits_for_a_program_in_progress(compiler, maker):
+    begin(compiler, maker, SHAPES[0])
     threading.Timer(0.05, maker.let_all).start()
     assert compiler.get(SHAPES[0]) == "program 1"
     assert maker.made == [SHAPES[0]]
@@ -78,9 +95,7 @@ def test_get_waits_for_a_program_in_progress():
     assert threading.current_thread() in maker.threads
 
 
-def test_wait_ends_when_a_program_is_made():
-    maker = Maker()
-    compiler = Compiler(maker)
+def test_wait_ends_when_a_program_is_made(compiler, maker):
     start = time.monotonic()
     compiler.wait(LIMIT_S)  # nothing was requested
     compiler.request(SHAPES[0])
@@ -120,11 +135,8 @@ def test_failed_program_is_reported_once_and_not_retried():
         compiler.get(SHAPES[0])
 
 
-def test_programs_begun_before_clear_are_dropped():
-    maker = Maker()
-    compiler = Compiler(maker)
-    compiler.prepare(SHAPES)
-    assert maker.began.acquire(timeout=LIMIT_S)
+def test_programs_begun_before_clear_are_dropped(compiler, maker):
+    begin(compiler, maker, *SHAPES)
     compiler.clear()
     maker.let_all()
     wait_until(lambda: not compiler.num_wanted)
@@ -134,13 +146,11 @@ def test_programs_begun_before_clear_are_dropped():
     assert maker.made == [SHAPES[0]] * 2
 
 
-def test_memory_is_trimmed_after_each_batch_of_programs(monkeypatch):
+def test_memory_is_trimmed_after_each_batch_of_programs(compiler, maker, monkeypatch):
     trimmed: list[int] = []
-    maker = Maker()
     monkeypatch.setattr(
         compiling, "trim_malloc", lambda: trimmed.append(len(maker.made))
     )
-    compiler = Compiler(maker)
     maker.let_all()
     compiler.get(SHAPES[3])
     assert trimmed == [1]
@@ -153,15 +163,9 @@ def test_memory_is_trimmed_after_each_batch_of_programs(monkeypatch):
 
 def test_failure_of_program_begun_before_clear_is_dropped():
     """The engine stopped drafting while a program with drafts was compiled."""
-    maker = Maker()
-
-    def fail(shape: StepShape) -> Any:
-        maker(shape)
-        raise RuntimeError("out of luck")
-
-    compiler = Compiler(fail)
-    compiler.request(SHAPES[0])
-    assert maker.began.acquire(timeout=LIMIT_S)
+    maker = Maker(RuntimeError("out of luck"))
+    compiler = Compiler(maker)
+    begin(compiler, maker, SHAPES[0])
     compiler.clear()
     maker.let_all()
     wait_until(lambda: maker.made and not compiler.num_wanted)
@@ -172,29 +176,20 @@ def test_failure_of_program_begun_before_clear_is_dropped():
         compiler.check()
 
 
-def test_failure_is_recorded_before_the_queue_is_empty(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_failure_is_recorded_before_the_queue_is_empty(monkeypatch):
     """Otherwise `wait_for_all` could return without raising the failure."""
     seen: list[list[StepShape]] = []
+    compiler = Compiler(fail)
     monkeypatch.setattr(
         compiling, "trim_malloc", lambda: seen.append(list(compiler.failures))
     )
-
-    def fail(shape: StepShape) -> Any:
-        raise RuntimeError("out of luck")
-
-    compiler = Compiler(fail)
     compiler.request(SHAPES[0])
     wait_until(lambda: bool(seen))
     assert seen == [[SHAPES[0]]]
 
 
-def test_stop_drops_the_queue():
-    maker = Maker()
-    compiler = Compiler(maker)
-    compiler.prepare(SHAPES)
-    assert maker.began.acquire(timeout=LIMIT_S)
+def test_stop_drops_the_queue(compiler, maker):
+    begin(compiler, maker, *SHAPES)
     compiler.stop()
     maker.let_all()
     wait_until(lambda: not compiler.num_wanted)
@@ -203,15 +198,9 @@ def test_stop_drops_the_queue():
 
 
 def test_a_failure_after_a_stop_is_not_reported(caplog):
-    maker = Maker()
-
-    def fail(shape):
-        maker(shape)
-        raise RuntimeError("Array has been deleted")
-
-    compiler = Compiler(fail)
-    compiler.request(SHAPES[0])
-    assert maker.began.acquire(timeout=LIMIT_S)
+    maker = Maker(RuntimeError("Array has been deleted"))
+    compiler = Compiler(maker)
+    begin(compiler, maker, SHAPES[0])
     compiler.stop()
     maker.let_all()
     wait_until(lambda: maker.made and not compiler.num_wanted)
@@ -221,10 +210,6 @@ def test_a_failure_after_a_stop_is_not_reported(caplog):
 
 def test_a_failure_after_a_stop_and_a_clear_is_reported():
     """An engine that was shut down may be woken up, and then compiles again."""
-
-    def fail(shape: StepShape) -> Any:
-        raise RuntimeError("out of luck")
-
     compiler = Compiler(fail)
     compiler.stop()
     compiler.clear()
@@ -242,9 +227,7 @@ def test_listeners_are_called_for_each_compiled_program():
     assert announced == ["Compiling 2x0_sampled", ""]
 
 
-def test_exit_waits_for_current_program_and_drops_the_queue():
-    maker = Maker()
-    compiler = Compiler(maker)
+def test_exit_waits_for_current_program_and_drops_the_queue(compiler, maker):
     # Python does not wait for this thread at exit, because a thread started by a daemon
     # thread is a daemon as well.
     thread = threading.Thread(target=compiler.prepare, args=(SHAPES[:2],), daemon=True)
@@ -270,9 +253,7 @@ def test_exit_waits_for_current_program_and_drops_the_queue():
     assert maker.made == [SHAPES[0], SHAPES[2]]
 
 
-def test_exit_waits_for_a_program_made_by_another_thread():
-    maker = Maker()
-    compiler = Compiler(maker)
+def test_exit_waits_for_a_program_made_by_another_thread(compiler, maker):
     threading.Thread(target=compiler.get, args=(SHAPES[0],), daemon=True).start()
     assert maker.began.acquire(timeout=LIMIT_S)
     compiler.begin_exit()

@@ -139,28 +139,12 @@ def test_character_appears_with_its_last_byte_token():
     assert texts == ["a", "a", "a", "a", "a🦉", "a🦉b"]
 
 
-def test_incomplete_character_is_shown_at_the_end():
-    stream = TextStream(TOKENIZER, SamplingParams())
-    stream.push(byte_tokens("🦉".encode()[:3]))
-    assert stream.text == ""
-    assert stream.finish() is None
-    assert stream.text == TOKENIZER.decode(byte_tokens("🦉".encode()[:3]))
-    assert stream.text.startswith(BROKEN)
-
-
 def test_only_possible_starts_of_stop_strings_are_held_back():
     stream = TextStream(TOKENIZER, SamplingParams(stop=["STOP", "TOE"]))
     for text, shown in (("x", "x"), ("S", "x"), ("T", "x"), ("O", "x"), ("E", "xS")):
         matched = stream.push(byte_tokens(text.encode()))
         assert stream.visible(is_finished=matched is not None) == shown
     assert matched == ("TOE", 1)
-
-
-def test_ids_after_the_match_are_not_counted():
-    stream = TextStream(TOKENIZER, SamplingParams(stop=["bc"]))
-    assert stream.push(byte_tokens(b"a")) is None
-    assert stream.push(byte_tokens(b"bcde")) == ("bc", 2)
-    assert stream.text == "a"
 
 
 def test_stop_string_within_min_tokens_does_not_stop():
@@ -243,23 +227,36 @@ def make_stream(prompt: list[int] | None = None, **fields: Any) -> LogprobStream
     return LogprobStream(TOKENIZER, SamplingParams(**fields), prompt or [2])
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, NUM_RETURNED])
-def test_logprobs_of_several_rounds(count: int):
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 3, NUM_RETURNED, -1])
+def test_logprobs_of_several_rounds(count: int, flat: bool):
     table = random_table(9)
     tokens = [int(table[0].argmax()), *range(30, 38)]
-    stream = make_stream(logprobs=count)
+    stream = make_stream(logprobs=count, flat_logprobs=flat)
+
+    def since(position: int) -> list[Any]:
+        found = stream.since(position)
+        assert isinstance(found, FlatLogprobs if flat else list)
+        return list(found)
+
+    stream.push([], None)  # the launch of a prompt
+    assert (since(0), stream.cumulative) == ([], 0.0)
     for start, stop in [(0, 1), (1, 4), (4, 4), (4, 9)]:
-        stream.push(
-            tokens[start:stop], logprobs_of(table[start:stop], tokens[start:stop])
-        )
-    found: list[Any] = list(stream.since(0) or [])
+        part = tokens[start:stop]
+        stream.push(part, logprobs_of(table[start:stop], part))
+    found = since(0)
+    num_top = NUM_RETURNED if count == -1 else count
     assert found == [
-        expected(row, token, count) for row, token in zip(table, tokens, strict=True)
+        expected(row, token, num_top) for row, token in zip(table, tokens, strict=True)
     ]
-    assert stream.since(7) == found[7:]
-    assert [next(iter(entry)) for entry in found if entry] == tokens
-    own = [float(row[token]) for row, token in zip(table, tokens, strict=True)]
-    assert stream.cumulative == pytest.approx(sum(own), abs=1e-5)
+    assert since(7) == found[7:]
+    assert [next(iter(entry)) for entry in found] == tokens
+    own = table[np.arange(9), tokens].astype(float)
+    assert stream.cumulative == pytest.approx(own.sum(), abs=1e-5)
+    for _ in range(2):
+        stream.keep(3)  # drops those of later tokens
+        assert since(0) == found[:3]
+        assert stream.cumulative == pytest.approx(own[:3].sum(), abs=1e-5)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -284,33 +281,6 @@ def test_chosen_ids_replace_the_most_likely_ones(flat: bool):
     assert stream.cumulative == pytest.approx(table[0][5] + table[1][itself], abs=1e-5)
 
 
-def test_prompt_launch_adds_no_logprobs():
-    stream = make_stream(logprobs=1)
-    stream.push([], None)
-    assert stream.since(0) == []
-    assert stream.cumulative == 0.0
-
-
-def test_logprobs_of_the_whole_vocabulary():
-    table = random_table(1)
-    stream = make_stream(logprobs=-1)
-    stream.push([3], logprobs_of(table, [3]))
-    (entry,) = stream.since(0) or []
-    assert entry == expected(table[0], 3, NUM_RETURNED)
-
-
-def test_logprobs_of_dropped_tokens_are_dropped():
-    table, tokens = random_table(5), [9, 8, 7, 6, 5]
-    whole, cut = make_stream(logprobs=2), make_stream(logprobs=2)
-    cut.push(tokens, logprobs_of(table, tokens))
-    cut.keep(3)
-    whole.push(tokens[:3], logprobs_of(table[:3], tokens[:3]))
-    assert cut.since(0) == whole.since(0)
-    assert cut.cumulative == pytest.approx(whole.cumulative)
-    cut.keep(3)
-    assert len(cut.since(0) or ()) == 3
-
-
 def test_no_logprobs_unless_requested():
     stream = make_stream([2, 3], prompt_logprobs=None)
     stream.push([4], None)
@@ -320,20 +290,19 @@ def test_no_logprobs_unless_requested():
     assert stream.prompt is None
 
 
-def test_prompt_logprobs_arrive_in_parts():
+@pytest.mark.parametrize("flat", [False, True])
+def test_prompt_logprobs_arrive_in_parts(flat: bool):
     prompt = [2, 11, 12, 13, 14, 15]
     table = random_table(5)
-    stream = make_stream(prompt, prompt_logprobs=2)
+    stream = make_stream(prompt, prompt_logprobs=2, flat_logprobs=flat)
     assert stream.prompt is None
     stream.push_prompt(logprobs_of(table[:3], prompt[1:4]))
     assert stream.prompt is None, "half of the prompt"
     stream.push_prompt(logprobs_of(table[3:], prompt[4:]))
-    assert stream.prompt == [
+    rows = zip(table, prompt[1:], strict=True)
+    assert list(stream.prompt or ()) == [
         None,
-        *(
-            expected(row, token, 2)
-            for row, token in zip(table, prompt[1:], strict=True)
-        ),
+        *(expected(row, token, 2) for row, token in rows),
     ]
     assert stream.since(0) is None
 
@@ -345,23 +314,8 @@ def test_prompt_of_one_token_has_no_logprobs():
 def test_token_texts_only_with_detokenization():
     stream = make_stream(logprobs=1, detokenize=False)
     stream.push([3], logprobs_of(random_table(1), [3]))
-    (entry,) = stream.since(0) or []
-    assert entry is not None
+    entry: Any = (stream.since(0) or [])[0]
     assert {one.decoded_token for one in entry.values()} == {None}
-
-
-def test_flat_logprobs_are_equal():
-    table, tokens = random_table(4), [9, 8, 7, 6]
-    flat = make_stream([2, 5], logprobs=2, prompt_logprobs=1, flat_logprobs=True)
-    listed = make_stream([2, 5], logprobs=2, prompt_logprobs=1)
-    for stream in (flat, listed):
-        stream.push(tokens, logprobs_of(table, tokens))
-        stream.push_prompt(logprobs_of(table[:1], [5]))
-        stream.keep(3)
-    assert isinstance(flat.since(0), FlatLogprobs)
-    assert list(flat.since(0) or []) == listed.since(0)
-    assert list(flat.since(1) or []) == listed.since(1)
-    assert list(flat.prompt or []) == listed.prompt
 
 
 def test_plain_tokens_are_joined_only_on_read():

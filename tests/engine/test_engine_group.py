@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -90,11 +90,8 @@ def test_calls_between_steps_reach_every_engine():
     assert unfinished(engines) == [1, 1, 1]
     assert not group.reset_prefix_cache()
     assert group.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert run_all(group) == {
-        "a": letters(said(60)),
-        "c": letters(said(60)),
-        "d": letters(said(5)),
-    }
+    long, short = letters(said(60)), letters(said(5))
+    assert run_all(group) == {"a": long, "c": long, "d": short}
     group.sleep()
     assert [engine.is_sleeping() for engine in engines] == [True] * COUNT
     with pytest.raises(RequestError, match="sleeps"):
@@ -135,21 +132,26 @@ def _break_next(runner: Any, count: int = 2) -> None:
     _before_launches(runner, fail)
 
 
-Use = Callable[[AsyncLLMEngine, list[LLMEngine]], Awaitable[None]]
+def served(*, is_idle: bool = True, **changes: Any) -> Any:
+    """Make a test of a coroutine function of a served group and its engines."""
 
+    def decorate(use: Any) -> Callable[[], None]:
+        def test() -> None:
+            engines = make_engines(**changes)
+            serving = AsyncLLMEngine(*engines)
+            try:
+                asyncio.run(asyncio.wait_for(use(serving, engines), 60))
+            finally:
+                serving.shutdown(10)
+            for driver in serving._drivers:
+                assert (driver.num_texts, driver.collectors) == (0, {})
+            if is_idle:
+                for engine in engines:
+                    assert_idle(engine)
 
-def serve(use: Use, *, is_idle: bool = True, **changes: Any) -> None:
-    engines = make_engines(**changes)
-    serving = AsyncLLMEngine(*engines)
-    try:
-        asyncio.run(asyncio.wait_for(use(serving, engines), 60))
-    finally:
-        serving.shutdown(10)
-    for driver in serving._drivers:
-        assert (driver.num_texts, driver.collectors) == (0, {})
-    if is_idle:
-        for engine in engines:
-            assert_idle(engine)
+        return test
+
+    return decorate
 
 
 async def text_of(serving: AsyncLLMEngine, name: str, count: int = 9, **more: Any):
@@ -160,41 +162,39 @@ async def text_of(serving: AsyncLLMEngine, name: str, count: int = 9, **more: An
     return text
 
 
-def test_streams_from_several_engines_are_complete():
-    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
-        asked = [
-            asyncio.ensure_future(text_of(serving, str(number), 60))
-            for number in range(2 * COUNT)
-        ]
-        while sum(unfinished(engines)) < 2 * COUNT:
+@served(delay_s=0.005)
+async def test_streams_from_several_engines_are_complete(serving, engines):
+    asked = [
+        asyncio.ensure_future(text_of(serving, str(number), 60))
+        for number in range(2 * COUNT)
+    ]
+    while sum(unfinished(engines)) < 2 * COUNT:
+        await asyncio.sleep(0.001)
+    assert unfinished(engines) == [2] * COUNT
+    with pytest.raises(RequestError, match="'5' is running already"):
+        await text_of(serving, "5")
+    load = await serving.get_load()
+    assert load.num_running + load.num_waiting == 2 * COUNT
+    await serving.abort(["2", "3", "unknown"])
+    assert sum(unfinished(engines)) == 2 * COUNT - 2
+    texts = await asyncio.gather(*asked)
+    whole = letters(said(60))
+    assert [text == whole for text in texts] == [1, 1, 0, 0, 1, 1]
+    await serving.check_health()
+    for mode in ("abort", "wait"):
+        left = asyncio.ensure_future(text_of(serving, "left", 60))
+        while not sum(unfinished(engines)):
             await asyncio.sleep(0.001)
-        assert unfinished(engines) == [2] * COUNT
-        with pytest.raises(RequestError, match="'5' is already running"):
-            await text_of(serving, "5")
-        load = await serving.get_load()
-        assert load.num_running + load.num_waiting == 2 * COUNT
-        await serving.abort(["2", "3", "unknown"])
-        assert sum(unfinished(engines)) == 2 * COUNT - 2
-        texts = await asyncio.gather(*asked)
-        whole = letters(said(60))
-        assert [text == whole for text in texts] == [1, 1, 0, 0, 1, 1]
-        await serving.check_health()
-        for mode in ("abort", "wait"):
-            left = asyncio.ensure_future(text_of(serving, "left", 60))
-            while not sum(unfinished(engines)):
-                await asyncio.sleep(0.001)
-            # The other engines have no pages in use.
-            assert not await serving.reset_prefix_cache()
-            assert await serving.reset_prefix_cache(reset_running_requests=True)
-            await serving.sleep(mode=mode)
-            assert ((await left) == whole) == (mode == "wait")
-            assert all(engine.is_sleeping() for engine in engines)
-            assert await serving.is_sleeping()
-            await serving.wake_up()
-        assert await serving.reset_prefix_cache()
-        assert await text_of(serving, "again") == letters(said(9))
-
-    serve(use, delay_s=0.005)
+        # The other engines have no pages in use.
+        assert not await serving.reset_prefix_cache()
+        assert await serving.reset_prefix_cache(reset_running_requests=True)
+        await serving.sleep(mode=mode)
+        assert ((await left) == whole) == (mode == "wait")
+        assert all(engine.is_sleeping() for engine in engines)
+        assert await serving.is_sleeping()
+        await serving.wake_up()
+    assert await serving.reset_prefix_cache()
+    assert await text_of(serving, "again") == letters(said(9))
 
 
 class Warming(LLMEngine):
@@ -205,87 +205,78 @@ class Warming(LLMEngine):
         return False
 
 
-def test_requests_prefer_engines_with_compiled_programs():
-    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
-        assert serving.is_ready
-        for engine in engines[:-1]:
-            engine.__class__ = Warming
-        assert serving.is_ready
-        names = [str(number) for number in range(COUNT)]
-        await asyncio.gather(*(text_of(serving, name) for name in names))
-        made = [engine.stats.num_generated_tokens for engine in engines]
-        assert made == [0, 0, 9 * COUNT]
-        engines[-1].__class__ = Warming
-        assert not serving.is_ready
-        assert await text_of(serving, "waits") == letters(said(9))
-
-    serve(use)
+@served()
+async def test_requests_prefer_engines_with_compiled_programs(serving, engines):
+    assert serving.is_ready
+    for engine in engines[:-1]:
+        engine.__class__ = Warming
+    assert serving.is_ready
+    names = [str(number) for number in range(COUNT)]
+    await asyncio.gather(*(text_of(serving, name) for name in names))
+    made = [engine.stats.num_generated_tokens for engine in engines]
+    assert made == [0, 0, 9 * COUNT]
+    engines[-1].__class__ = Warming
+    assert not serving.is_ready
+    assert await text_of(serving, "waits") == letters(said(9))
 
 
-def test_each_text_counts_as_a_request_for_the_load():
-    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
-        params: dict[str, Any] = dict(n=3, temperature=1.0)
-        asked = [asyncio.ensure_future(text_of(serving, "many", 60, **params))]
-        await asyncio.sleep(0.05)
-        asked += [
-            asyncio.ensure_future(text_of(serving, str(number), 60))
-            for number in range(4)
-        ]
-        while sum(unfinished(engines)) < 7:
-            await asyncio.sleep(0.001)
-        assert unfinished(engines) == [3, 2, 2]
-        await asyncio.gather(*asked)
-
-    serve(use, delay_s=0.01)
+@served(delay_s=0.01)
+async def test_each_text_counts_as_a_request_for_the_load(serving, engines):
+    params: dict[str, Any] = dict(n=3, temperature=1.0)
+    asked = [asyncio.ensure_future(text_of(serving, "many", 60, **params))]
+    await asyncio.sleep(0.05)
+    asked += [
+        asyncio.ensure_future(text_of(serving, str(number), 60)) for number in range(4)
+    ]
+    while sum(unfinished(engines)) < 7:
+        await asyncio.sleep(0.001)
+    assert unfinished(engines) == [3, 2, 2]
+    await asyncio.gather(*asked)
 
 
-def test_failed_step_is_recoverable_and_dead_engine_is_not():
-    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
-        _break_next(engines[0].runner)
-        names = [str(number) for number in range(COUNT)]
-        asked = [text_of(serving, name, 60) for name in names]
-        results = await asyncio.gather(*asked, return_exceptions=True)
-        assert isinstance(results[0], EngineGenerateError)
-        assert results[1:] == [letters(said(60))] * (COUNT - 1)
-        assert not serving.errored
-        assert await text_of(serving, "next") == letters(said(9))
-        _break_next(engines[0].runner, 2 * MAX_FAILURES)
-        while not serving.errored:
-            with pytest.raises((EngineGenerateError, EngineDeadError)):
-                await text_of(serving, "last")
-        assert not serving.is_running
-        with pytest.raises(EngineDeadError):
-            await serving.check_health()
-        with pytest.raises(EngineDeadError):
-            await text_of(serving, "later")
-
-    serve(use, is_idle=False)
+@served(is_idle=False)
+async def test_failed_step_is_recoverable_and_dead_engine_is_not(serving, engines):
+    _break_next(engines[0].runner)
+    names = [str(number) for number in range(COUNT)]
+    asked = [text_of(serving, name, 60) for name in names]
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(results[0], EngineGenerateError)
+    assert results[1:] == [letters(said(60))] * (COUNT - 1)
+    assert not serving.errored
+    assert await text_of(serving, "next") == letters(said(9))
+    _break_next(engines[0].runner, 2 * MAX_FAILURES)
+    while not serving.errored:
+        with pytest.raises((EngineGenerateError, EngineDeadError)):
+            await text_of(serving, "last")
+    assert not serving.is_running
+    with pytest.raises(EngineDeadError):
+        await serving.check_health()
+    with pytest.raises(EngineDeadError):
+        await text_of(serving, "later")
 
 
-def test_server_runs_several_engines():
-    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
-        for engine in engines:
-            engine.tokenizer = TurnsTokenizer(16)
-        app = make_app(serving, ServerSettings(server_dev_mode=True))
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://s") as http:
-            body = {"prompt": PROMPT, "max_tokens": 9}
-            asked = [http.post(COMPLETIONS, json=body) for _ in range(2 * COUNT)]
-            for answer in await asyncio.gather(*asked):
-                assert answer.json()["choices"][0]["text"] == letters(said(9))
-            assert (await http.get("/health")).status_code == 200
-            lines = (await http.get("/metrics")).text.splitlines()
-            for rank in range(COUNT):
-                start = f'vllm:generation_tokens_total{{engine="{rank}",'
-                (line,) = (one for one in lines if one.startswith(start))
-                assert float(line.split()[-1]) == 18
-                start = 'vllm:cache_config_info{block_size="4",cache_dtype="float32"'
-                infos = [one for one in lines if one.startswith(start)]
-                assert f'engine="{rank}"' in infos[rank]
-            assert (await http.post("/sleep")).status_code == 200
-            assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
-            assert (await http.post("/wake_up")).status_code == 200
-            response = await http.get("/page/server.json")
-            assert response.json()["is_ready"]
-
-    serve(use)
+@served()
+async def test_server_runs_several_engines(serving, engines):
+    for engine in engines:
+        engine.tokenizer = TurnsTokenizer(16)
+    app = make_app(serving, ServerSettings(server_dev_mode=True))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://s") as http:
+        body = {"prompt": PROMPT, "max_tokens": 9}
+        asked = [http.post(COMPLETIONS, json=body) for _ in range(2 * COUNT)]
+        for answer in await asyncio.gather(*asked):
+            assert answer.json()["choices"][0]["text"] == letters(said(9))
+        assert (await http.get("/health")).status_code == 200
+        lines = (await http.get("/metrics")).text.splitlines()
+        for rank in range(COUNT):
+            start = f'vllm:generation_tokens_total{{engine="{rank}",'
+            (line,) = (one for one in lines if one.startswith(start))
+            assert float(line.split()[-1]) == 18
+            start = 'vllm:cache_config_info{block_size="4",cache_dtype="float32"'
+            infos = [one for one in lines if one.startswith(start)]
+            assert f'engine="{rank}"' in infos[rank]
+        assert (await http.post("/sleep")).status_code == 200
+        assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert (await http.post("/wake_up")).status_code == 200
+        response = await http.get("/page/server.json")
+        assert response.json()["is_ready"]

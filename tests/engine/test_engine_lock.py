@@ -4,6 +4,7 @@ import _thread
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,24 +13,23 @@ from jaxspec.engine.engine_lock import EngineLock, exclusive
 LIMIT_S = 20.0
 
 
-def enter(lock: EngineLock) -> None:
-    with lock:
-        pass
-
-
-def is_free(lock: EngineLock) -> bool:
+def is_free(lock: EngineLock, wait_s: float = LIMIT_S) -> bool:
     """Return whether another thread can acquire the lock."""
-    thread = threading.Thread(target=enter, args=(lock,))
-    thread.daemon = True
+
+    def enter() -> None:
+        with lock:
+            pass
+
+    thread = threading.Thread(target=enter, daemon=True)
     thread.start()
-    thread.join(0.5)
+    thread.join(wait_s)
     return not thread.is_alive()
 
 
 def test_reentrant_and_free_after_the_last_release():
     lock = EngineLock()
     with lock, lock:
-        assert not is_free(lock)
+        assert not is_free(lock, 0.1)
     assert is_free(lock)
 
 
@@ -118,21 +118,14 @@ def test_methods_of_an_object_take_turns():
             self.lock, self.value = EngineLock(), 0
 
         @exclusive
-        def add(self, increment: int) -> int:
+        def add(self, increment: int) -> None:
             """Increment slowly, so that threads without the lock would interfere."""
             value = self.value
             time.sleep(0.001)
             self.value = value + increment
-            return self.value
 
     counter = Counter()
-    threads = [threading.Thread(target=counter.add, args=(2,)) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
+    with ThreadPoolExecutor(20) as threads:
+        list(threads.map(counter.add, [2] * 20))
     assert counter.value == 40
-    assert (
-        counter.add.__doc__
-        == "Increment slowly, so that threads without the lock would interfere."
-    )
+    assert (counter.add.__doc__ or "").startswith("Increment slowly")

@@ -1,8 +1,8 @@
 """Other threads reach the engine between steps, and get outputs in their event loop."""
 
 import asyncio
+import functools
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -28,10 +28,13 @@ class Engine(LLMEngine):
         self.errors: list[BaseException] = []
         self.threads: set[str] = set()
         self.stepped = threading.Event()
+        self.logged = threading.Event()
         self.num_log_checks = 0
 
     def log_if_due(self) -> None:
         self.num_log_checks += 1
+        if self.num_log_checks == 3:
+            self.logged.set()
 
     def has_unfinished_requests(self) -> bool:
         return self.work > 0
@@ -140,10 +143,7 @@ def test_idle_loop_still_logs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxspec.engine.engine_thread.LOG_INTERVAL_S", 0.01)
     idle = Running()
     try:
-        deadline = time.monotonic() + 10
-        while idle.engine.num_log_checks < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert idle.engine.logged.wait(10)
         assert not idle.engine.stepped.is_set()
     finally:
         idle.loop.stop(10)
@@ -177,10 +177,9 @@ def test_queued_calls_get_the_final_error(running: Running):
     assert running.loop.stop(10)
 
 
-def output_of(text: str, reason: str | None = None, **changes: Any) -> RequestOutput:
-    tokens = [ord(letter) for letter in text]
+def output_of(text: str, reason: str | None = None, index: int = 0) -> RequestOutput:
     completion = CompletionOutput(
-        index=0, text=text, token_ids=tokens, finish_reason=reason
+        index=index, text=text, token_ids=[*map(ord, text)], finish_reason=reason
     )
     return RequestOutput(
         request_id="a",
@@ -188,128 +187,113 @@ def output_of(text: str, reason: str | None = None, **changes: Any) -> RequestOu
         prompt_token_ids=[1],
         outputs=[completion],
         finished=reason is not None,
-        **changes,
     )
 
 
-def fetch(kind: RequestOutputKind, use: Any, num_texts: int = 1) -> Any:
-    async def run() -> Any:
-        return await use(RequestOutputCollector("a", kind, num_texts))
+def in_loop(use: Any) -> Any:
+    """Make a test of a coroutine function."""
 
-    return asyncio.run(asyncio.wait_for(run(), 10))
+    @functools.wraps(use)
+    def test(**arguments: Any) -> None:
+        asyncio.run(asyncio.wait_for(use(**arguments), 10))
+
+    return test
 
 
 @pytest.mark.parametrize(("kind", "text"), [(DELTA, "abc"), (CUMULATIVE, "bc")])
-def test_slow_reader_gets_merged_output(kind, text):
-    async def use(collector: RequestOutputCollector) -> None:
-        collector.put(output_of("a"))
-        collector.put(output_of("bc"))
-        output = await collector.get()
-        assert output.outputs[0].text == text
-        assert list(output.outputs[0].token_ids) == [ord(one) for one in text]
-        # The caller owns this output: later outputs are new objects.
-        collector.put(output_of("d", "length"))
-        assert output.outputs[0].text == text
-        last = await collector.get()
-        assert (last.outputs[0].text, last.finished) == ("d", True)
-
-    fetch(kind, use)
-
-
-def test_reader_waits_for_output():
-    async def use(collector: RequestOutputCollector) -> None:
-        waiting = asyncio.ensure_future(collector.get())
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        collector.put(output_of("a"))
-        assert (await waiting).outputs[0].text == "a"
-
-    fetch(DELTA, use)
+@in_loop
+async def test_slow_reader_gets_merged_output(kind, text):
+    collector = RequestOutputCollector("a", kind)
+    collector.put(output_of("a"))
+    collector.put(output_of("bc"))
+    output = await collector.get()
+    assert output.outputs[0].text == text
+    assert list(output.outputs[0].token_ids) == [ord(one) for one in text]
+    # The caller owns this output: later outputs are new objects.
+    collector.put(output_of("d", "length"))
+    assert output.outputs[0].text == text
+    last = await collector.get()
+    assert (last.outputs[0].text, last.finished) == ("d", True)
 
 
-def test_error_replaces_unfetched_outputs():
-    async def use(collector: RequestOutputCollector) -> None:
-        collector.put(output_of("a"))
-        collector.fail(RuntimeError("broken"))
-        with pytest.raises(RuntimeError, match="broken"):
-            await collector.get()
+@in_loop
+async def test_reader_waits_for_output():
+    collector = RequestOutputCollector("a", DELTA)
+    waiting = asyncio.ensure_future(collector.get())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    collector.put(output_of("a"))
+    assert (await waiting).outputs[0].text == "a"
 
-    fetch(CUMULATIVE, use)
+
+@in_loop
+async def test_error_replaces_unfetched_outputs():
+    collector = RequestOutputCollector("a", CUMULATIVE)
+    collector.put(output_of("a"))
+    collector.fail(RuntimeError("broken"))
+    with pytest.raises(RuntimeError, match="broken"):
+        await collector.get()
 
 
 @pytest.mark.parametrize(("kind", "text"), [(DELTA, ""), (CUMULATIVE, "ab")])
-def test_aborted_request_ends_with_the_text_so_far(kind, text):
-    async def use(collector: RequestOutputCollector) -> None:
-        collector.put(output_of("ab"))
-        before = await collector.get()
-        collector.abort()
-        last = await collector.get()
-        assert not before.finished
-        assert before.outputs[0].finish_reason is None
-        assert last.finished
-        assert (last.prompt, last.outputs[0].text) == ("p", text)
-        assert last.outputs[0].finish_reason == "abort"
+@in_loop
+async def test_aborted_request_ends_with_the_text_so_far(kind, text):
+    collector = RequestOutputCollector("a", kind)
+    collector.put(output_of("ab"))
+    before = await collector.get()
+    collector.abort()
+    last = await collector.get()
+    assert not before.finished
+    assert before.outputs[0].finish_reason is None
+    assert last.finished
+    assert (last.prompt, last.outputs[0].text) == ("p", text)
+    assert last.outputs[0].finish_reason == "abort"
 
-    fetch(kind, use)
 
-
-def test_abort_keeps_unfetched_deltas():
-    async def use(collector: RequestOutputCollector) -> None:
-        collector.put(output_of("ab"))
-        collector.abort()
-        last = await collector.get()
-        assert (last.outputs[0].text, last.finished) == ("ab", True)
-        assert last.outputs[0].finish_reason == "abort"
-
-    fetch(DELTA, use)
+@in_loop
+async def test_abort_keeps_unfetched_deltas():
+    collector = RequestOutputCollector("a", DELTA)
+    collector.put(output_of("ab"))
+    collector.abort()
+    last = await collector.get()
+    assert (last.outputs[0].text, last.finished) == ("ab", True)
+    assert last.outputs[0].finish_reason == "abort"
 
 
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
-def test_abort_does_not_change_an_unfetched_final_output(kind):
-    async def use(collector: RequestOutputCollector) -> None:
-        collector.put(output_of("ab", "stop"))
-        collector.abort()
-        (completion,) = (await collector.get()).outputs
-        assert (completion.text, len(completion.token_ids)) == ("ab", 2)
-        assert completion.finish_reason == "stop"
-
-    fetch(kind, use)
+@in_loop
+async def test_abort_does_not_change_an_unfetched_final_output(kind):
+    collector = RequestOutputCollector("a", kind)
+    collector.put(output_of("ab", "stop"))
+    collector.abort()
+    (completion,) = (await collector.get()).outputs
+    assert (completion.text, len(completion.token_ids)) == ("ab", 2)
+    assert completion.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("is_fetched", [False, True])
-def test_abort_ends_all_texts_once(is_fetched):
-    def of_text(index: int, text: str, reason: str | None = None) -> RequestOutput:
-        output = output_of(text, reason)
-        output.outputs[0].index, output.finished = index, False
-        return output
-
-    async def use(collector: RequestOutputCollector) -> None:
-        texts, reasons = ["", "", ""], []
-        for output in (of_text(1, "xy"), of_text(0, "ab", "stop")):
-            collector.put(output)
-            if is_fetched:
-                collect(await collector.get(), texts, reasons)
-        collector.abort()
-        last = await collector.get()
-        assert last.finished
-        collect(last, texts, reasons)
-        assert texts == ["ab", "xy", ""]
-        assert sorted(reasons) == [(0, "stop"), (1, "abort"), (2, "abort")]
-
-    def collect(output: RequestOutput, texts: list[str], reasons: list) -> None:
-        for one in output.outputs:
-            texts[one.index] += one.text
-            if one.finished():
-                reasons.append((one.index, one.finish_reason))
-
-    fetch(DELTA, use, num_texts=3)
+@in_loop
+async def test_abort_ends_all_texts_once(is_fetched):
+    collector, parts = RequestOutputCollector("a", DELTA, 3), list[CompletionOutput]()
+    for output in (output_of("xy", None, 1), output_of("ab", "stop", 0)):
+        output.finished = False
+        collector.put(output)
+        if is_fetched:
+            parts += (await collector.get()).outputs
+    collector.abort()
+    last = await collector.get()
+    assert last.finished
+    parts += last.outputs
+    texts = ["".join(one.text for one in parts if one.index == i) for i in range(3)]
+    assert texts == ["ab", "xy", ""]
+    reasons = [(one.index, one.finish_reason) for one in parts if one.finished()]
+    assert sorted(reasons) == [(0, "stop"), (1, "abort"), (2, "abort")]
 
 
-def test_request_without_output_can_be_aborted():
-    async def use(collector: RequestOutputCollector) -> None:
-        collector.abort()
-        last = await collector.get()
-        assert (last.request_id, last.finished) == ("a", True)
-        assert last.outputs[0].finish_reason == "abort"
-
-    fetch(CUMULATIVE, use)
+@in_loop
+async def test_request_without_output_can_be_aborted():
+    collector = RequestOutputCollector("a", CUMULATIVE)
+    collector.abort()
+    last = await collector.get()
+    assert (last.request_id, last.finished) == ("a", True)
+    assert last.outputs[0].finish_reason == "abort"

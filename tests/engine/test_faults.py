@@ -1,5 +1,6 @@
 """A device failure ends only the affected requests, or only drafting."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -19,23 +20,22 @@ LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 def add(engine: LLMEngine, **changes: Any) -> None:
     for index, prompt in enumerate(PROMPTS):
-        params = LONG.clone()
-        for name, value in changes.items():
-            setattr(params, name, value)
+        params = dataclasses.replace(LONG, **changes)
         engine.add_request(str(index), prompt, params)
+
+
+def ends_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, CompletionOutput]:
+    return {name: parts[-1].outputs[0] for name, parts in outputs.items()}
 
 
 def last_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
     """Return the tokens of every finished request."""
-    completions = {
-        name: outputs_of[-1].outputs[0] for name, outputs_of in outputs.items()
-    }
-    assert {one.finish_reason for one in completions.values()} == {"length"}
-    return {name: list(one.token_ids) for name, one in completions.items()}
+    ends = ends_of(outputs)
+    assert {one.finish_reason for one in ends.values()} == {"length"}
+    return {name: list(one.token_ids) for name, one in ends.items()}
 
 
-def last_of_one(outputs: dict[str, list[RequestOutput]]) -> CompletionOutput:
-    return outputs["0"][-1].outputs[0]
+ALL = {str(index): said(40) for index in range(3)}
 
 
 def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
@@ -60,10 +60,10 @@ def test_failure_with_drafts_stops_drafting(where, after, num_seqs):
     add(engine)
     fail(runner, where, after=after)
     outputs = run_all(engine)
-    assert last_of(outputs) == {str(index): said(40) for index in range(3)}
+    assert last_of(outputs) == ALL
     assert engine.policy.is_stopped
-    for given in outputs.values():
-        counts = given[-1].outputs[0].spec_decode_metrics
+    for end in ends_of(outputs).values():
+        counts = end.spec_decode_metrics
         assert counts is not None and counts.stop_reason == "a launch failed"
     assert_idle(engine)
     _, shape = runner.plans[-1]
@@ -99,7 +99,7 @@ def test_nan_draft_model_stops_drafting():
     engine, runner = make_fake_engine(num_draft_tokens=3)
     runner.device.is_draft_broken = True
     add(engine)
-    assert last_of(run_all(engine)) == {str(index): said(40) for index in range(3)}
+    assert last_of(run_all(engine)) == ALL
     assert engine.policy.is_stopped
     plans = [plan for plan, _ in runner.plans]
     drafting = [plan for plan in plans if any(drafts for _, drafts in plan.decode)]
@@ -115,8 +115,7 @@ def test_request_with_nan_ends_alone(num_draft_tokens, kind):
     runner.device.poison = POISON
     poisoned = [2, 9, 9, 9, 9, 9, 9, 9, POISON, 3]
     for name in ("bad", "again"):
-        params = LONG.clone()
-        params.output_kind = kind
+        params = dataclasses.replace(LONG, output_kind=kind)
         engine.add_request(name, poisoned, params)
         engine.add_request("good", PROMPTS[0], LONG)
         outputs = run_all(engine)
@@ -135,8 +134,7 @@ def test_nan_after_some_text_ends_the_request():
     engine, runner = make_fake_engine(text, num_draft_tokens=3)
     runner.device.poison = POISON
     engine.add_request("bad", PROMPTS[0], LONG)
-    (outputs,) = run_all(engine).values()
-    completion = outputs[-1].outputs[0]
+    (completion,) = ends_of(run_all(engine)).values()
     assert completion.finish_reason == "error"
     assert completion.token_ids == said(len(completion.token_ids), text)
     assert POISON not in completion.token_ids
@@ -171,7 +169,7 @@ def test_failed_programs_with_drafts_are_reported(caplog):
     add(engine)
     shape = StepShape(num_seqs=1, num_draft_tokens=3, max_prompt_tokens=0)
     runner.compiler.failures = {shape: RuntimeError("out of memory")}
-    counts = last_of_one(run_all(engine)).spec_decode_metrics
+    counts = ends_of(run_all(engine))["0"].spec_decode_metrics
     reason = "no program with drafts could be compiled"
     assert counts is not None and counts.stop_reason == reason
     assert reason in caplog.text

@@ -1,10 +1,11 @@
 """Masks and failures depend only on the text; a failure ends only its own text."""
 
 import functools
-import itertools
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import llguidance
 import numpy as np
@@ -66,6 +67,21 @@ def ids_of(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(bits).tolist()
 
 
+def make_matcher(grammar: str = WORDS_OF_LETTERS) -> Matcher:
+    return Matcher(Grammar(grammar, vocabulary()))
+
+
+def read_allowed(matcher: Matcher, text: str, **options: Any) -> bool:
+    """Read the tokens of a text until one is forbidden; return whether none was."""
+    tokens = bundled().encode(text, add_special_tokens=False, **options)
+    return all(one in ids_of(matcher.mask()) and matcher.read(one) for one in tokens)
+
+
+def read_drawn(matcher: Matcher, seed: int, positions: Iterable[int]) -> None:
+    for position in positions:
+        assert matcher.read(drawn(matcher.mask(), seed, position))
+
+
 def drawn(mask: np.ndarray, seed: int, position: int) -> int:
     """Sample a token that depends only on the mask, the seed and the position."""
     choices = ids_of(mask)
@@ -119,7 +135,7 @@ def test_drafts_do_not_change_the_token_at_which_a_limit_is_reached(monkeypatch)
 
 
 def test_a_rebuilt_matcher_computes_the_same_masks(monkeypatch):
-    kept = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
+    kept = make_matcher()
     masks, tokens = [], list[int]()
     for position in range(12):
         masks.append(kept.mask())
@@ -127,25 +143,21 @@ def test_a_rebuilt_matcher_computes_the_same_masks(monkeypatch):
         assert kept.read(tokens[-1])
     # Every lexer reaches its limit of computation immediately.
     monkeypatch.setattr(grammar_matcher, "MASK_FUEL", 0)
-    rebuilt = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
+    rebuilt = make_matcher()
     for mask, token in zip(masks, tokens, strict=True):
         np.testing.assert_array_equal(rebuilt.mask(), mask)
         assert rebuilt.read(token)
 
 
 def test_mask_that_reaches_the_lexer_limit_is_recomputed_by_a_new_lexer(monkeypatch):
-    matcher = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
+    matcher = make_matcher()
     matcher._lexer.spent_s = 0.0  # including the mask computed while compiling
     monkeypatch.setattr(grammar_matcher, "MASK_FUEL", 0)
-    make, made = Grammar.new_lexer, []
-
-    def counted(self: Grammar) -> Any:
-        made.append(make(self))
-        return made[-1]
-
-    monkeypatch.setattr(Grammar, "new_lexer", counted)
-    matcher.mask()
-    assert len(made) == 1
+    make = Grammar.new_lexer
+    with patch.object(Grammar, "new_lexer", autospec=True) as new_lexer:
+        new_lexer.side_effect = make
+        matcher.mask()
+    new_lexer.assert_called_once()
 
 
 def test_failed_text_does_not_affect_others_of_its_grammar(monkeypatch):
@@ -153,10 +165,8 @@ def test_failed_text_does_not_affect_others_of_its_grammar(monkeypatch):
     grammar = Grammar(WORDS_OF_LETTERS, vocabulary())
     other = Matcher(grammar)
     assert other.read(drawn(other.mask(), 0, 0))
-    failing = Matcher(grammar)
     with pytest.raises(GrammarFailure) as caught:
-        for position in range(200):
-            failing.read(drawn(failing.mask(), 1, position))
+        read_drawn(Matcher(grammar), 1, range(200))
     assert caught.value.kind == "limit"
     # The texts share the lexer whose limit was reached.
     for matcher in (other, Matcher(grammar)):
@@ -166,15 +176,13 @@ def test_failed_text_does_not_affect_others_of_its_grammar(monkeypatch):
 
 def test_failed_draft_does_not_affect_the_text(monkeypatch):
     limited(monkeypatch, 200_000)
-    matcher = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
-    length = 0
+    matcher = make_matcher()
     with pytest.raises(GrammarFailure):
-        for position in range(200):
-            matcher.read(drawn(matcher.mask(), 1, position))
-            length += 1
-    matcher.back_to(length - 4)
-    assert len(matcher.tokens) == length - 4
-    fresh = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
+        read_drawn(matcher, 1, range(200))
+    length = len(matcher.tokens) - 4
+    matcher.back_to(length)
+    assert len(matcher.tokens) == length
+    fresh = make_matcher()
     for token in matcher.tokens:
         assert fresh.read(token)
     np.testing.assert_array_equal(matcher.mask(), fresh.mask())
@@ -189,25 +197,22 @@ def test_a_dead_end_is_a_failure():
         ' "patternProperties": {"^score$": {"type": "integer"}}}'
     )
     grammar = grammar_of_schema(schema, {"whitespace_pattern": " ?"})
-    matcher = Matcher(Grammar(grammar, vocabulary()))
+    matcher = make_matcher(grammar)
+    assert read_allowed(matcher, '{"score":5 ,')
     with pytest.raises(GrammarFailure, match="dead end") as caught:
-        for token in bundled().encode('{"score":5 ,', add_special_tokens=False):
-            assert token in ids_of(matcher.mask())
-            assert matcher.read(token)
-        for position in range(9):  # tokens of white space
-            matcher.read(drawn(matcher.mask(), 0, position))
+        read_drawn(matcher, 0, range(9))  # tokens of white space
     assert caught.value.kind == "dead_end"
 
 
 @pytest.mark.parametrize("cycle", CYCLES)
 def test_rejects_grammar_that_no_text_matches(cycle):
     with pytest.raises(GrammarFailure, match="no text matches it"):
-        Grammar(CYCLES[cycle], vocabulary())
+        make_matcher(CYCLES[cycle])
 
 
 def test_a_panic_of_the_library_is_a_failure():
     with pytest.raises(GrammarFailure, match="panicked") as caught:
-        Grammar(PANIC, vocabulary())
+        make_matcher(PANIC)
     assert caught.value.kind == "panic"
 
 
@@ -222,23 +227,21 @@ def test_interrupt_is_not_a_failure(error):
 
 @pytest.mark.parametrize("use", ["mask", "read", "back_to"])
 def test_every_call_of_a_matcher_may_panic(use, monkeypatch):
-    grammar = Grammar(grammar_of_regex("[a-z]{1,90}"), vocabulary())
-    panic = type("PanicException", (BaseException,), {})
-
-    def fail(*_: object, **__: object) -> Any:
-        raise panic("no luck")
+    fail = MagicMock(
+        side_effect=type("PanicException", (BaseException,), {})("no luck")
+    )
 
     class Broken:
         def __getattr__(self, name: str) -> Any:
             return fail
 
-    matcher: Any = Matcher(grammar)
+    matcher: Any = make_matcher(grammar_of_regex("[a-z]{1,90}"))
     first = matcher.mask()
     matcher.read(drawn(first, 1, 0))
     arguments = {"mask": [], "read": [drawn(first, 1, 1)], "back_to": [0]}[use]
     matcher._native = Broken()
-    with monkeypatch.context() as patch:
-        patch.setattr(llguidance, "LLMatcher", fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(llguidance, "LLMatcher", fail)
         with pytest.raises(GrammarFailure, match="no luck"):
             getattr(matcher, use)(*arguments)
     # The library recovers, and the text continues.
@@ -246,29 +249,23 @@ def test_every_call_of_a_matcher_may_panic(use, monkeypatch):
     np.testing.assert_array_equal(matcher.mask(), first)
 
 
-def test_early_stop_of_the_library_is_a_failure(monkeypatch):
-    matcher: Any = Matcher(Grammar(grammar_of_regex("[a-z]{9}"), vocabulary()))
-
-    class Stopped:
-        def __getattr__(self, name: str) -> Any:
-            return {
-                "is_stopped": lambda: True,
-                "is_error": lambda: False,
-                "stop_reason": lambda: "MaxTokensTotal",
-                "compute_bitmask": lambda: bytes(vocabulary().end_mask.nbytes),
-            }[name]
-
-    matcher._native = Stopped()
+def test_early_stop_of_the_library_is_a_failure():
+    matcher: Any = make_matcher(grammar_of_regex("[a-z]{9}"))
+    stopped = MagicMock(
+        spec=["is_stopped", "is_error", "stop_reason", "compute_bitmask"]
+    )
+    stopped.is_stopped.return_value, stopped.is_error.return_value = True, False
+    stopped.stop_reason.return_value = "MaxTokensTotal"
+    stopped.compute_bitmask.return_value = bytes(vocabulary().end_mask.nbytes)
+    matcher._native = stopped
     with pytest.raises(GrammarFailure, match="MaxTokensTotal"):
         matcher.read(5)
 
 
 def test_many_choices_compile_to_one_expression():
     labels = [f"label number {number}" for number in range(20_000)]
-    matcher = Matcher(Grammar(grammar_of_choices(labels), vocabulary()))
-    for token in bundled().encode("label number 19999", add_special_tokens=False):
-        assert token in ids_of(matcher.mask())
-        assert matcher.read(token)
+    matcher = make_matcher(grammar_of_choices(labels))
+    assert read_allowed(matcher, "label number 19999")
     assert ids_of(matcher.mask()) == [EOS]
 
 
@@ -282,11 +279,8 @@ def test_schema_with_many_alternatives_compiles():
         }
         for number in range(2500)
     ]
-    schema = grammar_of_schema(json.dumps({"anyOf": kinds}), {})
-    matcher = Matcher(Grammar(schema, vocabulary()))
-    for token in bundled().encode('{"kind":"k2499"}', add_special_tokens=False):
-        assert token in ids_of(matcher.mask())
-        assert matcher.read(token)
+    matcher = make_matcher(grammar_of_schema(json.dumps({"anyOf": kinds}), {}))
+    assert read_allowed(matcher, '{"kind":"k2499"}')
     assert ids_of(matcher.mask()) == [EOS]
 
 
@@ -295,27 +289,16 @@ ODD = [r"a.b*c", "(x|y)", "[z]{2}", "^$", "\\d", "a&b~c#d-e", "\n\t ", "é😀",
 
 @pytest.mark.parametrize("label", ODD)
 def test_choices_are_matched_literally(label):
-    matcher = Matcher(Grammar(grammar_of_choices(ODD), vocabulary()))
-    for token in bundled().encode(
-        label, add_special_tokens=False, parse_special_tokens=False
-    ):
-        assert token in ids_of(matcher.mask())
-        assert matcher.read(token)
+    matcher = make_matcher(grammar_of_choices(ODD))
+    assert read_allowed(matcher, label, parse_special_tokens=False)
     assert ids_of(matcher.mask()) == [EOS]
     for other in ("aXbc", "x", "zz", "5"):
-        matcher = Matcher(Grammar(grammar_of_choices(ODD), vocabulary()))
-        tokens = bundled().encode(other, add_special_tokens=False)
-        allowed = itertools.takewhile(
-            lambda token, m=matcher: token in ids_of(m.mask()) and m.read(token), tokens
-        )
-        is_whole = len(list(allowed)) == len(tokens)
+        matcher = make_matcher(grammar_of_choices(ODD))
+        is_whole = read_allowed(matcher, other)
         assert not (is_whole and EOS in ids_of(matcher.mask())), other
 
 
 def test_reasons_do_not_quote_the_grammar():
-    try:
-        Grammar(grammar_of_regex("(secret"), vocabulary())
-    except GrammarFailure as failure:
-        assert not re.search("Parser: {|grammars", str(failure))
-    else:
-        raise AssertionError("no failure")
+    with pytest.raises(GrammarFailure) as caught:
+        make_matcher(grammar_of_regex("(secret"))
+    assert not re.search("Parser: {|grammars", str(caught.value))

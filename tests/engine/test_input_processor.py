@@ -1,18 +1,13 @@
 """Input becomes a complete request, or an error before it has any effect."""
 
-import dataclasses
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import jaxspec_checkpoints
 from jaxspec.config.structured_outputs import StructuredOutputsConfig
-from jaxspec.engine.input_processor import (
-    InputProcessor,
-    check_supported,
-    make_controls,
-)
-from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.input_processor import InputProcessor, make_controls
 from jaxspec.errors import ConfigError, RequestError, UnsupportedError
 from jaxspec.program.plan import (
     BLOCK,
@@ -24,11 +19,7 @@ from jaxspec.program.plan import (
     Features,
     TokenControls,
 )
-from jaxspec.sampling_params import (
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.engines import StubTokenizer
 from tests.support.loops import make_config
@@ -38,12 +29,18 @@ EOS = 1
 TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
 
 
+def intake(**settings: Any) -> InputProcessor:
+    config = make_config(**settings)
+    return InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
+
+
 def test_parameters_are_in_the_request():
     request = make(max_tokens=5, stop_token_ids=[7], seed=2**32 + 3)
     assert request.prompt_token_ids == [2, 3, 4]
     assert request.max_total == 8
     assert request.stop_ids == (EOS, 7)
     assert (request.seed, request.rule) == ((1, 3), COUPLED)
+    assert make(seed=-1 - 2**40).seed == (2**32 - 1 - 2**8, 2**32 - 1)
     assert request.controls is None
     assert request.features == Features()
     assert request.can_read_prefix_cache
@@ -53,32 +50,25 @@ def test_parameters_are_in_the_request():
 
 def test_unseeded_requests_get_different_seeds():
     def seeds(engine_seed: int) -> list[tuple[int, int]]:
-        config = make_config(seed=engine_seed)
-        intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
-        prepared = [intake.prepare(str(i), [2], SamplingParams()) for i in range(3)]
-        requests = [one.requests[0] for one in prepared]
-        assert {request.rule for request in requests} == {BLOCK}
-        return [request.seed for request in requests]
+        prepare = intake(seed=engine_seed).prepare
+        prepared = [prepare(str(i), [2], SamplingParams()) for i in range(3)]
+        return [one.requests[0].seed for one in prepared]
 
     assert len({*seeds(0), *seeds(1)}) == 6
     assert seeds(0) == seeds(0)
 
 
 @pytest.mark.parametrize(
-    ("named", "rule"),
+    ("keys", "rule"),
     [
-        (None, BLOCK),
-        ("block", BLOCK),
-        ("standard", STANDARD),
-        ("coupled", COUPLED),
+        ({}, BLOCK),
+        ({"rejection_sample_method": "block"}, BLOCK),
+        ({"rejection_sample_method": "standard"}, STANDARD),
+        ({"rejection_sample_method": "coupled"}, COUPLED),
     ],
 )
-def test_unseeded_requests_use_the_configured_rule(named, rule):
-    speculative = make_config().speculative
-    assert speculative is not None
-    if named is not None:
-        speculative = dataclasses.replace(speculative, rejection_sample_method=named)
-    config = {"speculative": speculative}
+def test_unseeded_requests_use_the_configured_rule(keys, rule):
+    config = {"speculative_keys": keys}
     assert make(config=config).rule == rule
     assert make(config=config, seed=1).rule == COUPLED
     assert make(config={"num_draft_tokens": 0}).rule == STANDARD
@@ -94,12 +84,6 @@ def test_drafts_of_one_request(asked: int | None, drafts: int):
         make(extra_args={"num_speculative_tokens": 4})
 
 
-def test_controls_name_their_feature():
-    request = make(presence_penalty=0.5)
-    assert request.controls == TokenControls(presence_penalty=0.5)
-    assert request.features == Features(has_controls=True)
-
-
 def test_logprobs_have_one_compiled_size():
     # At most 20 logprobs can be requested, but the vocabulary has 16 tokens.
     for asked in (0, 3, 16, -1):
@@ -113,7 +97,10 @@ def test_logprobs_have_one_compiled_size():
             make(config=config, **{name: 6})
 
 
-def test_chosen_ids_need_logprobs_and_controls():
+def test_controls_and_chosen_ids_name_their_features():
+    request = make(presence_penalty=0.5)
+    assert request.controls == TokenControls(presence_penalty=0.5)
+    assert request.features == Features(has_controls=True)
     # `max_logprobs` does not limit the chosen ids.
     request = make(logprob_token_ids=[3, 9, 3], config={"max_logprobs": 2})
     assert request.features == Features(has_controls=True, num_logprobs=2)
@@ -123,57 +110,40 @@ def test_chosen_ids_need_logprobs_and_controls():
 
 def test_prefix_cache_can_be_skipped():
     assert not make(skip_reading_prefix_cache=True).can_read_prefix_cache
-    config = make_config()
-    intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
     prompt = {"prompt_token_ids": [2], "cache_salt": "mine"}
-    (request,) = intake.prepare("0", prompt, SamplingParams()).requests
+    (request,) = intake().prepare("0", prompt, SamplingParams()).requests
     assert request.cache_salt == "mine"
     with pytest.raises(RequestError, match="cache_salt.* must be a non-empty string"):
-        intake.prepare("0", prompt | {"cache_salt": ""}, SamplingParams())
+        intake().prepare("0", prompt | {"cache_salt": ""}, SamplingParams())
 
 
-def test_priorities_are_checked_under_every_policy():
-    def ask(policy: str, priority: Any) -> Request:
-        config = make_config(scheduling_policy=policy)
-        intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
-        prepared = intake.prepare("0", [2], SamplingParams(), priority=priority)
-        return prepared.requests[0]
-
-    assert ask("priority", -5).priority == -5
-    assert ask("fcfs", 5).priority == 5
-    for policy in ("priority", "fcfs"):
-        with pytest.raises(RequestError, match="priority must be an integer"):
-            ask(policy, 0.5)
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+def test_priorities_are_checked_under_every_policy(policy: str):
+    prepare = intake(scheduling_policy=policy).prepare
+    (request,) = prepare("0", [2], SamplingParams(), priority=-5).requests
+    assert request.priority == -5
+    with pytest.raises(RequestError, match="priority must be an integer"):
+        prepare("0", [2], SamplingParams(), priority=0.5)  # pyright: ignore
 
 
-def test_a_prompt_for_several_texts_is_encoded_once(monkeypatch):
-    config, encoded = make_config(), []
-    tokenizer = StubTokenizer(config.model_config.vocab_size)
-    encode = tokenizer.encode
-
-    def count(text: str, **options: Any) -> list[int]:
-        encoded.append(text)
-        return encode(text, **options)
-
-    monkeypatch.setattr(tokenizer, "encode", count)
-    prepared = InputProcessor(config, tokenizer).prepare(
-        "0", "abc", SamplingParams(n=3)
-    )
-    assert encoded == ["abc"]
-    assert [one.request_id for one in prepared.requests] == ["0_0", "1_0", "2_0"]
-    prompts = [one.prompt_token_ids for one in prepared.requests]
-    assert prompts == [prompts[0]] * 3
+def test_prompt_for_several_texts_is_encoded_once():
+    encode = StubTokenizer.encode
+    with patch.object(StubTokenizer, "encode", autospec=True) as encoded:
+        encoded.side_effect = encode
+        requests = intake().prepare("0", "abc", SamplingParams(n=3)).requests
+    encoded.assert_called_once()
+    assert [one.request_id for one in requests] == ["0_0", "1_0", "2_0"]
+    assert [one.prompt_token_ids for one in requests] == [[64, 65, 66]] * 3
 
 
 def test_parameters_are_checked_again_and_copied():
     given = SamplingParams(stop_token_ids=[5])
-    config = make_config()
-    intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
-    request = intake.prepare("0", [2], given).requests[0]
-    assert request.params is not given
+    given.top_k = -1
+    assert intake().prepare("0", [2], given).requests[0].params is not given
+    assert given.top_k == -1
     given.top_p = 3.0
     with pytest.raises(RequestError, match="top_p"):
-        intake.prepare("0", [2], given)
+        intake().prepare("0", [2], given)
 
 
 @pytest.mark.parametrize(
@@ -210,61 +180,21 @@ def test_structured_output_has_its_feature_and_masks_min_tokens():
     assert make(min_tokens=4).min_total == 3 + 4
 
 
-@pytest.mark.parametrize("wrong", [{"regex": "(a"}, {"json": {"type": "strin"}}])
-def test_rejects_bad_structured_output(wrong: dict[str, Any]):
-    with pytest.raises(RequestError, match="structured_outputs.* cannot be used"):
-        make(structured_outputs=StructuredOutputsParams(**wrong))
-
-
-def test_engine_defaults_of_structured_outputs():
-    wrong = StructuredOutputsConfig(whitespace_pattern="(")
-    with pytest.raises(ConfigError, match="not a regular expression"):
-        make(config={"structured_outputs": wrong})
-
-
-def test_accepts_supported_fields():
-    check_supported(SamplingParams())
-    check_supported(SamplingParams(temperature=0, bad_words=[]))
-    check_supported(
-        SamplingParams(
-            n=3,
-            presence_penalty=0.5,
-            frequency_penalty=0.5,
-            repetition_penalty=1.1,
-            temperature=0.7,
-            top_p=0.9,
-            top_k=40,
-            min_p=0.05,
-            seed=3,
-            stop=["a"],
-            stop_token_ids=[5],
-            ignore_eos=True,
-            max_tokens=None,
-            min_tokens=3,
-            logprobs=2,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            logit_bias={3: 1.0},
-            allowed_token_ids=[3],
-            bad_words=["no"],
-            skip_special_tokens=False,
-            spaces_between_special_tokens=False,
-            include_stop_str_in_output=True,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args={"num_speculative_tokens": 2},
-        )
-    )
-
-
 def test_rejects_too_many_end_tokens(monkeypatch):
-    config = make_config()
-    ends = StubTokenizer(config.model_config.vocab_size)
-    monkeypatch.setattr(type(ends), "turn_end_ids", tuple(range(2, 11)))
+    monkeypatch.setattr(StubTokenizer, "turn_end_ids", tuple(range(2, 11)))
     with pytest.raises(ConfigError, match="10 end token ids; at most 8"):
-        InputProcessor(config, ends)
+        intake()
 
 
-def test_texts_of_one_request_are_counted_before_any_is_made():
+def test_rejects_bad_structured_output_and_too_many_texts():
+    wrong: dict[str, Any]
+    for wrong in ({"regex": "(a"}, {"json": {"type": "strin"}}):
+        with pytest.raises(RequestError, match="structured_outputs.* cannot be used"):
+            make(structured_outputs=StructuredOutputsParams(**wrong))
+    whitespace = StructuredOutputsConfig(whitespace_pattern="(")
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        make(config={"structured_outputs": whitespace})
+    # Texts are counted before any is made.
     with pytest.raises(RequestError, match="n must be .*16384, got 1000000000"):
         make(n=10**9)
 
@@ -302,45 +232,33 @@ def test_every_control_field_is_passed_on():
     assert controls_of(allowed_token_ids=[5, 2, 5]) == allowed
 
 
-def test_a_word_is_forbidden_with_and_without_a_space():
+def test_spellings_of_bad_words():
     first, second = ids_of("the"), ids_of(" the")
     assert first != second
+    # A word is forbidden with and without a space.
     assert words_of("the") == words_of(" the") == {first, second}
-
-
-def test_a_spelling_that_ends_in_a_forbidden_one_is_left_out():
     # "\n the" has one more spelling, which ends in the token of " the" and is left out.
     assert words_of("the", "\n the") == words_of("the")
     # A longer spelling is allowed if the forbidden one is only its start.
-    longer = "the fox"
-    assert any(word[: len(ids_of("the"))] == ids_of("the") for word in words_of(longer))
-
-
-def test_spaces_alone_and_line_breaks_are_words():
+    assert any(word[: len(first)] == first for word in words_of("the fox"))
+    # Spaces alone and line breaks are words.
     assert words_of("\n") >= {ids_of("\n")}
     assert words_of("  ") == {ids_of("  ")}
-
-
-def test_special_pieces_in_a_word_are_text():
+    # Special pieces in a word are text.
     assert (TOKENIZER.eos_token_id,) not in words_of("<eos>")
 
 
-def test_a_word_of_too_many_tokens():
+def test_rejects_too_long_and_too_many_controls():
     text = "\u2603" * MAX_BAD_WORD_LEN  # each character is three byte tokens
     with pytest.raises(RequestError, match=f"at most {MAX_BAD_WORD_LEN} tokens"):
         controls_of(bad_words=[text])
-
-
-def test_too_many_words_and_too_long_a_bias():
     words = [TOKENIZER.id_to_piece(token) for token in range(300, 700)]
-    plain = [word for word in words if word.isalpha()]
     with pytest.raises(RequestError, match=f"at most {MAX_BAD_WORDS} spellings"):
-        controls_of(bad_words=plain)
+        controls_of(bad_words=[word for word in words if word.isalpha()])
     bias = dict.fromkeys(range(MAX_BIAS), 1.0)
     assert controls_of(logit_bias=bias) is not None
-    with pytest.raises(
-        RequestError, match=rf"at most {MAX_BIAS} .* got {MAX_BIAS + 1}"
-    ):
+    message = rf"at most {MAX_BIAS} .* got {MAX_BIAS + 1}"
+    with pytest.raises(RequestError, match=message):
         controls_of(logit_bias=bias | {MAX_BIAS: 1.0})
 
 

@@ -1,12 +1,13 @@
 """The engine still works after an interrupt or a failure inside a step."""
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
-from tests.support.engines import generate, make_engine
+from tests.support.engines import generate, tokens_of
 
 PROMPTS = [[2, 5, 7], [2, 9, 4, 11]]
 
@@ -14,19 +15,12 @@ PROMPTS = [[2, 5, 7], [2, 9, 4, 11]]
 @pytest.fixture(scope="module")
 def engine():
     """Return an engine with its own arrays, as an interrupted step loses its arrays."""
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        has_one_shape=True,
-        **pair.SETTINGS,
-    )
+    return pair.own_engine()
 
 
 def texts(engine: Any) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    outputs = generate(engine, PROMPTS, params)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens_of(generate(engine, PROMPTS, params))
 
 
 def expect_idle(engine: Any) -> None:
@@ -65,10 +59,8 @@ def test_interrupt_after_donation_ends_only_the_requests(
 def test_a_failing_read_ends_all_requests(engine, monkeypatch):
     expected = texts(engine)
 
-    def fail(result: Any, shape: Any) -> Any:
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(engine.runner, "fetch", fail)
+    gone = MagicMock(side_effect=RuntimeError("the device is gone"))
+    monkeypatch.setattr(engine.runner, "fetch", gone)
     with pytest.raises(RuntimeError, match="the device is gone"):
         texts(engine)
     if engine.has_unfinished_requests():

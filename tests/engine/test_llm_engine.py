@@ -5,18 +5,26 @@ What the device itself decides (stop ids, lengths) is tested on the real program
 and every division of a text into rounds.
 """
 
+import dataclasses
+import logging
 import time
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
+from jaxspec.engine import llm_engine
+from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduling.programs import GREEDY
 from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import BLOCK, COUPLED, StepShape
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.support.engines import StubTokenizer
@@ -24,7 +32,6 @@ from tests.support.fake_engines import (
     EOS,
     PROMPT,
     TEXT,
-    admissions,
     assert_idle,
     letters,
     make_fake_engine,
@@ -98,22 +105,16 @@ def test_end_of_text_at_every_offset(num_draft_tokens, offset):
         expect(run_one(engine, params), tokens, letters(tokens), ("stop", None))
 
 
-@pytest.mark.parametrize("offset", range(8))
-def test_stop_token_at_every_offset(offset):
-    tokens = said(offset + 1)
-    for seed in range(4):
-        engine, _ = make_fake_engine(seed=seed, num_draft_tokens=5)
-        params = SamplingParams(max_tokens=20, stop_token_ids=[tokens[-1]])
-        completion = run_one(engine, params)
-        expect(completion, tokens, letters(tokens[:-1]), ("stop", tokens[-1]))
-
-
 @pytest.mark.parametrize("count", range(1, 13))
-def test_length_at_every_offset(count):
+def test_length_and_stop_token_at_every_offset(count):
+    tokens = said(count)
     for seed in range(4):
         engine, _ = make_fake_engine(seed=seed, num_draft_tokens=5)
         completion = run_one(engine, SamplingParams(max_tokens=count))
-        expect(completion, said(count), letters(said(count)), ("length", None))
+        expect(completion, tokens, letters(tokens), ("length", None))
+        stops = SamplingParams(max_tokens=20, stop_token_ids=[tokens[-1]])
+        completion = run_one(engine, stops)
+        expect(completion, tokens, letters(tokens[:-1]), ("stop", tokens[-1]))
 
 
 def test_max_tokens_none_fills_the_context():
@@ -121,13 +122,6 @@ def test_max_tokens_none_fills_the_context():
     completion = run_one(engine, SamplingParams(max_tokens=None))
     assert len(completion.token_ids) == engine.config.max_model_len - len(PROMPT)
     assert completion.finish_reason == "length"
-
-
-def test_a_stop_that_is_also_the_last_token_counts_as_stop():
-    engine, _ = make_fake_engine()
-    params = SamplingParams(max_tokens=4, stop_token_ids=[said(4)[-1]])
-    completion = run_one(engine, params)
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", said(4)[-1])
 
 
 def test_ignored_eos_can_be_a_stop_token():
@@ -170,41 +164,13 @@ def test_first_of_stop_string_and_eos_in_a_round_wins():
         expect(completion, said(6, text), letters(said(5)), ("stop", None))
 
 
-def test_a_stop_string_on_the_last_token_counts_as_stop():
+def test_stop_on_the_last_token_counts_as_stop():
     engine, _ = make_fake_engine(num_draft_tokens=5)
     stop = letters(said(6)[4:])
     completion = run_one(engine, SamplingParams(max_tokens=6, stop=stop))
     expect(completion, said(6), letters(said(4)), ("stop", stop))
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_deltas_add_up_to_the_final_text(include):
-    # "abcab" seems to start twice before it matches, so text must be held back.
-    text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
-    stop = letters([5, 6, 7, 5, 6, 9])
-    for seed in range(6):
-        engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=3)
-        texts, tokens = {}, {}
-        for kind in RequestOutputKind:
-            params = SamplingParams(
-                max_tokens=30,
-                stop=stop,
-                output_kind=kind,
-                include_stop_str_in_output=include,
-            )
-            engine.add_request(kind.name, PROMPT, params)
-        for name, outputs in run_all(engine).items():
-            parts = [output.outputs[0] for output in outputs]
-            texts[name] = [part.text for part in parts]
-            tokens[name] = [list(part.token_ids) for part in parts]
-            assert parts[-1].stop_reason == stop
-        (final,) = texts["FINAL_ONLY"]
-        assert final == letters(text[3:] if include else text[3:6])
-        assert "".join(texts["DELTA"]) == final
-        assert sum(tokens["DELTA"], []) == tokens["FINAL_ONLY"][0]
-        for shown, ids in zip(texts["CUMULATIVE"], tokens["CUMULATIVE"], strict=True):
-            assert final.startswith(shown)
-            assert tokens["FINAL_ONLY"][0][: len(ids)] == ids
+    params = SamplingParams(max_tokens=4, stop_token_ids=[said(4)[-1]])
+    expect(run_one(engine, params), said(4), letters(said(3)), ("stop", said(4)[-1]))
 
 
 def test_counts_in_the_metrics_match_the_tokens():
@@ -276,23 +242,8 @@ def test_aborted_requests_leave_nothing_behind(when):
         expect(rest[name][-1].outputs[0], said(12), letters(said(12)), ("length", None))
     assert_idle(engine)
     assert engine.get_num_unfinished_requests() == 0
-    expect(
-        run_one(engine, SamplingParams(max_tokens=5)),
-        said(5),
-        letters(said(5)),
-        ("length", None),
-    )
-
-
-def test_id_can_be_reused_after_its_request_ended():
-    engine, _ = make_fake_engine()
-    engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
-    with pytest.raises(RequestError, match="'a' is already running"):
-        engine.add_request("a", PROMPT, SamplingParams())
-    engine.step()
-    engine.abort_request("a")
-    engine.add_request("a", PROMPT, SamplingParams(max_tokens=2))
-    assert list(run_all(engine)["a"][-1].outputs[0].token_ids) == said(2)
+    completion = run_one(engine, SamplingParams(max_tokens=5))
+    expect(completion, said(5), letters(said(5)), ("length", None))
 
 
 @pytest.mark.parametrize(
@@ -321,33 +272,6 @@ def test_bad_request_is_rejected_before_any_launch(arguments, message):
         engine.add_request(*arguments)
     assert not engine.has_unfinished_requests()
     assert runner.num_launches == 0
-
-
-def test_seed_has_64_bits_and_selects_the_coupled_rule():
-    engine, runner = make_fake_engine()
-    seeds = [0, 5, 2**32 + 5, -1 - 2**40]
-    for seed in seeds:
-        params = SamplingParams(seed=seed, max_tokens=1)
-        engine.add_request(str(seed), PROMPT, params)
-    run_all(engine)
-    sent = admissions(runner)
-    assert [entry.rule for entry in sent] == [COUPLED] * 4
-    assert len({entry.seed for entry in sent}) == 4
-    assert [entry.seed for entry in sent[:3]] == [(0, 0), (0, 5), (1, 5)]
-
-
-def test_unseeded_requests_differ_and_repeat_with_the_engines_seed():
-    def seeds(engine_seed: int) -> list[tuple[int, int]]:
-        engine, runner = make_fake_engine(engine_seed=engine_seed)
-        for number in range(4):
-            engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=1))
-        run_all(engine)
-        assert {entry.rule for entry in admissions(runner)} == {BLOCK}
-        return [entry.seed for entry in admissions(runner)]
-
-    assert len(set(seeds(0))) == 4
-    assert seeds(0) == seeds(0)
-    assert not set(seeds(0)) & set(seeds(1))
 
 
 def test_shutdown_reads_launches_in_flight():
@@ -422,3 +346,223 @@ def test_tokenizer_can_be_replaced_if_pieces_are_equal():
             engine.set_tokenizer(wrong)  # pyright: ignore[reportArgumentType]
     assert engine.tokenizer is second
     assert text == second.decode(said(3))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"lora_request": "adapter"},
+        {"tokenization_kwargs": {"truncate_prompt_tokens": 3}},
+        {"trace_headers": {"traceparent": "00-1-2-00"}},
+    ],
+)
+def test_rejects_unsupported_options(option: dict[str, Any]):
+    engine, _ = make_fake_engine()
+    with pytest.raises(NotImplementedError, match=next(iter(option))):
+        engine.add_request("0", PROMPT, SamplingParams(), **option)
+    assert not engine.has_unfinished_requests()
+    nothing: dict[str, Any] = dict.fromkeys(option)
+    engine.add_request("0", PROMPT, SamplingParams(max_tokens=1), **nothing)
+    run_all(engine)
+
+
+def test_metrics_count_requests_tokens_and_drafts():
+    def metrics() -> dict[str, Any]:
+        return {one.name: one for one in engine.get_metrics()}
+
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    engine.add_request("0", PROMPT, SamplingParams(max_tokens=9))
+    engine.step()
+    assert metrics()["vllm:num_requests_running"].value == 1
+    assert metrics()["vllm:kv_cache_usage_perc"].value > 0
+    run_all(engine)
+    found = metrics()
+    assert found["vllm:num_requests_running"].value == 0
+    assert found["vllm:kv_cache_usage_perc"].value == 0
+    assert found["vllm:prompt_tokens"].value == len(PROMPT)
+    assert found["jaxspec:generation_tokens"].value == 9
+    drafts = found["vllm:spec_decode_num_drafts"].value
+    assert drafts == engine.stats.num_draft_rounds > 0
+
+
+def test_metrics_can_be_disabled(caplog: pytest.LogCaptureFixture):
+    engine, _ = make_fake_engine(disable_log_stats=True)
+    caplog.set_level(logging.INFO, "jaxspec")
+    run_one(engine, SamplingParams(max_tokens=3))
+    with pytest.raises(ConfigError, match=r"Stat logging disabled: .*=False"):
+        engine.get_metrics()
+    engine.do_log_stats()
+    assert not caplog.messages
+
+
+def test_busy_engine_logs_periodically(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    engine, _ = make_fake_engine()
+    caplog.set_level(logging.INFO, "jaxspec")
+    run_one(engine, SamplingParams(max_tokens=3))
+    assert not caplog.messages
+    monkeypatch.setattr(llm_engine, "LOG_INTERVAL_S", 0.0)
+    run_one(engine, SamplingParams(max_tokens=3))
+    assert caplog.messages[0].startswith("Avg prompt throughput: ")
+
+
+@pytest.mark.slow
+def test_a_profile_is_written(tmp_path: Path):
+    runner = object.__new__(Runner)
+    runner.start_profile(str(tmp_path))
+    jax.block_until_ready(jnp.arange(4) + 1)
+    runner.stop_profile()
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_prompt_continues_when_no_stream_gets_a_page():
+    """Stream B has no page left for its drafts, because A's prompt holds the others."""
+    engine, runner = make_fake_engine(
+        list(range(2, 16)),
+        num_pages=27,
+        num_draft_tokens=8,
+        max_num_batched_tokens=64,
+        scheduling_policy="priority",
+    )
+    random = np.random.default_rng(0)
+    prompts = [random.integers(2, 16, count).tolist() for count in (67, 33)]
+    engine.add_request("B", prompts[0], SamplingParams(max_tokens=29), priority=1)
+    engine.step()
+    engine.add_request("A", prompts[1], SamplingParams(max_tokens=20), priority=0)
+    for _ in range(300):
+        engine.step()
+    assert not engine.has_unfinished_requests()
+    assert engine.stats.num_preemptions
+
+
+def test_running_requests_continue_after_cache_reset():
+    found: list[dict[str, str]] = []
+    for resets in ((), (1, 2, 5)):
+        engine, _ = make_fake_engine(num_draft_tokens=3)
+        for name in "ab":
+            engine.add_request(name, PROMPT, SamplingParams(max_tokens=40))
+        texts: dict[str, str] = {}
+        step = 0
+        while engine.has_unfinished_requests():
+            texts |= {one.request_id: one.outputs[0].text for one in engine.step()}
+            if step in resets:
+                assert not engine.reset_prefix_cache()
+                assert engine.reset_prefix_cache(
+                    reset_running_requests=True, reset_connector=True
+                )
+            step += 1
+        assert engine.stats.num_preemptions == 2 * len(resets)
+        found.append(texts)
+    assert found[0] == found[1]
+    assert found[0].keys() == {"a", "b"}
+
+
+def test_id_of_a_finished_text_can_be_reused():
+    engine, _ = make_fake_engine(num_draft_tokens=0)
+    stops = SamplingParams(n=2, max_tokens=30, seed=3)
+    engine.add_request("x", PROMPT, stops)
+    engine.step()
+    # Text 0 has already ended, for example by a stop string.
+    stream = engine.output_processor.streams["0_x"]
+    engine.scheduler.finish(stream.request, "stop", None)
+    engine.output_processor.close(stream.request)
+    engine.add_request("0_x", PROMPT, SamplingParams(max_tokens=4))
+    engine.abort_request("x")
+    assert list(run_all(engine)) == ["0_x"]
+
+
+def test_limits_beyond_32_bits_act_like_no_limit():
+    engine, _ = make_fake_engine()
+    engine.add_request("other", PROMPT, SamplingParams(max_tokens=20))
+    engine.step()
+    huge = SamplingParams(
+        top_k=2**40, min_tokens=2**40, max_tokens=None, temperature=0.5
+    )
+    engine.add_request("huge", PROMPT, huge)
+    ended = {name: one[-1].outputs[0] for name, one in run_all(engine).items()}
+    assert {one.finish_reason for one in ended.values()} == {"length"}
+    count = engine.config.max_model_len - len(PROMPT)
+    assert len(ended["huge"].token_ids) == count
+
+
+@pytest.mark.parametrize("wrong", [0, -5, "9"])
+def test_rejects_warm_up_for_empty_prompts(wrong: Any):
+    engine, runner = make_fake_engine()
+    with pytest.raises(RequestError, match="prompt_tokens"):
+        engine.warm_up(wrong)
+    assert not runner.num_compiles
+
+
+def test_levels_and_parts_of_a_sleep_are_checked_first():
+    engine, runner = make_fake_engine()
+    run_one(engine, SamplingParams(max_tokens=9))
+    with pytest.raises(RequestError, match="level"):
+        engine.sleep(0)
+    # The rejected calls changed nothing: the prompt's pages are still prefix hits.
+    engine.add_request("again", PROMPT * 4, SamplingParams(max_tokens=9))
+    run_all(engine)
+    wrong: Any = "weights"
+    with pytest.raises(RequestError, match="tags must be a list.*'weights'"):
+        engine.wake_up(wrong)
+
+
+def test_warm_up_compiles_every_program_of_traffic():
+    engine, runner = make_fake_engine(num_draft_tokens=2)
+    asked = []
+    runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
+    engine.warm_up()
+    assert set(asked) == set(engine.scheduler.shapes.all(with_on_demand=True))
+    for number in range(7):
+        params = SamplingParams(
+            temperature=float(number % 3) / 2,
+            extra_args={"num_speculative_tokens": number % 3},
+        )
+        engine.add_request(str(number), [2] * (9 * number + 1), params)
+    run_all(engine)
+    assert {shape for _, shape in runner.plans} <= set(asked)
+    assert len(set(asked)) == len(asked)
+
+
+def test_warm_up_compiles_programs_of_special_requests():
+    engine, runner = make_fake_engine(num_draft_tokens=2)
+    asked = []
+    runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
+    special = SamplingParams(presence_penalty=1.0, max_tokens=3)
+    with pytest.raises(RequestError, match="max_logprobs"):
+        engine.warm_up(10, [SamplingParams(logprobs=1000)])
+    engine.warm_up(10, [special])
+    most = engine.config.num_logprobs
+    plain = {Features(), Features(all_greedy=True)}
+    # Requests with controls and with logprobs share programs.
+    form = Features(has_controls=True, num_logprobs=most)
+    assert {shape.features for shape in asked} == {*plain, form}
+    assert len(set(asked)) == len(asked)
+    # Short prompts that arrive together need a program with a large chunk.
+    for number in range(7):
+        params = special if number == 3 else SamplingParams(max_tokens=3)
+        engine.add_request(str(number), [2] * 9, params)
+    run_all(engine)
+    assert {shape for _, shape in runner.plans} <= set(asked)
+    assert form in {shape.features for _, shape in runner.plans}
+    asked.clear()
+    engine.warm_up(10, [SamplingParams(logprobs=1, prompt_logprobs=0)])
+    decoding = dataclasses.replace(form, num_prompt_logprobs=most)
+    assert {shape.features for shape in asked} == {*plain, form, decoding}
+
+
+def test_compiled_programs_are_announced():
+    engine, runner = make_fake_engine()
+    announced: list[str] = []
+    engine.announce_compiles(announced.append)
+    (shape, *_) = engine.scheduler.shapes.all()
+    runner.compiler.get(shape)
+    assert announced == [f"Compiling {shape.name}", ""]
+
+
+def test_lower_priorities_run_first():
+    engine, _ = make_fake_engine(scheduling_policy="priority", max_num_seqs=1)
+    params = SamplingParams(max_tokens=3)
+    for name, priority in [("late", 5), ("first", -1), ("second", 0)]:
+        engine.add_request(name, PROMPT, params, priority=priority)
+    assert list(run_all(engine)) == ["first", "second", "late"]

@@ -11,11 +11,9 @@ from unittest.mock import MagicMock
 import jax
 import numpy as np
 import pytest
-import sentencepiece
 import transformers
 from safetensors.numpy import load_file, save_file
 
-import jaxspec.engine.loader
 from jaxspec import LLM
 from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine import loader
@@ -50,22 +48,6 @@ def configure(target: Path, draft: Path | None = None, **options: Any) -> Any:
     return EngineArgs(model=str(target), **settings).create_engine_config()
 
 
-def train_tokenizer(folder: Path) -> None:
-    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore
-        sentence_iterator=iter(["a quick brown fox"] * 20),
-        model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=300,
-        pad_id=0,
-        eos_id=1,
-        bos_id=2,
-        unk_id=3,
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-
-
 @pytest.fixture
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -82,39 +64,22 @@ def test_rejects_tokenizer_with_more_pieces_than_the_network(tmp_path):
         loader.read_tokenizer(config)
 
 
+@pytest.mark.usefixtures("nothing_is_read")
 @pytest.mark.parametrize("argument", ["model", "speculative_model"])
-def test_error_names_target_or_draft(tmp_path, argument, nothing_is_read):
+def test_damage_of_either_model_is_found_before_a_weight_is_read(tmp_path, argument):
     pair = {"model": tmp_path / "a", "speculative_model": tmp_path / "b"}
     for folder in pair.values():
         write_tiny(folder, family="2b", num_hidden_layers=1, **VOCABULARY)
-    config = configure(pair["model"], pair["speculative_model"])
     path = pair[argument] / "model.safetensors"
-    held = load_file(path)
-    del held["model.norm.weight"]
-    save_file(held, path)
+    tensors = load_file(path)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match="not a readable safetensors") as error:
+        loader.make_runner(configure(*pair.values()))
+    assert error.value.parameter == argument
+    del tensors["model.norm.weight"]
+    save_file(tensors, path)
     with pytest.raises(ConfigError, match=f"^{argument}: .*'model.norm.weight'"):
-        loader.make_runner(config)
-
-
-def test_rejects_different_vocabulary_and_suggests_pairs(tmp_path):
-    write_tiny(tmp_path / "draft", family="2b", vocab_size=512)
-    expected = r"8192 tokens, the draft 512\. .*27b <- 9b, 27b <- 2b, 9b <- 2b"
-    with pytest.raises(ConfigError, match=expected):
-        configure(bundled_target(), tmp_path / "draft")
-
-
-@pytest.mark.usefixtures("nothing_is_read")
-def test_rejects_different_tokenizer_and_suggests_pairs(tmp_path):
-    write_tiny(tmp_path / "draft", family="2b", **VOCABULARY)
-    train_tokenizer(tmp_path / "draft")
-    with pytest.raises(ConfigError, match=r"share one tokenizer.*27b <- 9b") as error:
-        LLM(
-            str(bundled_target()),
-            speculative_model=str(tmp_path / "draft"),
-            **SIZES,
-            num_speculative_tokens=2,
-        )
-    assert error.value.parameter == "speculative_model"
+        loader.make_runner(configure(*pair.values()))
 
 
 def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):
@@ -140,19 +105,6 @@ def test_trimmed_draft_needs_turn_tokens(tmp_path):
     path.write_text(json.dumps([0, 1, 2, 4, 5, 106, 107]))
     config = configure(bundled_target(), **options)
     assert config.draft_token_ids == (0, 1, 2, 4, 5, 106, 107)
-    assert loader.read_tokenizer(config).vocab_size == 8192
-
-
-def test_flax_padding_rows_are_ignored(tmp_path):
-    """The Flax tree's embedding has 128 rows more than the tokenizer has pieces."""
-    write_checkpoint(
-        open_checkpoint(bundled_draft()),
-        tmp_path / "draft",
-        to="kaggle",
-        progress=False,
-    )
-    config = configure(bundled_target(), tmp_path / "draft")
-    assert config.draft_model_config.vocab_size == 8192
     assert loader.read_tokenizer(config).vocab_size == 8192
 
 
@@ -195,18 +147,16 @@ def test_padding_rows_of_target_or_draft_are_dropped(tmp_path, role, is_tied):
     assert padded is not None and ("head" in padded) is not is_tied
 
 
-def test_single_model_keeps_all_embedding_rows(tmp_path):
+def test_rows_beyond_the_tokenizer(tmp_path):
     """A single model's unused rows are kept: as in HuggingFace, nothing marks them."""
-    write_padded(tmp_path / "padded", 8192 + 64, 0.0)
-    assert configure(tmp_path / "padded").model_config.vocab_size == 8192 + 64
-
-
-def test_more_extra_rows_than_padding_are_rejected_as_another_vocabulary(tmp_path):
     write_padded(tmp_path / "padded", 8192 + 129, 0.0)
+    assert configure(tmp_path / "padded").model_config.vocab_size == 8192 + 129
+    # More extra rows than padding are another vocabulary.
     with pytest.raises(ConfigError, match="8192 tokens, the draft 8321"):
         configure(bundled_target(), tmp_path / "padded")
 
 
+@pytest.mark.usefixtures("nothing_is_read")
 def test_added_tokens_of_the_target_are_an_error_of_the_pair(tmp_path):
     """The error names the tokenizers: extra embedding rows alone would be dropped."""
     folder = tmp_path / "added"
@@ -218,21 +168,10 @@ def test_added_tokens_of_the_target_are_an_error_of_the_pair(tmp_path):
     tokenizer.save_pretrained(folder)
     assert loader.read_tokenizer(configure(folder)).vocab_size == 8192 + 2
     with pytest.raises(ConfigError, match="id 8192 is '<one>'") as error:
-        loader.read_tokenizer(configure(folder, bundled_draft()))
-    assert str(folder) in str(error.value) and str(bundled_draft()) in str(error.value)
-
-
-@pytest.mark.usefixtures("nothing_is_read")
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_damage_of_either_model_is_found_before_a_weight_is_read(tmp_path, role):
-    folders = {"target": bundled_target(), "draft": bundled_draft()}
-    folders[role] = tmp_path / "model"
-    write_tiny(tmp_path / "model", family="2b", **VOCABULARY)
-    path = tmp_path / "model" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ConfigError, match="not a readable safetensors") as error:
-        loader.make_runner(configure(folders["target"], folders["draft"]))
-    assert error.value.parameter == {"target": "model"}.get(role, "speculative_model")
+        LLMEngine(configure(folder, bundled_draft()))
+    for text in (str(folder), str(bundled_draft()), "share one tokenizer", "27b <- 9b"):
+        assert text in str(error.value)
+    assert error.value.parameter == "speculative_model"
 
 
 def test_a_flipped_byte_is_found_while_reading(tmp_path):
@@ -252,71 +191,52 @@ def test_a_flipped_byte_is_found_while_reading(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("to", "load_format", "is_right"),
+    ("to", "right", "wrong"),
     [
-        ("hf", "safetensors", True),
-        ("hf", "orbax", False),
-        ("kaggle", "orbax", True),
-        ("kaggle", "safetensors", False),
-        ("orbax", "auto", True),
-        ("orbax", "safetensors", False),
+        ("hf", "safetensors", "orbax"),
+        ("kaggle", "orbax", "safetensors"),
+        ("orbax", "auto", "safetensors"),
+        ("gguf", "auto", "safetensors"),
+        ("gguf", "gguf", "safetensors"),
     ],
 )
-def test_load_format_must_match_the_folder(tmp_path, to, load_format, is_right):
-    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
-    folder = tmp_path / "hf"
-    if to != "hf":
-        folder = tmp_path / to
+def test_load_format_must_match_the_folder(tmp_path, to, right, wrong):
+    tensors = write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    folder = tmp_path / to
+    if to == "gguf":
+        folder = tmp_path / "m.gguf"
+        write_gguf(folder, tiny_config("2b", **VOCABULARY), tensors)
+    elif to != "hf":
         source = open_checkpoint(tmp_path / "hf")
         write_checkpoint(source, folder, to=to, progress=False)
-    config = configure(folder, load_format=load_format)
-    if is_right:
-        assert loader.make_runner(config).params[1] == ()
-        return
+    runner = loader.make_runner(configure(folder, load_format=right))
+    assert runner.params[1] == ()
     with pytest.raises(ConfigError, match=f"load_format must .* format '{to}'"):
-        loader.make_runner(config)
+        loader.make_runner(configure(folder, load_format=wrong))
 
 
-def test_gguf_weights_equal_their_source(tmp_path):
+def test_tokenizer_of_a_gguf_file(tmp_path):
+    """A draft needs no tokenizer, but if it has one, it must be the target's."""
     tensors = write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
-    config = tiny_config("2b", **VOCABULARY)
-    write_gguf(tmp_path / "m.gguf", config, tensors)
-    expected = loader.make_runner(configure(tmp_path / "hf", tmp_path / "hf")).params
-    path = tmp_path / "m.gguf"
-    for load_format in ("auto", "gguf"):
-        made = configure(path, path, load_format=load_format)
-        found = loader.make_runner(made).params
-        # GGUF files store norms as 1 + w in float32.
-        check = functools.partial(np.testing.assert_allclose, rtol=0, atol=1.2e-7)
-        jax.tree.map(check, found, expected)
-        assert loader.read_tokenizer(made).vocab_size == 8192
-    with pytest.raises(ConfigError, match="load_format must .* format 'gguf'"):
-        loader.make_runner(configure(path, load_format="safetensors"))
-
-
-def test_gguf_file_without_a_tokenizer_needs_one_unless_it_is_a_draft(tmp_path):
-    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
     path = tmp_path / "m.gguf"
     write_gguf(path, tiny_config("2b", **VOCABULARY), has_tokenizer=False)
-    # A draft model does not need its own tokenizer.
     assert loader.read_tokenizer(configure(tmp_path / "hf", path)).vocab_size == 8192
     with pytest.raises(ConfigError, match="m.gguf has no tokenizer .*name a folder"):
         loader.read_tokenizer(configure(path))
     own = configure(path, tokenizer=str(tmp_path / "hf"))
     assert loader.read_tokenizer(own).vocab_size == 8192
     assert loader.read_tokenizer(configure(path, load_format="dummy")).vocab_size == 0
-
-
-def test_a_gguf_draft_must_have_the_targets_tokenizer(tmp_path):
-    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
-    write_gguf(tmp_path / "m.gguf", tiny_config("2b", **VOCABULARY))
-    loader.read_tokenizer(configure(tmp_path / "hf", tmp_path / "m.gguf"))
-    content = (tmp_path / "m.gguf").read_bytes()
-    (tmp_path / "m.gguf").write_bytes(content.replace(b"<pad>", b"<dap>"))
-    with pytest.raises(
-        ConfigError, match=r"id 0 is '<pad>' for the target \(.*hf\) and '<dap>'"
-    ):
-        loader.read_tokenizer(configure(tmp_path / "hf", tmp_path / "m.gguf"))
+    write_gguf(path, tiny_config("2b", **VOCABULARY), tensors)
+    loader.read_tokenizer(configure(tmp_path / "hf", path))
+    found = loader.make_runner(configure(path, path)).params
+    expected = loader.make_runner(configure(tmp_path / "hf", tmp_path / "hf")).params
+    # GGUF files store norms as 1 + w in float32.
+    check = functools.partial(np.testing.assert_allclose, rtol=0, atol=1.2e-7)
+    jax.tree.map(check, found, expected)
+    path.write_bytes(path.read_bytes().replace(b"<pad>", b"<dap>"))
+    message = r"id 0 is '<pad>' for the target \(.*hf\) and '<dap>'"
+    with pytest.raises(ConfigError, match=message):
+        loader.read_tokenizer(configure(tmp_path / "hf", path))
 
 
 @pytest.mark.parametrize(("has_template", "ends"), [(True, {1, 107}), (False, {1})])
@@ -379,7 +299,7 @@ def test_sleep_level_2_reads_the_weights_again(
         target, (draft,) = jax.device_put(kept, placements)
         return target, draft
 
-    monkeypatch.setattr(jaxspec.engine.loader, "load_weights", load)
+    monkeypatch.setattr(loader, "load_weights", load)
     engine.sleep(level=2)
     assert not reads
     engine.wake_up()
@@ -401,7 +321,7 @@ def test_stopped_draft_model_is_not_read_again(
         read.append(config)
         return engine.runner.params[0], None
 
-    monkeypatch.setattr(jaxspec.engine.loader, "load_weights", load)
+    monkeypatch.setattr(loader, "load_weights", load)
     sleep = Sleep(engine.config, runner)
     sleep.begin(2)
     sleep.end(None)
@@ -427,7 +347,15 @@ def test_parts_wake_up_one_by_one(engine: LLMEngine):
     assert texts(engine) == before
 
 
-def test_only_an_idle_engine_sleeps(engine: LLMEngine):
+def test_rejects_sleep_of_running_requests_and_unknown_levels_or_tags(
+    engine: LLMEngine,
+):
+    for level in (0, 3):
+        with pytest.raises(RequestError, match="level must be an integer from 1 to 2"):
+            engine.sleep(level)
+        assert not engine.is_sleeping()
+    with pytest.raises(RequestError, match="'weights', 'kv_cache', got 'all'"):
+        engine.wake_up(tags=["weights", "all"])
     engine.add_request("0", [2, 3], SamplingParams(max_tokens=20))
     with pytest.raises(RequestError, match="1 requests are running"):
         engine.sleep()
@@ -439,20 +367,15 @@ def test_only_an_idle_engine_sleeps(engine: LLMEngine):
     engine.wake_up()
 
 
-@pytest.mark.parametrize("level", [0, 3])
-def test_rejects_other_sleep_levels(engine: LLMEngine, level: int):
-    with pytest.raises(RequestError, match="level must be an integer from 1 to 2"):
-        engine.sleep(level)
-    assert not engine.is_sleeping()
-
-
-def test_rejects_other_wake_up_tags(engine: LLMEngine):
-    with pytest.raises(RequestError, match="'weights', 'kv_cache', got 'all'"):
-        engine.wake_up(tags=["weights", "all"])
-
-
-def of_hosts(rank: int) -> HostsConfig:
-    return HostsConfig(
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (1, "node_rank=1 has no engine of its own"),
+        (0, "hosts_secret_file 'missing' cannot be read"),
+    ],
+)
+def test_rejects_follower_and_leader_without_a_secret(rank: int, message: str):
+    hosts = HostsConfig(
         nnodes=2,
         node_rank=rank,
         master_addr="127.0.0.1",
@@ -460,17 +383,8 @@ def of_hosts(rank: int) -> HostsConfig:
         headless=rank > 0,
         secret_file="missing",
     )
-
-
-def test_follower_has_no_engine():
-    config = dataclasses.replace(make_config(), hosts=of_hosts(1))
-    with pytest.raises(ConfigError, match="node_rank=1 has no engine of its own"):
-        loader.make_runner(config)
-
-
-def test_leader_without_a_secret_does_not_start():
-    config = dataclasses.replace(make_config(), hosts=of_hosts(0))
-    with pytest.raises(ConfigError, match="hosts_secret_file 'missing' cannot be read"):
+    config = dataclasses.replace(make_config(), hosts=hosts)
+    with pytest.raises(ConfigError, match=message):
         loader.make_runner(config)
 
 

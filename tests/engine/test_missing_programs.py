@@ -5,12 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.engine.scheduling.programs import EveryProgram
 from jaxspec.engine.scheduling.request import Request, Status
-from jaxspec.engine.scheduling.scheduler import Scheduler
-from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape
-from tests.support.loops import Loop, make_config, make_request, make_requests
+from tests.support.loops import (
+    Loop,
+    SomePrograms,
+    make_config,
+    make_request,
+    make_requests,
+)
 
 LOGPROBS = Features(num_logprobs=3)
 GRAMMAR = Features(has_grammar=True)
@@ -18,37 +21,22 @@ PROMPTS = Features(num_logprobs=2, num_prompt_logprobs=2)
 KINDS = (Features(all_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
 
 
-class ComingPrograms(EveryProgram):
+class ComingPrograms(SomePrograms):
     """Compiles each requested program some plans later, the latest request first."""
 
     def __init__(self, pause: int):
-        self.there: set[StepShape] = set()
-        self.asked: list[StepShape] = []
+        super().__init__()
         self.pause, self._left = pause, pause
-
-    def __contains__(self, shape: StepShape) -> bool:
-        return shape in self.there
 
     def request(self, shape: StepShape) -> None:
         if shape not in self.asked and shape not in self.there:
-            self.asked.append(shape)
-
-    def add(self, shape: StepShape) -> None:
-        self.there.add(shape)
-        self.version += 1
+            super().request(shape)
 
     def tick(self) -> None:
         self._left -= 1
         if self._left <= 0 and self.asked:
             self.add(self.asked.pop())
             self._left = self.pause
-
-
-def make_loop(config, programs: ComingPrograms, seed: int = 0) -> Loop:
-    loop = Loop(config, seed)
-    policy = SpeculationPolicy(config.speculative)
-    loop.scheduler = Scheduler(config, policy, programs=programs)
-    return loop
 
 
 def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
@@ -83,7 +71,7 @@ def test_texts_do_not_depend_on_compiled_programs(seed, pause, num_draft_tokens)
         if request.features.num_prompt_logprobs is not None:
             request.can_read_prefix_cache = False
     programs = ComingPrograms(pause)
-    loop = make_loop(config, programs, seed)
+    loop = Loop(config, seed, programs=programs)
     run(loop, programs, requests)
     if pause < 10:
         assert len({launch.shape for launch in loop.launches}) > 1
@@ -95,7 +83,7 @@ def test_only_a_request_whose_features_have_no_program_waits():
     first, special, last = make_requests(config, 3)
     special.features = LOGPROBS
     programs = ComingPrograms(pause=10**9)
-    loop = make_loop(config, programs)
+    loop = Loop(config, 0, programs=programs)
     for shape in loop.scheduler.shapes.all(with_on_demand=True):
         programs.add(shape)
     loop.scheduler.add(first)
@@ -124,7 +112,7 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
     (request,) = make_requests(config, 1, num_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [2] * 20, 60
     programs = ComingPrograms(pause=10**9)
-    loop = make_loop(config, programs)
+    loop = Loop(config, 0, programs=programs)
     assert not loop.step() or not loop.launches, "nothing is there"
     loop.scheduler.add(request)
     loop.step()
@@ -151,29 +139,26 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
 
 
 def test_larger_chunk_is_requested_while_a_small_one_serves():
-    config = make_config(
+    base = make_config(
         max_num_seqs=1,
         num_pages=200,
         max_num_batched_tokens=512,
         max_model_len=600,
         num_draft_tokens=0,
-        model_config=dataclasses.replace(
-            make_config().model_config, max_position_embeddings=1024
-        ),
     )
+    long = dataclasses.replace(base.model_config, max_position_embeddings=1024)
+    config = dataclasses.replace(base, model_config=long)
     (request,) = make_requests(config, 1)
     request.prompt_token_ids, request.max_total = [3] * 500, 510
     programs = ComingPrograms(pause=10**9)
-    loop = make_loop(config, programs)
-    small = min(
-        loop.scheduler.shapes.all(), key=lambda one: one.max_prompt_tokens or 10**9
-    )
+    loop = Loop(config, 0, programs=programs)
+    shapes = loop.scheduler.shapes.all()
+    small = min(shapes, key=lambda one: one.max_prompt_tokens or 10**9)
     programs.add(small)
     loop.scheduler.add(request)
     for _ in range(2):
         loop.step()
     assert loop.launches[-1].shape == small
     assert max(shape.max_prompt_tokens for shape in programs.asked) == 512
-    while loop.step():
-        pass
+    loop.run()
     loop.assert_said_the_truth(request)

@@ -1,6 +1,6 @@
 """Outputs of requests for one or several texts, and the origins of tokens."""
 
-from collections.abc import Callable
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,6 @@ from jaxspec.engine.scheduling.launch import Advance, Progress
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import RequestError
-from jaxspec.metrics import Histogram
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.program.plan import TILE
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -40,11 +39,14 @@ from tests.support.requests import make
 from tests.support.token_pieces import EXAMPLES, IDS, TOKENIZER, byte_tokens, split
 
 KINDS = list(RequestOutputKind)
+DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
+FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 WANTED = {"return_token_origins": True}
-DELTA = RequestOutputKind.DELTA
 
 
-def several(kind: RequestOutputKind, count: int = 3, **changes) -> SamplingParams:
+def several(
+    kind: RequestOutputKind = FINAL_ONLY, count: int = 3, **changes
+) -> SamplingParams:
     return SamplingParams(n=count, max_tokens=7, output_kind=kind, **changes)
 
 
@@ -54,9 +56,8 @@ def test_a_final_output_has_all_texts_and_shares_the_prompt(cache):
         num_draft_tokens=2, enable_prefix_caching=cache, page_size=1, num_pages=200
     )
     prompt = PROMPT * 5
-    engine.add_request("a", prompt, several(RequestOutputKind.FINAL_ONLY))
-    (outputs,) = run_all(engine).values()
-    (output,) = outputs
+    engine.add_request("a", prompt, several())
+    ((output,),) = run_all(engine).values()
     assert output.finished
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert all(len(completion.token_ids) == 7 for completion in output.outputs)
@@ -67,47 +68,43 @@ def test_a_final_output_has_all_texts_and_shares_the_prompt(cache):
     assert_idle(engine)
 
 
-def test_deltas_and_cumulative_outputs_add_up():
-    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
-        engine, _ = make_fake_engine(num_draft_tokens=3)
-        engine.add_request("a", PROMPT, several(kind))
-        (outputs,) = run_all(engine).values()
-        assert [output.finished for output in outputs] == [
-            *[False] * (len(outputs) - 1),
-            True,
-        ]
-        texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        for output in outputs:
-            indices = [completion.index for completion in output.outputs]
-            assert indices == sorted(set(indices))
-            for completion in output.outputs:
-                new = list(completion.token_ids)
-                before = texts[completion.index]
-                is_delta = kind is RequestOutputKind.DELTA
-                texts[completion.index] = before + new if is_delta else new
-        assert list(texts.values()) == [said(7)] * 3
-        assert_idle(engine)
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
+def test_deltas_and_cumulative_outputs_add_up(kind: RequestOutputKind):
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    engine.add_request("a", PROMPT, several(kind))
+    (outputs,) = run_all(engine).values()
+    finished = [output.finished for output in outputs]
+    assert finished == [*[False] * (len(outputs) - 1), True]
+    texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for output in outputs:
+        indices = [completion.index for completion in output.outputs]
+        assert indices == sorted(set(indices))
+        for completion in output.outputs:
+            before = texts[completion.index] if kind is DELTA else []
+            texts[completion.index] = before + list(completion.token_ids)
+    assert list(texts.values()) == [said(7)] * 3
+    assert_idle(engine)
 
 
 def test_text_i_of_a_request_uses_seed_plus_i():
     engine, runner = make_fake_engine()
-    params = several(RequestOutputKind.FINAL_ONLY, seed=40)
-    engine.add_request("a", PROMPT, params)
+    engine.add_request("a", PROMPT, several(seed=40))
     run_all(engine)
     assert sorted(one.seed for one in admissions(runner)) == [(0, 40), (0, 41), (0, 42)]
-
-
-def test_unseeded_texts_differ():
-    engine, runner = make_fake_engine()
-    engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
+    # Without a seed, texts differ.
+    engine.add_request("a", PROMPT, several())
     run_all(engine)
-    assert len({one.seed for one in admissions(runner)}) == 3
+    assert len({one.seed for one in admissions(runner)}) == 6
+    last = 2**63 - 3
+    several(seed=last)
+    with pytest.raises(RequestError, match=f"seed .*to {last}.*Text i of n"):
+        several(seed=last + 1)
 
 
 @pytest.mark.parametrize("when", [0, 1, 3])
 def test_aborting_a_request_ends_all_its_texts(when):
     engine, _ = make_fake_engine(num_draft_tokens=2)
-    engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
+    engine.add_request("a", PROMPT, several(DELTA))
     engine.add_request("b", PROMPT, SamplingParams(max_tokens=5))
     for _ in range(when):
         engine.step()
@@ -120,62 +117,48 @@ def test_aborting_a_request_ends_all_its_texts(when):
 
 def test_texts_cannot_be_aborted_by_their_own_id():
     engine, _ = make_fake_engine()
-    engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
+    engine.add_request("a", PROMPT, several())
     engine.abort_request("0_a")
     assert engine.get_num_unfinished_requests() == 3
-    with pytest.raises(RequestError, match="'1_a' is already running"):
-        engine.add_request("1_a", PROMPT, SamplingParams())
     (output,) = run_all(engine)["a"]
     assert len(output.outputs) == 3
     assert_idle(engine)
 
 
-def test_rejects_ids_of_running_texts():
+def test_rejects_ids_of_running_requests_and_texts():
     engine, _ = make_fake_engine()
-    engine.add_request("0_a", PROMPT, SamplingParams(max_tokens=5))
-    with pytest.raises(RequestError, match="'0_a' is already running"):
-        engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
-    assert run_all(engine).keys() == {"0_a"}
+    engine.add_request("a", PROMPT, several(DELTA))
+    engine.add_request("0_b", PROMPT, SamplingParams(max_tokens=5))
+    for name, params, message in (
+        ("a", SamplingParams(), "'a' is running already"),
+        ("1_a", SamplingParams(), "'1_a' is running already"),
+        ("b", several(), "'0_b' is running already"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add_request(name, PROMPT, params)
+    engine.step()
+    engine.abort_request("a")
+    for _ in range(2):  # an id is free after an abort and after the end
+        engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
+        assert list(run_all(engine)["a"][-1].outputs[0].token_ids) == said(9)
     assert_idle(engine)
-
-
-def test_seeds_of_all_texts_must_fit():
-    engine, _ = make_fake_engine()
-    last = 2**63 - 3
-    engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY, seed=last))
-    with pytest.raises(RequestError, match=f"seed .*to {last}.*Text i of n"):
-        several(RequestOutputKind.FINAL_ONLY, seed=last + 1)
-    run_all(engine)
 
 
 def test_metrics_count_one_request_and_its_longest_text():
     engine, _ = make_fake_engine(disable_log_stats=False)
-    engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
+    engine.add_request("a", PROMPT, several(DELTA))
     engine.add_request("b", PROMPT, SamplingParams(max_tokens=2))
     run_all(engine)
-    engine.add_request("c", PROMPT, several(RequestOutputKind.DELTA, 2))
+    engine.add_request("c", PROMPT, several(DELTA, 2))
     engine.abort_request("c")
-    found = {metric.name: metric for metric in engine.get_metrics()}
-    for name, values in (
-        ("params_n", (1, 2, 3)),
-        ("max_num_generation_tokens", (7, 2)),
+    found: dict[str, Any] = {one.name: one for one in engine.get_metrics()}
+    for name, count, total in (
+        ("params_n", 3, 1 + 2 + 3),
+        ("max_num_generation_tokens", 3, 7 + 2),
+        ("generation_tokens", 6, 7 * 3 + 2),
     ):
         seen = found[f"vllm:request_{name}"]
-        assert isinstance(seen, Histogram)
-        assert (seen.count, seen.sum) == (3, sum(values))
-    seen = found["vllm:request_generation_tokens"]
-    assert isinstance(seen, Histogram)
-    assert (seen.count, seen.sum) == (6, 7 * 3 + 2)
-
-
-def test_rejects_id_in_use():
-    engine, _ = make_fake_engine()
-    engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
-    with pytest.raises(RequestError, match="'a' is already running"):
-        engine.add_request("a", PROMPT, SamplingParams())
-    run_all(engine)
-    engine.add_request("a", PROMPT, SamplingParams(max_tokens=1))
-    run_all(engine)
+        assert (seen.count, seen.sum) == (count, total)
 
 
 def wanting(**given: Any) -> SamplingParams:
@@ -243,52 +226,62 @@ def test_all_tokens_are_the_targets_without_drafts():
         completion = run_one(engine, wanting(max_tokens=12, extra_args=own))
         assert check(completion) == ["target"] * 12
         assert completion.text == letters(said(12))
-
-
-def test_no_origins_unless_requested():
-    engine, _ = make_fake_engine()
+    # There are no origins unless they are requested.
     assert run_one(engine, SamplingParams(max_tokens=5)).token_origins is None
 
 
-def ask_all_kinds(engine: LLMEngine, **given: Any) -> dict[str, list[list[str]]]:
-    """Return the origins by output kind and text, after checking every output."""
+def ask_all_kinds(
+    engine: LLMEngine, **given: Any
+) -> dict[str, dict[int, list[CompletionOutput]]]:
+    """Return the parts by output kind and text, after checking their origins."""
     for kind in KINDS:
         engine.add_request(kind.name, PROMPT, wanting(output_kind=kind, **given))
-    by_kind = {}
+    by_kind: dict[str, dict[int, list[CompletionOutput]]] = {}
     for name, outputs in run_all(engine).items():
-        texts: list[list[str]] = [[] for _ in range(given.get("n", 1))]
-        for output in outputs:
-            for part in output.outputs:
-                origins = check(part)
-                if name == "DELTA":
-                    origins = texts[part.index] + origins
-                texts[part.index] = origins
-        by_kind[name] = texts
+        for part in itertools.chain(*(output.outputs for output in outputs)):
+            check(part)
+            texts = by_kind.setdefault(name, {})
+            texts.setdefault(part.index, []).append(part)
     return by_kind
+
+
+def check_kinds(by_kind: dict[str, dict[int, list[CompletionOutput]]]) -> None:
+    """Check that deltas add up to the final output, and cumulative ones start it."""
+    for index, (final,) in by_kind["FINAL_ONLY"].items():
+        deltas = by_kind["DELTA"][index]
+        assert "".join(part.text for part in deltas) == final.text
+        assert sum((list(part.token_ids) for part in deltas), []) == final.token_ids
+        for part in by_kind["CUMULATIVE"][index]:
+            assert final.text.startswith(part.text)
+            assert final.token_ids[: len(part.token_ids)] == part.token_ids
+        assert by_kind["CUMULATIVE"][index][-1].token_ids == final.token_ids
 
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_in_every_kind_of_output(include: bool):
     # The stop string seems to start twice before it matches, so text is held back.
     text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
+    stop = letters([5, 6, 7, 5, 6, 9])
     for seed in range(12):
         engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=5)
         by_kind = ask_all_kinds(
-            engine,
-            max_tokens=30,
-            stop=letters([5, 6, 7, 5, 6, 9]),
-            include_stop_str_in_output=include,
+            engine, max_tokens=30, stop=stop, include_stop_str_in_output=include
         )
-        assert all(len(origins) == 9 for (origins,) in by_kind.values())
+        check_kinds(by_kind)
+        for ((*_, last),) in (texts.values() for texts in by_kind.values()):
+            assert last.stop_reason == stop
+        final = by_kind["FINAL_ONLY"][0][0]
+        assert final.text == letters(text[3:] if include else text[3:6])
+        assert len(final.token_ids) == 9
 
 
 def test_several_texts_of_one_prompt():
     for seed in range(4):
         engine, _ = make_fake_engine(seed=seed, num_draft_tokens=3)
         by_kind = ask_all_kinds(engine, max_tokens=13, n=3, temperature=0.5)
-        assert all(
-            len(origins) == 13 for texts in by_kind.values() for origins in texts
-        )
+        check_kinds(by_kind)
+        lengths = [len(one.token_ids) for (one,) in by_kind["FINAL_ONLY"].values()]
+        assert lengths == [13] * 3
 
 
 def test_origins_of_a_preempted_request():
@@ -340,10 +333,8 @@ def test_origins_cover_texts_of_the_real_tokenizer(ids: list[int], data: Any):
 
 
 def test_character_has_the_origin_of_its_last_byte_token():
-    stream, origins = (
-        TextStream(TOKENIZER, SamplingParams(), has_ends=True),
-        OriginStream(),
-    )
+    stream = TextStream(TOKENIZER, SamplingParams(), has_ends=True)
+    origins = OriginStream()
     ids = byte_tokens("a🦉".encode())
     stream.push(ids)
     origins.push(5, 5, 5)
@@ -380,23 +371,14 @@ class FakeRounds:
         self, request: Request, tokens: list[int], *, is_done: bool = False
     ) -> list[RequestOutput]:
         request.output_token_ids += tokens
+        if request.only_final_output and not is_done:
+            return self.processor.advance(Advance(only_final=[request]), _finish)
         part = Progress(request=request, token_ids=tokens, is_done=is_done)
-        only_final_output = request.only_final_output and not is_done
-        advance = (
-            Advance(only_final=[request])
-            if only_final_output
-            else Advance(parts=[part])
-        )
-        return self.processor.advance(advance, _finish)
+        return self.processor.advance(Advance(parts=[part]), _finish)
 
 
 def _finish(request: Request, reason: str, stop: int | str | None) -> None:
     request.finish_reason, request.stop_reason = reason, stop
-
-
-def values_of(outputs: list[RequestOutput]) -> list[Any]:
-    """Return all values of outputs except times."""
-    return [(output.finished, output.outputs, output.request_id) for output in outputs]
 
 
 @EXAMPLES
@@ -412,8 +394,14 @@ def test_fast_path_gives_the_same_outputs_as_the_slow_path(ids, sizes):
         rounds = split(ids, sizes)
         outputs = [rounds_of.push(request, tokens) for tokens in rounds]
         outputs.append(rounds_of.push(request, [7, 8], is_done=True))
-        ways.append([values_of(output) for output in outputs])
-        texts = [part.text for [*found] in outputs for o in found for part in o.outputs]
+        # All values except times.
+        ways.append(
+            [
+                [(one.finished, one.outputs, one.request_id) for one in output]
+                for output in outputs
+            ]
+        )
+        texts = [part.text for found in outputs for o in found for part in o.outputs]
         assert "".join(texts) == TOKENIZER.decode([*ids, 7, 8])
     assert ways[0] == ways[1]
 
@@ -422,13 +410,13 @@ def test_fast_path_gives_the_same_outputs_as_the_slow_path(ids, sizes):
     ("params", "is_fast"),
     [
         (dict(output_kind=DELTA), True),
-        (dict(output_kind=RequestOutputKind.FINAL_ONLY), True),
-        (dict(output_kind=RequestOutputKind.CUMULATIVE), False),
+        (dict(output_kind=FINAL_ONLY), True),
+        (dict(output_kind=CUMULATIVE), False),
         (dict(output_kind=DELTA, stop="x"), False),
         (dict(output_kind=DELTA, logprobs=0), False),
         (dict(output_kind=DELTA, prompt_logprobs=0), False),
         (dict(output_kind=DELTA, extra_args={"return_token_origins": True}), False),
-        (dict(output_kind=RequestOutputKind.FINAL_ONLY, stop="x"), False),
+        (dict(output_kind=FINAL_ONLY, stop="x"), False),
     ],
 )
 def test_only_tokens_and_text_use_the_fast_path(params, is_fast):
@@ -438,7 +426,7 @@ def test_only_tokens_and_text_use_the_fast_path(params, is_fast):
     assert (stream.is_fast or request.only_final_output) == is_fast
 
 
-@pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
 @pytest.mark.parametrize("has_origins", [False, True])
 def test_first_token_with_several_prompt_parts(kind, has_origins):
     params = SamplingParams(
@@ -470,26 +458,20 @@ def test_inter_token_latency_is_since_the_previous_round(
 ):
     rounds_of = FakeRounds()
     first, second = rounds_of.open(output_kind=DELTA), rounds_of.open(output_kind=DELTA)
-    now = [100.0]
-    clock: Callable[[], float] = lambda: now[0]  # noqa: E731 a clock to be set
-    monkeypatch.setattr("jaxspec.engine.output_processor.time.monotonic", clock)
+    clock = SimpleNamespace(now=100.0)
+    engine_time = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr("jaxspec.engine.output_processor.time", engine_time)
     rounds_of.push(first, [5])
-    now[0] = 101.0
+    clock.now = 101.0
     rounds_of.push(second, [5])
-    now[0] = 103.0
+    clock.now = 103.0
+    parts = []
     for request in (first, second):
         request.output_token_ids += [6]
-    parts = [
-        Progress(request=request, token_ids=[6], is_done=False)
-        for request in (first, second)
-    ]
+        parts.append(Progress(request=request, token_ids=[6], is_done=False))
     rounds_of.processor.advance(Advance(parts=parts), _finish)
-    (waits,) = (
-        metric
-        for metric in rounds_of.metrics.read(Load())
-        if metric.name == "vllm:inter_token_latency_seconds"
-    )
-    assert isinstance(waits, Histogram)
+    metrics: dict[str, Any] = {one.name: one for one in rounds_of.metrics.read(Load())}
+    waits = metrics["vllm:inter_token_latency_seconds"]
     assert (waits.count, waits.sum) == (2, 3.0 + 2.0)
     assert first.stats.num_generation_tokens == 2
     assert first.stats.last_token_ts == second.stats.last_token_ts == 103.0

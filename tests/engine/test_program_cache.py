@@ -4,8 +4,10 @@ import dataclasses
 import errno
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -44,13 +46,33 @@ def lowered(monkeypatch) -> list[str]:
     return names
 
 
-def run(built: Built, arguments: Any) -> None:
+PROGRAM = make_program()
+ARGUMENTS = make_arguments(PROGRAM.mesh)
+WIDER = dataclasses.replace(SHAPE, num_seqs=2)
+
+
+def build(cache: ProgramCache | Path, shape: StepShape = SHAPE) -> Built:
+    cache = cache if isinstance(cache, ProgramCache) else ProgramCache(cache)
+    return cache.build(PROGRAM, shape, ARGUMENTS)
+
+
+def path_of(folder: Path, program: Any = PROGRAM, shape: StepShape = SHAPE) -> Path:
+    path = ProgramCache(folder).path(program, shape, ARGUMENTS)
+    assert path is not None
+    return path
+
+
+def run(built: Built, arguments: Any = ARGUMENTS) -> None:
     """Run an executable, and check the sums that it returns."""
     mesh = arguments[0]["w"].sharding.mesh
     plan = jax.device_put(PLAN, NamedSharding(mesh, PartitionSpec()))
     (rows,), result = built.executable(*flatten(arguments), plan)
     np.testing.assert_array_equal(rows, np.full(4, 29.0))
     np.testing.assert_array_equal(result, PLAN + 1)
+
+
+def failing(error: Exception) -> MagicMock:
+    return MagicMock(side_effect=error)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -80,28 +102,21 @@ def test_loaded_program_computes_the_same(tmp_path, lowered, num_devices):
 
 
 def test_nothing_is_saved_without_a_folder_or_with_a_grammar(tmp_path, lowered):
-    program = make_program()
-    arguments = make_arguments(program.mesh)
-    run(ProgramCache(None).build(program, SHAPE, arguments), arguments)
+    run(ProgramCache(None).build(PROGRAM, SHAPE, ARGUMENTS))
     form = dataclasses.replace(SHAPE, features=Features(has_grammar=True))
     for _ in range(2):
-        built = ProgramCache(tmp_path).build(program, form, arguments)
-        assert not built.was_loaded
-    assert lowered == [
-        "step_1x2_sampled_unkept",
-        *["step_1x2_sampled_grammar_unkept"] * 2,
-    ]
+        assert not build(tmp_path, form).was_loaded
+    with_grammar = ["step_1x2_sampled_grammar_unkept"] * 2
+    assert lowered == ["step_1x2_sampled_unkept", *with_grammar]
     assert not list(tmp_path.iterdir())
 
 
 def test_grammar_program_is_saved_with_native_masks(tmp_path):
-    program = make_program()
-    arguments = make_arguments(program.mesh)
     form = dataclasses.replace(SHAPE, features=Features(has_grammar=True))
     cache = ProgramCache(tmp_path)
     for source, is_kept in ((TokenMasks(16), False), (native_masks, True)):
-        masked = dataclasses.replace(program, mask_source=source)
-        assert (cache.path(masked, form, arguments) is not None) == is_kept
+        masked = dataclasses.replace(PROGRAM, mask_source=source)
+        assert (cache.path(masked, form, ARGUMENTS) is not None) == is_kept
 
 
 def test_names_are_readable():
@@ -109,17 +124,15 @@ def test_names_are_readable():
     shape = StepShape(
         num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512, features=features
     )
-    assert (
-        program_name(shape) == "step_8x5_512_sampled_controls_logprobs_prompt_logprobs"
-    )
+    name = "step_8x5_512_sampled_controls_logprobs_prompt_logprobs"
+    assert program_name(shape) == name
     assert program_name(SHAPE) == "step_1x2_sampled"
 
 
 def test_names_depend_on_all_inputs_of_a_program(tmp_path, monkeypatch):
-    cache, program = ProgramCache(tmp_path), make_program()
-    arguments = make_arguments(program.mesh)
+    cache = ProgramCache(tmp_path)
 
-    def name(program=program, shape=SHAPE, arguments=arguments, options=None) -> str:
+    def name(program=PROGRAM, shape=SHAPE, arguments=ARGUMENTS, options=None) -> str:
         path = cache.path(program, shape, arguments, options)
         assert path is not None
         return path.name
@@ -127,50 +140,42 @@ def test_names_depend_on_all_inputs_of_a_program(tmp_path, monkeypatch):
     names = [name()]
     assert name() == names[0]
     names.append(name(shape=dataclasses.replace(SHAPE, max_prompt_tokens=32)))
-    names.append(name(dataclasses.replace(program, proposers=(NGram(3, 2),))))
-    kept = dataclasses.replace(program.target, quantization=Scheme(kind="int8"))
-    names.append(name(dataclasses.replace(program, target=kept)))
+    names.append(name(dataclasses.replace(PROGRAM, proposers=(NGram(3, 2),))))
+    kept = dataclasses.replace(PROGRAM.target, quantization=Scheme(kind="int8"))
+    names.append(name(dataclasses.replace(PROGRAM, target=kept)))
     other = make_program(2)
     names.append(name(other, arguments=make_arguments(other.mesh)))
     longer = as_state(jax.device_put(np.ones(5, np.float32)))
-    names.append(name(arguments=(*arguments[:2], longer)))
-    renamed = {"more": arguments[0]["w"]}
-    names.append(name(arguments=(renamed, *arguments[1:])))
+    names.append(name(arguments=(*ARGUMENTS[:2], longer)))
+    renamed = {"more": ARGUMENTS[0]["w"]}
+    names.append(name(arguments=(renamed, *ARGUMENTS[1:])))
     names.append(name(options={"xla_backend_optimization_level": "0"}))
     with jax.numpy_dtype_promotion("standard"):
         names.append(name())
-    for variable in ("XLA_FLAGS",):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, "--xla_some_flag=1")
-            names.append(name())
     with monkeypatch.context() as patch:
-        patch.setattr(jax, "__version__", "0.0.0")
+        patch.setenv("XLA_FLAGS", "--xla_some_flag=1")
         names.append(name())
-    for module, function, value in (
-        (program_cache, "_sources", b"other sources"),
-        (cpu, "instructions", "flags: none"),
+    for module, attribute, value in (
+        (jax, "__version__", "0.0.0"),
+        (program_cache, "_sources", lambda: b"other sources"),
+        (cpu, "instructions", lambda: "flags: none"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(module, function, lambda value=value: value)
+            patch.setattr(module, attribute, value)
             names.append(name())
     assert len(set(names)) == len(names)
     assert name() == names[0]
 
 
 def test_names_do_not_depend_on_paths(tmp_path, monkeypatch):
-    program = make_program()
-    arguments = make_arguments(program.mesh)
-    first = ProgramCache(tmp_path).path(program, SHAPE, arguments)
-    assert first is not None
-    masked = dataclasses.replace(program, mask_source=TokenMasks(16))
+    first = path_of(tmp_path)
+    masked = dataclasses.replace(PROGRAM, mask_source=TokenMasks(16))
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "other"))
     try:
-        second = ProgramCache(tmp_path / "b").path(masked, SHAPE, arguments)
+        assert path_of(tmp_path / "b", masked).name == first.name
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
-    assert second is not None
-    assert second.name == first.name
     # The same sources in another folder.
     copies = {}
     for package in program_cache._PACKAGES:
@@ -178,23 +183,20 @@ def test_names_do_not_depend_on_paths(tmp_path, monkeypatch):
         for name, path in program_cache._files(package):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes(path.read_bytes())
+
+    def files(package: str) -> list[tuple[str, Path]]:
+        folder = copies[package]
+        paths = folder.rglob("*.*")
+        return [(path.relative_to(folder).as_posix(), path) for path in paths]
+
     program_cache._sources.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            program_cache,
-            "_files",
-            lambda package: [
-                (path.relative_to(copies[package]).as_posix(), path)
-                for path in copies[package].rglob("*.*")
-            ],
-        )
-        third = ProgramCache(tmp_path).path(program, SHAPE, arguments)
+        patch.setattr(program_cache, "_files", files)
+        assert path_of(tmp_path) == first
         program_cache._sources.cache_clear()
         (copies["jaxspec"] / "program" / "step.py").write_text("")
-        fourth = ProgramCache(tmp_path).path(program, SHAPE, arguments)
+        assert path_of(tmp_path) != first
     program_cache._sources.cache_clear()
-    assert third == first
-    assert fourth != first
 
 
 def test_sources_of_both_packages_count():
@@ -216,131 +218,98 @@ def test_sources_of_both_packages_count():
 def test_a_damaged_program_is_replaced_with_one_warning(
     tmp_path, caplog, lowered, damage
 ):
-    program = make_program()
-    arguments = make_arguments(program.mesh)
     cache = ProgramCache(tmp_path)
-    cache.build(program, SHAPE, arguments)
+    build(cache)
     [path] = tmp_path.iterdir()
     path.write_bytes(damage(path.read_bytes()))
-    built = cache.build(program, SHAPE, arguments)
+    built = build(cache)
     assert not built.was_loaded
-    run(built, arguments)
+    run(built)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "is compiled again" in caplog.text
-    assert ProgramCache(tmp_path).build(program, SHAPE, arguments).was_loaded
+    assert build(tmp_path).was_loaded
     assert len(caplog.records) == 1
 
 
 def test_a_program_of_another_jax_is_replaced(tmp_path, caplog, lowered, monkeypatch):
     """Usually the file names differ already; here two versions share one name."""
-
-    def load(*_: object, **__: object) -> None:
-        raise AttributeError("no such class in jax")
-
-    program = make_program()
-    arguments = make_arguments(program.mesh)
-    cache = ProgramCache(tmp_path)
-    cache.build(program, SHAPE, arguments)
+    build(tmp_path)
+    load = failing(AttributeError("no such class in jax"))
     module = program_cache.serialize_executable
     monkeypatch.setattr(module, "deserialize_and_load", load)
-    assert not cache.build(program, SHAPE, arguments).was_loaded
+    assert not build(tmp_path).was_loaded
     assert "no such class" in caplog.text
 
 
 def test_foreign_files_are_ignored(tmp_path, lowered, monkeypatch):
     (tmp_path / "0123-cache").write_text("of jax")
     (tmp_path / "step_1x2_0.ckpt").write_text("of somebody")
-    program = make_program()
-    arguments = make_arguments(program.mesh)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "__version__", "0.0.0")
-        ProgramCache(tmp_path).build(program, SHAPE, arguments)
-    built = ProgramCache(tmp_path).build(program, SHAPE, arguments)
-    assert not built.was_loaded
+        build(tmp_path)
+    assert not build(tmp_path).was_loaded
     monkeypatch.setattr(program_cache, "MAX_BYTES", 0)
-    wider = dataclasses.replace(SHAPE, num_seqs=2)
-    ProgramCache(tmp_path).build(program, wider, arguments)
+    build(tmp_path, WIDER)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"0123-cache", "step_1x2_0.ckpt"}
 
 
 def test_least_recently_used_programs_are_removed(tmp_path, lowered, monkeypatch):
-    program = make_program()
-    arguments = make_arguments(program.mesh)
-    cache = ProgramCache(tmp_path)
-    shapes = [dataclasses.replace(SHAPE, num_seqs=count) for count in (1, 2, 4)]
-    paths = [cache.path(program, shape, arguments) for shape in shapes]
-    for age, shape, path in zip((100, 50), shapes, paths, strict=False):
-        cache.build(program, shape, arguments)
-        assert path is not None
+    widest = dataclasses.replace(SHAPE, num_seqs=4)
+    for age, shape in ((100, SHAPE), (50, WIDER)):
+        build(tmp_path, shape)
+        path = path_of(tmp_path, shape=shape)
         used_ts = path.stat().st_mtime - age
         os.utime(path, (used_ts, used_ts))
     # The oldest program is used again, so it is not evicted.
-    assert cache.build(program, shapes[0], arguments).was_loaded
+    assert build(tmp_path).was_loaded
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     monkeypatch.setattr(program_cache, "MAX_BYTES", int(size * 1.2))
-    cache.build(program, shapes[2], arguments)
-    assert set(tmp_path.iterdir()) == {paths[0], paths[2]}
+    build(tmp_path, widest)
+    left = {path_of(tmp_path), path_of(tmp_path, shape=widest)}
+    assert set(tmp_path.iterdir()) == left
 
 
 def test_unwritable_folder_gives_one_warning(tmp_path, caplog, lowered):
     (tmp_path / "file").write_text("")
-    program = make_program()
-    arguments = make_arguments(program.mesh)
     cache = ProgramCache(tmp_path / "file" / "folder")
-    for count in (1, 2):
-        shape = dataclasses.replace(SHAPE, num_seqs=count)
-        assert not cache.build(program, shape, arguments).was_loaded
+    for shape in (SHAPE, WIDER):
+        assert not build(cache, shape).was_loaded
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "cannot be saved" in caplog.text
 
 
 def test_full_disk_leaves_no_partial_file(tmp_path, caplog, lowered, monkeypatch):
-    def replace(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    program = make_program()
-    arguments = make_arguments(program.mesh)
-    monkeypatch.setattr(Path, "replace", replace)
-    built = ProgramCache(tmp_path).build(program, SHAPE, arguments)
-    run(built, arguments)
+    full = failing(OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(Path, "replace", full)
+    run(build(tmp_path))
     assert "No space left" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
 def test_read_only_folder_is_read(tmp_path, caplog, lowered, monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    program = make_program()
-    arguments = make_arguments(program.mesh)
-    ProgramCache(tmp_path).build(program, SHAPE, arguments)
+    build(tmp_path)
+    refuse = failing(OSError(errno.EROFS, "Read-only file system"))
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert ProgramCache(tmp_path).build(program, SHAPE, arguments).was_loaded
+    assert build(tmp_path).was_loaded
     assert not caplog.records
-    wider = dataclasses.replace(SHAPE, num_seqs=2)
-    assert not ProgramCache(tmp_path).build(program, wider, arguments).was_loaded
+    assert not build(tmp_path, WIDER).was_loaded
     assert "Read-only" in caplog.text
 
 
 def test_unserializable_programs_give_a_warning(tmp_path, caplog, lowered, monkeypatch):
-    def serialize(_: object) -> None:
-        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such thing here")
-
+    serialize = failing(jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such thing"))
     monkeypatch.setattr(program_cache.serialize_executable, "serialize", serialize)
-    program = make_program()
-    arguments = make_arguments(program.mesh)
-    run(ProgramCache(tmp_path).build(program, SHAPE, arguments), arguments)
+    run(build(tmp_path))
     assert "UNIMPLEMENTED" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
 def test_file_permissions_follow_the_umask(tmp_path, lowered):
-    program = make_program()
     before = os.umask(0o027)
     try:
-        ProgramCache(tmp_path).build(program, SHAPE, make_arguments(program.mesh))
+        build(tmp_path)
     finally:
         os.umask(before)
     [path] = tmp_path.iterdir()
@@ -348,20 +317,9 @@ def test_file_permissions_follow_the_umask(tmp_path, lowered):
 
 
 def test_threads_build_at_once(tmp_path, lowered):
-    program = make_program()
-    arguments = make_arguments(program.mesh)
-    cache, built = ProgramCache(tmp_path), []
-
-    def build(count: int) -> None:
-        shape = dataclasses.replace(SHAPE, num_seqs=1 + count % 2)
-        built.append(cache.build(program, shape, arguments))
-
-    threads = [threading.Thread(target=build, args=(count,)) for count in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(built) == 6
+    cache, shapes = ProgramCache(tmp_path), [SHAPE, WIDER] * 3
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(build, [cache] * 6, shapes))
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -385,7 +343,6 @@ def test_jax_settings_are_not_changed(tmp_path, lowered, monkeypatch):
         return made
 
     monkeypatch.setattr(program_cache, "lower_step", lower)
-    program = make_program()
-    ProgramCache(tmp_path).build(program, SHAPE, make_arguments(program.mesh))
+    build(tmp_path)
     assert seen == [float("inf"), before[f"jax_{name}"]]
     assert dict(jax.config.values) == before

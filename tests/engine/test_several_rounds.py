@@ -49,12 +49,35 @@ def mostly_final_only(number: int, random: np.random.Generator, config: Any) -> 
     return request
 
 
-def check_newest(loop: Loop, count: int) -> None:
-    """Check that launches after `count` others had several rounds only if allowed."""
-    for launch in loop.launches[count:]:
-        if launch.num_rounds > 1:
-            assert not launch.plan.tiles
-            assert all(request.only_final_output for request in launch.decoding)
+def run_random_traffic(
+    changes: dict[str, Any], seed: int, depth: int = 1, *, drop_share: float = 0.0
+) -> Loop:
+    """Run requests that arrive at random; drop a share of those that are left."""
+    random = np.random.default_rng(seed)
+    loop = make_loop(changes, seed, depth)
+    requests = [mostly_final_only(number, random, loop.config) for number in range(10)]
+    coming, dropped = deque(requests), []
+    for _ in range(3000):
+        while coming and random.random() < 0.1:
+            loop.scheduler.add(coming.popleft())
+        alive = [*loop.scheduler.running, *loop.scheduler.waiting]
+        if drop_share and alive and random.random() < drop_share:
+            dropped.append(alive[random.integers(len(alive))])
+            loop.scheduler.finish(dropped[-1], "abort", None)
+        count = len(loop.launches)
+        is_running = loop.step()
+        for launch in loop.launches[count:]:
+            if launch.num_rounds > 1:
+                assert not launch.plan.tiles
+                assert all(request.only_final_output for request in launch.decoding)
+        if not is_running and not coming:
+            break
+    assert bool(dropped) == bool(drop_share)
+    assert len(loop.finished) + len(dropped) == len(requests)
+    for request in loop.finished:
+        loop.assert_said_the_truth(request)
+    loop.assert_idle()
+    return loop
 
 
 @pytest.mark.parametrize(
@@ -68,24 +91,7 @@ def check_newest(loop: Loop, count: int) -> None:
 def test_random_traffic_finishes(name, depth):
     most = 0
     for seed in range(4):
-        random = np.random.default_rng(seed)
-        loop = make_loop(CONFIGS[name], seed, depth)
-        requests = [
-            mostly_final_only(number, random, loop.config) for number in range(10)
-        ]
-        coming = deque(requests)
-        for _ in range(3000):
-            while coming and random.random() < 0.1:
-                loop.scheduler.add(coming.popleft())
-            count = len(loop.launches)
-            is_running = loop.step()
-            check_newest(loop, count)
-            if not is_running and not coming:
-                break
-        assert len(loop.finished) == len(requests)
-        for request in requests:
-            loop.assert_said_the_truth(request)
-        loop.assert_idle()
+        loop = run_random_traffic(CONFIGS[name], seed, depth)
         shapes = set(loop.scheduler.shapes.all(with_on_demand=True))
         assert {launch.shape for launch in loop.launches} <= shapes
         most = max(most, *(launch.num_rounds for launch in loop.launches))
@@ -96,39 +102,24 @@ def test_random_traffic_finishes(name, depth):
 def test_requests_can_be_dropped_at_any_time(name):
     most = 0
     for seed in range(6):
-        random = np.random.default_rng(seed)
-        loop = make_loop(CONFIGS[name], seed)
-        requests = [
-            mostly_final_only(number, random, loop.config) for number in range(10)
-        ]
-        coming, dropped = deque(requests), []
-        for _ in range(3000):
-            while coming and random.random() < 0.1:
-                loop.scheduler.add(coming.popleft())
-            alive = [*loop.scheduler.running, *loop.scheduler.waiting]
-            if alive and random.random() < 0.05:
-                dropped.append(alive[random.integers(len(alive))])
-                loop.scheduler.finish(dropped[-1], "abort", None)
-            if not loop.step() and not coming:
-                break
-        assert dropped
-        assert len(loop.finished) + len(dropped) == len(requests)
-        for request in loop.finished:
-            loop.assert_said_the_truth(request)
-        loop.assert_idle()
+        loop = run_random_traffic(CONFIGS[name], seed, drop_share=0.05)
         most = max(most, *(launch.num_rounds for launch in loop.launches))
     assert most == STEPS
+
+
+def finish(loop: Loop, requests: list[Request]) -> None:
+    while loop.step():
+        pass
+    for request in requests:
+        loop.assert_said_the_truth(request)
+    loop.assert_idle()
 
 
 def run_all(loop: Loop, requests: list[Request]) -> list[int]:
     """Run requests that start together; return the rounds of each decoding launch."""
     for request in requests:
         loop.scheduler.add(request)
-    while loop.step():
-        pass
-    for request in requests:
-        loop.assert_said_the_truth(request)
-    loop.assert_idle()
+    finish(loop, requests)
     return [
         launch.num_rounds
         for launch in loop.launches
@@ -181,10 +172,8 @@ def test_waiting_requests_limit_a_launch_to_one_round():
     while first not in loop.finished:
         loop.step()
     assert {launch.num_rounds for launch in loop.launches} == {1}
-    while loop.step():
-        pass
+    finish(loop, [first, second])
     assert max(launch.num_rounds for launch in loop.launches) == STEPS
-    loop.assert_idle()
 
 
 @pytest.mark.parametrize("num_free", [0, 1, 2, 3, 4, 5])
@@ -205,10 +194,7 @@ def test_rounds_are_limited_by_free_pages(num_free):
     found = [launch.num_rounds for launch in loop.launches[count:]]
     assert found == ([min(num_free, STEPS)] if num_free else [])
     pages.release(taken)
-    while loop.step():
-        pass
-    loop.assert_said_the_truth(request)
-    loop.assert_idle()
+    finish(loop, [request])
 
 
 def test_end_of_one_sequence_ends_the_launch():
@@ -248,9 +234,8 @@ def test_rounds_are_counted_and_timed_one_by_one():
 
 
 def test_metrics_count_rounds_and_not_launches(monkeypatch):
-    monkeypatch.setattr(
-        prefill_budget, "MAX_LAUNCH_S", 60.0
-    )  # no machine is too slow for several rounds
+    # No machine is too slow for several rounds.
+    monkeypatch.setattr(prefill_budget, "MAX_LAUNCH_S", 60.0)
     found, launches = [], []
     for steps in (1, STEPS):
         engine, runner = make_fake_engine(num_draft_tokens=3, num_scheduler_steps=steps)
@@ -258,14 +243,14 @@ def test_metrics_count_rounds_and_not_launches(monkeypatch):
             max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
         completion = run_one(engine, params)
-        origins = {
-            one.name: one
+        metrics = [
+            one
             for one in engine.get_metrics()
             if "seconds" not in one.name and "compile" not in one.name
-        }
+        ]
         stats = engine.stats
         counts = stats.num_rounds, stats.num_draft_tokens, stats.num_accepted_tokens
-        found.append((completion.token_ids, origins, counts))
+        found.append((completion.token_ids, metrics, counts))
         launches.append(runner.num_launches)
         assert stats.num_rounds == launches[0]
     assert found[0] == found[1]

@@ -7,6 +7,11 @@ from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
 from jaxspec.errors import ConfigError, UnsupportedError
 
 SAME = {"model": "draft", "num_speculative_tokens": 5}
+PARD = SAME | {"method": "pard"}
+
+
+def config(values: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    return {"speculative_config": (values or {}) | keys}
 
 
 def suffix(method: str = "suffix", **changes: float) -> dict[str, Any]:
@@ -15,7 +20,7 @@ def suffix(method: str = "suffix", **changes: float) -> dict[str, Any]:
     return {"method": method} | SUFFIX_DEFAULTS | keys
 
 
-def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
+def ngram(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
     """Return the merged arguments of n-gram drafts."""
     keys = {"prompt_lookup_max": most, "prompt_lookup_min": fewest}
     return {"method": method} | keys
@@ -27,18 +32,18 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
         ({}, None),
         ({"speculative_config": None}, None),
         ({"speculative_model": "draft", "num_speculative_tokens": 5}, SAME),
-        ({"speculative_config": SAME}, SAME),
+        (config(SAME), SAME),
         ({"spec_model": "draft", "spec_tokens": 5}, SAME),
         # Arguments of several vLLM versions mixed, and one value given twice.
-        ({"speculative_config": {"model": "draft"}, "num_speculative_tokens": 5}, SAME),
-        ({"speculative_config": SAME, "spec_model": "draft"}, SAME),
-        ({"speculative_config": {"model": "draft", "num-speculative-tokens": 5}}, SAME),
+        (config(model="draft") | {"num_speculative_tokens": 5}, SAME),
+        (config(SAME) | {"spec_model": "draft"}, SAME),
+        (config({"model": "draft", "num-speculative-tokens": 5}), SAME),
         # Keys that have no effect here, and switches that are off.
-        ({"speculative_config": SAME | {"enforce_eager": True}}, SAME),
-        ({"speculative_config": SAME | {"parallel_drafting": False}}, SAME),
-        ({"speculative_config": SAME | {"quantization": None}}, SAME),
+        (config(SAME, enforce_eager=True), SAME),
+        (config(SAME, parallel_drafting=False), SAME),
+        (config(SAME, quantization=None), SAME),
         (
-            {"speculative_config": SAME, "speculative_model_quantization": "int8"},
+            config(SAME) | {"speculative_model_quantization": "int8"},
             SAME | {"quantization": "int8"},
         ),
         # The older default acceptance rule, alone and with a draft.
@@ -63,115 +68,81 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
         ),
         # Acceptance forced to given rates.
         (
-            {
-                "speculative_config": SAME
-                | {
-                    "rejection-sample-method": "synthetic",
-                    "synthetic-acceptance-length": 3.5,
-                }
-            },
+            config(
+                SAME
+                | {"rejection-sample-method": "synthetic"}
+                | {"synthetic-acceptance-length": 3.5}
+            ),
             SAME
-            | {
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_length": 3.5,
-            },
+            | {"rejection_sample_method": "synthetic"}
+            | {"synthetic_acceptance_length": 3.5},
         ),
         # All drafts in one pass: vLLM's key, and our method's name.
+        (config(SAME, parallel_drafting=True), PARD),
         (
-            {"speculative_config": SAME | {"parallel_drafting": True}},
-            SAME | {"method": "pard"},
+            config(SAME | {"parallel-drafting": True}) | {"spec_method": "draft_model"},
+            PARD,
         ),
-        (
-            {
-                "spec_method": "draft_model",
-                "speculative_config": SAME | {"parallel-drafting": True},
-            },
-            SAME | {"method": "pard"},
-        ),
-        (
-            {"spec_method": "pard", "speculative_config": SAME},
-            SAME | {"method": "pard"},
-        ),
+        (config(SAME) | {"spec_method": "pard"}, PARD),
         # n-gram drafts: in vLLM's oldest arguments the maximum is required, and the
         # minimum defaults to 1 ...
-        ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, lookup(4, 1)),
+        ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, ngram(4, 1)),
         (
-            {
-                "speculative_model": "[ngram]",
-                "ngram_prompt_lookup_max": 4,
-                "ngram_prompt_lookup_min": 3,
-                "num_speculative_tokens": 5,
-            },
-            lookup(4, 3) | {"num_speculative_tokens": 5},
+            {"speculative_model": "[ngram]", "num_speculative_tokens": 5}
+            | {"ngram_prompt_lookup_max": 4, "ngram_prompt_lookup_min": 3},
+            ngram(4, 3) | {"num_speculative_tokens": 5},
         ),
         # ... in later versions both default to 5, or to the one that is given.
-        ({"spec_method": "ngram"}, lookup(5, 5)),
-        ({"spec_model": "ngram"}, lookup(5, 5)),
-        ({"speculative_config": {"method": "ngram"}}, lookup(5, 5)),
-        ({"speculative_config": {"method": "[ngram]"}}, lookup(5, 5)),
-        ({"speculative_config": {"method": "ngram_gpu"}}, lookup(5, 5)),
-        ({"speculative_config": {"model": "[ngram]"}}, lookup(5, 5)),
+        ({"spec_method": "ngram"}, ngram(5, 5)),
+        ({"spec_model": "ngram"}, ngram(5, 5)),
+        (config(method="ngram"), ngram(5, 5)),
+        (config(method="[ngram]"), ngram(5, 5)),
+        (config(method="ngram_gpu"), ngram(5, 5)),
+        (config(model="[ngram]"), ngram(5, 5)),
+        (config(method="ngram", prompt_lookup_max=4), ngram(4, 4)),
+        (config({"method": "ngram", "prompt-lookup-min": 3}), ngram(3, 3)),
         (
-            {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4}},
-            lookup(4, 4),
-        ),
-        (
-            {"speculative_config": {"method": "ngram", "prompt-lookup-min": 3}},
-            lookup(3, 3),
-        ),
-        (
-            {
-                "speculative_config": {"method": "ngram", "prompt_lookup_min": 2},
-                "ngram_prompt_lookup_max": 6,
-            },
-            lookup(6, 2),
+            config(method="ngram", prompt_lookup_min=2)
+            | {"ngram_prompt_lookup_max": 6},
+            ngram(6, 2),
         ),
         # A lookup with a draft model.
         (
             {"spec_method": "ngram+draft_model", "spec_model": "draft"},
-            {"model": "draft"} | lookup(5, 5, "ngram+draft_model"),
+            {"model": "draft"} | ngram(5, 5, "ngram+draft_model"),
         ),
         (
-            {
-                "speculative_model": "draft",
-                "speculative_config": {
-                    "method": "ngram+draft_model",
-                    "prompt_lookup_max": 3,
-                },
-            },
-            {"model": "draft"} | lookup(3, 3, "ngram+draft_model"),
+            config(method="ngram+draft_model", prompt_lookup_max=3)
+            | {"speculative_model": "draft"},
+            {"model": "draft"} | ngram(3, 3, "ngram+draft_model"),
         ),
         # Suffix drafts, alone and with a draft model.
         ({"spec_method": "suffix"}, suffix()),
         (
-            {
-                "speculative_config": {
-                    "method": "suffix",
-                    "num_speculative_tokens": 12,
-                    "suffix-decoding-max-tree-depth": 32,
-                    "suffix_decoding_max_spec_factor": 2.0,
-                    "suffix_decoding_min_token_prob": None,
-                }
-            },
-            suffix(max_tree_depth=32, max_spec_factor=2.0)
-            | {"num_speculative_tokens": 12},
+            config(
+                {"method": "suffix", "suffix-decoding-max-tree-depth": 32},
+                suffix_decoding_max_spec_factor=2.0,
+                suffix_decoding_min_token_prob=None,
+            ),
+            suffix(max_tree_depth=32, max_spec_factor=2.0),
         ),
         # The answer cache needs this rule: with others, texts would depend on past
         # answers.
         (
-            {
-                "speculative_config": {
-                    "method": "suffix",
-                    "suffix_decoding_max_cached_requests": 10,
-                }
-            },
+            config(method="suffix", suffix_decoding_max_cached_requests=10),
             suffix(max_cached_requests=10) | {"rejection_sample_method": "coupled"},
         ),
         (
             {"spec_method": "suffix+draft_model", "spec_model": "draft"},
             {"model": "draft"} | suffix("suffix+draft_model"),
         ),
+        # Leaves are accepted with any method.
+        (
+            config(method="ngram", num_side_leaves=1),
+            ngram(5, 5) | {"num_side_leaves": 1},
+        ),
     ],
+    ids=str,
 )
 def test_arguments_of_all_vllm_versions_give_the_same_config(
     arguments: dict[str, Any], expected: dict[str, Any] | None
@@ -179,79 +150,53 @@ def test_arguments_of_all_vllm_versions_give_the_same_config(
     assert merge(arguments) == expected
 
 
+NO_MODEL = "without a draft model"
+
+
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
+        # Contradictions name both arguments.
         (
             {"speculative_model": "a", "spec_model": "b"},
-            ["speculative_model='a'", "spec_model='b'"],
+            ["contradicts", "speculative_model='a'", "spec_model='b'"],
         ),
         (
-            {"speculative_config": SAME, "num_speculative_tokens": 3},
-            ["num_speculative_tokens=3", "['num_speculative_tokens']=5"],
+            config(SAME) | {"num_speculative_tokens": 3},
+            ["contradicts", "num_speculative_tokens=3", "['num_speculative_tokens']=5"],
         ),
         (
-            {
-                "speculative_config": SAME | {"rejection_sample_method": "block"},
-                "spec_decoding_acceptance_method": "rejection_sampler",
-            },
-            ["'standard'", "'block'"],
+            config(SAME, rejection_sample_method="block")
+            | {"spec_decoding_acceptance_method": "rejection_sampler"},
+            ["contradicts", "'standard'", "'block'"],
         ),
-    ],
-)
-def test_contradiction_names_both_arguments(
-    arguments: dict[str, Any], texts: list[str]
-):
-    with pytest.raises(ConfigError, match="contradicts") as caught:
-        merge(arguments)
-    assert all(text in str(caught.value) for text in texts)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "given"),
-    [
-        ({"num_speculative_tokens": 5}, "num_speculative_tokens=5"),
-        ({"spec_tokens": 5}, "spec_tokens=5"),
-        (
-            {"speculative_config": {"num_speculative_tokens": 5}},
-            "speculative_config['num_speculative_tokens']=5",
+        # No draft model.
+        ({"num_speculative_tokens": 5}, ["num_speculative_tokens=5", NO_MODEL]),
+        ({"spec_tokens": 5}, ["spec_tokens=5", NO_MODEL]),
+        (config(num_speculative_tokens=5), ["ive_config['num_speculative_t", NO_MODEL]),
+        ({"speculative_disable_by_batch_size": 4}, ["by_batch_size=4", NO_MODEL]),
+        *(
+            ({"spec_method": method}, [f"spec_method='{method}'", NO_MODEL])
+            for method in ("draft_model", "ngram+draft_model", "suffix+draft_model")
         ),
-        ({"speculative_disable_by_batch_size": 4}, "by_batch_size=4"),
-        ({"spec_method": "draft_model"}, "spec_method='draft_model'"),
-        ({"spec_method": "ngram+draft_model"}, "spec_method='ngram+draft_model'"),
-        ({"spec_method": "suffix+draft_model"}, "spec_method='suffix+draft_model'"),
-    ],
-)
-def test_rejects_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
-    with pytest.raises(ConfigError) as caught:
-        merge(arguments)
-    assert given in str(caught.value)
-    assert "without a draft model" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "texts"),
-    [
-        ({}, ["{}", "'model'"]),
-        ("draft", ["'draft'", "a dict"]),
-        (SAME | {"tensor_parallel_size": 2}, ["2", "draft_tensor_parallel_size"]),
-        (SAME | {"num_spec_tokens": 3}, ["3", "did you mean num_speculative_tokens?"]),
-        (SAME | {"prompt_lookup_max": 4}, ["prompt_lookup_max=4", "n-gram"]),
+        # Keys of speculative_config.
+        (config(), ["{}", "'model'"]),
+        ({"speculative_config": "draft"}, ["'draft'", "a dict"]),
+        (config(SAME, tensor_parallel_size=2), ["2", "draft_tensor_parallel_size"]),
         (
-            SAME | {"synthetic_acceptance_rate": 0.8},
+            config(SAME, num_spec_tokens=3),
+            ["3", "did you mean num_speculative_tokens?"],
+        ),
+        (config(SAME, prompt_lookup_max=4), ["prompt_lookup_max=4", "n-gram"]),
+        (
+            config(SAME, synthetic_acceptance_rate=0.8),
             ["0.8", "did you mean synthetic_acceptance_rates?"],
         ),
-    ],
-)
-def test_rejects_bad_dict(config: Any, texts: list[str]):
-    with pytest.raises(ConfigError) as caught:
-        merge({"speculative_config": config})
-    assert all(text in str(caught.value) for text in texts)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "texts"),
-    [
+        (
+            config(SAME, kv_cache_dtype="int4"),
+            ["speculative_config['kv_cache_dtype'] must be one of 'auto'"],
+        ),
+        # Contradictions of lookups.
         (
             {"speculative_model": "[ngram]"},
             ["speculative_model='[ngram]' requires ngram_prompt_lookup_max"],
@@ -286,19 +231,13 @@ def test_rejects_bad_dict(config: Any, texts: list[str]):
             ["prompt_lookup_max=4", "n-gram", "no effect with method 'suffix'"],
         ),
         (
-            {
-                "spec_method": "ngram",
-                "speculative_config": {"suffix_decoding_max_tree_depth": 8},
-            },
-            [
-                "suffix_decoding_max_tree_depth=8",
-                "no effect with method 'ngram'",
-                "'suffix'",
-            ],
+            config(suffix_decoding_max_tree_depth=8) | {"spec_method": "ngram"},
+            ["suffix_decoding_max_tree_depth=8", "method 'ngram' takes no", "'suffix'"],
         ),
     ],
+    ids=str,
 )
-def test_rejects_contradicting_lookups(arguments: dict[str, Any], texts: list[str]):
+def test_rejects_bad_arguments(arguments: dict[str, Any], texts: list[str]):
     with pytest.raises(ConfigError) as caught:
         merge(arguments)
     for text in texts:
@@ -306,73 +245,63 @@ def test_rejects_contradicting_lookups(arguments: dict[str, Any], texts: list[st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given"),
+    ("arguments", "text"),
     [
         ({"spec_method": "eagle2", "spec_model": "x"}, "'eagle2'"),
         ({"spec_method": "hydra", "spec_model": "x"}, "'eagle', 'eagle3', 'medusa'"),
         ({"speculative_model": "[medusa]"}, "a head, which is a small network"),
-        ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
+        (config(model="[eagle]"), "speculative_model='[eagle]'"),
         (
-            {"speculative_config": SAME | {"kv_cache_dtype": "fp8"}},
-            "must be left out or 'auto', as for the target, got 'fp8'. The draft's "
-            "keys and values are stored in the same type as the target's",
+            config(SAME, kv_cache_dtype="fp8"),
+            "must be left out or 'auto', which the target has, got 'fp8'. The draft's "
+            "keys and values have the target's type",
         ),
         (
-            {"speculative_config": SAME | {"kv_cache_dtype": "auto"}}
-            | {"kv_cache_dtype": "int8"},
-            "left out or 'int8', as for the target, got 'auto'",
+            config(SAME, kv_cache_dtype="auto") | {"kv_cache_dtype": "int8"},
+            "left out or 'int8', which the target has, got 'auto'",
         ),
         (
-            {
-                "spec_method": "eagle3",
-                "speculative_config": SAME | {"parallel_drafting": True},
-            },
+            config(SAME, parallel_drafting=True) | {"spec_method": "eagle3"},
             "parallel_drafting must be left out for method 'eagle3'",
         ),
-        ({"speculative_config": SAME | {"use-heterogeneous-vocab": True}}, "True"),
+        (config(SAME | {"use-heterogeneous-vocab": True}), "True"),
     ],
+    ids=str,
 )
-def test_rejects_unsupported_values(arguments: dict[str, Any], given: str):
+def test_rejects_unsupported_values(arguments: dict[str, Any], text: str):
     with pytest.raises(NotImplementedError) as caught:
         merge(arguments)
-    assert given in str(caught.value)
+    assert text in str(caught.value)
 
 
-def test_draft_kv_cache_dtype_must_be_the_targets():
+@pytest.mark.parametrize(
+    ("target", "draft"), [("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8"), ("int8", "int8")]
+)
+def test_accepts_the_targets_kv_cache_dtype_for_the_draft(target: str, draft: str):
     """Both of vLLM's names are accepted, and the draft's config does not store it."""
-    expected = merge({"speculative_config": SAME})
-    for target, draft in (("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8"), ("int8", "int8")):
-        config = SAME | {"kv_cache_dtype": draft}
-        assert merge({"speculative_config": config, "kv_cache_dtype": target}) == (
-            expected
-        )
-    with pytest.raises(ConfigError, match=r"'kv_cache_dtype'\] must be one of 'auto'"):
-        merge({"speculative_config": SAME | {"kv_cache_dtype": "int4"}})
+    found = merge(config(SAME, kv_cache_dtype=draft) | {"kv_cache_dtype": target})
+    assert found == SAME
 
 
 @pytest.mark.parametrize(
     ("arguments", "given", "alternative"),
     [
         (
-            {"speculative_config": SAME | {"dynamic_tree_top_k": 4}},
+            config(SAME, dynamic_tree_top_k=4),
             "['dynamic_tree_top_k']=4",
             "speculative_token_tree",
         ),
         (
-            {"speculative_config": SAME | {"dynamic-tree-num-nodes": 16}},
+            config(SAME | {"dynamic-tree-num-nodes": 16}),
             "['dynamic_tree_num_nodes']=16",
             "speculative_token_tree",
         ),
         (
-            {"speculative_config": SAME | {"rejection_sample_method": "typical"}},
+            config(SAME, rejection_sample_method="typical"),
             "['rejection_sample_method']='typical'",
             "'block'",
         ),
-        (
-            {"speculative_config": SAME | {"posterior_alpha": 0.3}},
-            "['posterior_alpha']=0.3",
-            "'block'",
-        ),
+        (config(SAME, posterior_alpha=0.3), "['posterior_alpha']=0.3", "'block'"),
         (
             {"spec_method": "mlp_speculator", "spec_model": "x"},
             "method='mlp_speculator'",
@@ -390,29 +319,17 @@ def test_names_the_alternative_to_removed_features(
     assert caught.value.parameter is not None
 
 
-TREE = "[(0,), (1,), (0, 0)]"
-
-
-@pytest.mark.parametrize("tree", [TREE, [(0,), (1,), (0, 0)]])
+@pytest.mark.parametrize("tree", ["[(0,), (1,), (0, 0)]", [(0,), (1,), (0, 0)]])
 def test_tree_sets_the_number_of_drafts(tree: Any):
-    config = {"model": "draft", "speculative_token_tree": tree}
-    expected = config | {"num_speculative_tokens": 3}
-    assert merge({"speculative_config": config}) == expected
+    keys = {"model": "draft", "speculative_token_tree": tree}
+    expected = keys | {"num_speculative_tokens": 3}
+    assert merge(config(keys)) == expected
     # The number may also be given beside the tree, as in vLLM.
-    assert merge({"speculative_config": expected}) == expected
-    assert merge({"speculative_config": config, "num_speculative_tokens": 3}) == (
-        expected
-    )
-
-
-def test_leaves_are_accepted_with_any_method():
-    config = {"method": "ngram", "num_side_leaves": 1, "num_speculative_tokens": 4}
-    expected = lookup(5, 5) | config
-    assert merge({"speculative_config": config}) == expected
+    assert merge(config(expected)) == expected
+    assert merge(config(keys) | {"num_speculative_tokens": 3}) == expected
 
 
 def test_malformed_tree_names_its_field():
-    config = {"model": "draft", "speculative_token_tree": "[(1,)]"}
     with pytest.raises(ConfigError, match=r"\(1,\) comes after \(0,\)") as caught:
-        merge({"speculative_config": config})
+        merge(config(model="draft", speculative_token_tree="[(1,)]"))
     assert caught.value.parameter == "speculative_token_tree"

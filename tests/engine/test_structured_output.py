@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,11 +32,11 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.engines import StubTokenizer
 
-VOCAB, EOS, NUM_PROMPT, WINDOW, DRAFTS = 40, 1, 5, 18, 3
+VOCAB, NUM_PROMPT, WINDOW, DRAFTS = 40, 5, 18, 3
+EOS, OTHER_END = 1, 2
 WORDS = 2
 FORM = StructuredOutputsParams(regex=r"([%-*]{2,4}-)+[0-5]{0,6}")
 COMPILER = GrammarCompiler(StubTokenizer(VOCAB), VOCAB, (EOS,))
-EOS, OTHER_END = 1, 2
 STUB = GrammarCompiler(StubTokenizer(16), 16, (EOS, OTHER_END))
 # The stub tokenizer decodes the tokens 4 to 15 to these characters.
 LETTERS = "%&'()*+,-./0"
@@ -96,6 +97,13 @@ def make_state(num_prompt: int = NUM_PROMPT, **changes: Any) -> GrammarState:
     )
 
 
+def check(masks: TokenMasks, state: Any, text: list[int], drafts: list[int]) -> Any:
+    """Check the masks of one sequence against new matchers; return them."""
+    answer = ask(masks, (state, text, drafts))[0]
+    np.testing.assert_array_equal(answer, fresh_masks(text, drafts))
+    return answer
+
+
 def opened() -> tuple[TokenMasks, GrammarState]:
     masks, state = TokenMasks(VOCAB), make_state()
     masks.add(state)
@@ -126,13 +134,12 @@ def test_masks_of_random_rounds(seed):
     text: list[int] = []
     while EOS not in text and len(text) < 60:
         drafts = drawn(text, DRAFTS, random)
-        answer = ask(masks, (state, text, drafts))
-        np.testing.assert_array_equal(answer[0], fresh_masks(text, drafts))
+        answer = check(masks, state, text, drafts)
         # A program may run twice with the same drafts, and then requests the same
         # masks.
-        np.testing.assert_array_equal(ask(masks, (state, text, drafts)), answer)
+        check(masks, state, text, drafts)
         accepted = 0
-        while accepted < DRAFTS and drafts[accepted] in ids_of(answer[0, accepted]):
+        while accepted < DRAFTS and drafts[accepted] in ids_of(answer[accepted]):
             accepted += 1
         kept = drafts[: random.integers(0, accepted + 1)]
         choices = ids_of(fresh_masks([*text, *kept], [])[0])
@@ -140,8 +147,7 @@ def test_masks_of_random_rounds(seed):
         if EOS in text:
             text = text[: text.index(EOS) + 1]
         if random.random() < 0.2:  # the last tile of a prompt has no drafts
-            answer = ask(masks, (state, text, []))
-            np.testing.assert_array_equal(answer[0], fresh_masks(text, []))
+            check(masks, state, text, [])
 
 
 def test_only_the_end_token_follows_a_complete_text():
@@ -157,32 +163,24 @@ def test_text_after_a_rollback_gets_the_right_masks():
     masks, state = opened()
     ask(masks, (state, [4, 5, 12, 20], [20, 20, 20]))
     for text in ([4, 5, 6], [4, 5, 12], [], [7, 7, 12, EOS]):
-        answer = ask(masks, (state, text, [4, 4, 12]))
-        np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 4, 12]))
+        check(masks, state, text, [4, 4, 12])
 
 
 def test_matcher_follows_new_tokens_up_to_its_window():
     masks, state = opened()
     text = [4, 5, 12] * 6
-    answer = ask(masks, (state, text, [4, 5, 12]))
-    np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 5, 12]))
+    check(masks, state, text, [4, 5, 12])
     masks, state = opened()
-    with pytest.raises(
-        AssertionError, match="tokens before the newest ones are missing"
-    ):
+    with pytest.raises(AssertionError, match="tokens before the newest ones are miss"):
         ask(masks, (state, [*text, 4], [4, 5, 12]))
 
 
 def test_rows_without_grammar_and_unknown_ids_allow_everything():
     masks, state = opened()
-    answer = ask(
-        masks,
-        (0, [9], [4, 4, 4]),
-        (state, [], [4, 5, 12]),
-        (state.grammar_id + 7, [9], [4, 4, 4]),
-    )
+    unknown, drafts = state.grammar_id + 7, [4, 5, 12]
+    answer = ask(masks, (0, [9], drafts), (state, [], drafts), (unknown, [9], drafts))
     assert (answer[[0, 2]] == EVERYTHING).all()
-    np.testing.assert_array_equal(answer[1], fresh_masks([], [4, 5, 12]))
+    np.testing.assert_array_equal(answer[1], fresh_masks([], drafts))
 
 
 def test_state_is_dropped_with_its_last_reference():
@@ -216,7 +214,7 @@ def test_draft_model_requests_one_mask_at_a_time():
             np.array([before]),
         )
         np.testing.assert_array_equal(answer[0, 0], expected[before])
-    np.testing.assert_array_equal(ask(masks, (state, text, drafts))[0], expected)
+    check(masks, state, text, drafts)
 
 
 def test_verification_reuses_the_masks_of_the_draft_model():
@@ -226,10 +224,8 @@ def test_verification_reuses_the_masks_of_the_draft_model():
     assert sorted(map(len, known_before)) == [0, 1, 2, 3]
     ask(masks, (state, [4], [5, 12, 4]))
     assert all(state.known_masks[path] is mask for path, mask in known_before.items())
-    ask(masks, (state, [4, 5], [12, 4, 4]))
-    np.testing.assert_array_equal(
-        ask(masks, (state, [4, 5], [12, 4, 4]))[0], fresh_masks([4, 5], [12, 4, 4])
-    )
+    check(masks, state, [4, 5], [12, 4, 4])
+    check(masks, state, [4, 5], [12, 4, 4])
 
 
 def slow_states(monkeypatch: pytest.MonkeyPatch, count: int) -> Any:
@@ -259,9 +255,8 @@ def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     assert (slow.late_length, slow.is_slow) == (1, True)
     assert (other.late_length, other.is_slow) == (None, False)
     # A launch in flight requests masks for tokens that will be discarded later.
-    assert [ids_of(row) for row in ask(masks, (slow, [4, EOS], [4, 4, 4]))[0]] == (
-        [[EOS]] * 4
-    )
+    late = ask(masks, (slow, [4, EOS], [4, 4, 4]))[0]
+    assert [ids_of(row) for row in late] == [[EOS]] * 4
     with ThreadPoolExecutor(1) as threads:
         assert not slow.is_ready([4], threads) and slow.computing is not None
         gate.set()
@@ -274,9 +269,7 @@ def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     np.testing.assert_array_equal(answer[0], fresh_masks([4], [])[0])
     assert slow.late_length is None
     gate.set()
-    np.testing.assert_array_equal(
-        ask(masks, (slow, [4, 5], [12, 4, 5]))[0], fresh_masks([4, 5], [12, 4, 5])
-    )
+    check(masks, slow, [4, 5], [12, 4, 5])
 
 
 def test_wait_for_many_slow_masks_is_bounded(monkeypatch):
@@ -318,8 +311,7 @@ def test_no_end_before_min_tokens_unless_the_text_is_complete():
 
 def allowed(matcher, vocab_size: int = 16) -> set[int]:
     bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-    bits = bits[:vocab_size]
-    return set(np.flatnonzero(bits).tolist())
+    return set(np.flatnonzero(bits[:vocab_size]).tolist())
 
 
 @pytest.fixture(scope="module")
@@ -351,20 +343,22 @@ def test_masks_allow_exactly_the_possible_matches(pattern):
         assert allowed(matcher) == following | ends, text
 
 
-def texts_of(compiler, tokenizer, params, seed: int, end: int) -> str:
-    """Return texts of random walks over allowed tokens of several characters."""
-    matcher, random, tokens = compiler.matcher(params), np.random.default_rng(seed), []
-    while len(tokens) < 400:
-        choices = sorted(allowed(matcher, tokenizer.vocab_size))
-        assert choices
-        if end in choices and random.random() < 0.3:
+def walk(
+    matcher: Matcher, tokenizer: Tokenizer, choose: Callable[[list[int]], int | None]
+) -> str | None:
+    """Return the text of chosen allowed tokens; None if it does not end.
+
+    It ends when no token is allowed except EOS, or `choose` returns None.
+    """
+    tokens = list[int]()
+    while len(tokens) < 1000:
+        choices = sorted(allowed(matcher, tokenizer.vocab_size) - {EOS})
+        token = choose(choices) if choices else None
+        if token is None:
             return tokenizer.decode(tokens)
-        texts = [token for token in choices if token not in (end, EOS)]
-        if not texts:
-            return tokenizer.decode(tokens)
-        tokens.append(int(random.choice(texts)))
-        assert matcher.read(tokens[-1])
-    return ""
+        tokens.append(token)
+        assert matcher.read(token)
+    return None
 
 
 SCHEMA = {
@@ -419,27 +413,17 @@ def test_texts_of_allowed_tokens_match_the_grammar(form, bundled):
     compiler = GrammarCompiler(bundled, 8200, (EOS, end))  # padding rows at the end
     given, fits = FORMS[form]
     params = StructuredOutputsParams(**given)
-    texts = [texts_of(compiler, bundled, params, seed, end) for seed in range(8)]
-    texts = [text for text in texts if text]
+    random = np.random.default_rng(0)
+
+    def choose(choices: list[int]) -> int | None:
+        texts = [token for token in choices if token != end]
+        if not texts or (end in choices and random.random() < 0.3):
+            return None
+        return int(random.choice(texts))
+
+    texts = [walk(compiler.matcher(params), bundled, choose) for _ in range(8)]
+    texts = [text for text in texts if text is not None]
     assert len(texts) > 5 and all(map(fits, texts)), texts
-
-
-WHITE = " \n\r\t"
-
-
-def written_by_a_lover_of_white_space(
-    compiler: GrammarCompiler, tokenizer: Tokenizer, params: StructuredOutputsParams
-) -> str | None:
-    """Return a text with as much white space as allowed, or None if it never ends."""
-    matcher, tokens = compiler.matcher(params), list[int]()
-    while len(tokens) < 1000:
-        choices = sorted(allowed(matcher, tokenizer.vocab_size) - {EOS})
-        if not choices:
-            return tokenizer.decode(tokens)
-        white = [one for one in choices if not tokenizer.decode([one]).strip(WHITE)]
-        tokens.append((white or choices)[0])
-        assert matcher.read(tokens[-1])
-    return None
 
 
 UNBOUNDED = r"[ \n\r\t]+"
@@ -457,6 +441,8 @@ PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
         (dict(json=SCHEMA, disable_any_whitespace=True), {}, 0),
         (dict(json=SCHEMA, whitespace_pattern="\n?"), {}, 1),
         (dict(json=SCHEMA, whitespace_pattern=UNBOUNDED), {}, None),
+        (dict(json=SCHEMA, whitespace_pattern=""), {}, 0),
+        (dict(json=SCHEMA), dict(whitespace_pattern=""), 0),
         # As in vLLM, a schema may contain its own options for white space.
         (dict(json=GUIDED), {}, None),
         (dict(json=GUIDED), dict(disable_any_whitespace=True), None),
@@ -471,7 +457,12 @@ def test_white_space_in_json_follows_the_options(params, config, longest, bundle
         bundled, bundled.vocab_size, (EOS,), StructuredOutputsConfig(**config)
     )
     form = StructuredOutputsParams(**params)
-    text = written_by_a_lover_of_white_space(compiler, bundled, form)
+
+    def prefer_white_space(choices: list[int]) -> int:
+        white = [one for one in choices if not bundled.decode([one]).strip(" \n\r\t")]
+        return (white or choices)[0]
+
+    text = walk(compiler.matcher(form), bundled, prefer_white_space)
     if longest is None:
         assert text is None
         return
@@ -480,30 +471,50 @@ def test_white_space_in_json_follows_the_options(params, config, longest, bundle
     assert max(map(len, re.findall(r"\s+", between)), default=0) == longest, text
 
 
+def accepts(
+    tokenizer: Tokenizer,
+    text: str,
+    schema: dict[str, Any],
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> bool:
+    """Return whether a schema allows a text, or the start of one."""
+    engine_options = StructuredOutputsConfig(**config or {})
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (EOS,), engine_options)
+    matcher = compiler.matcher(StructuredOutputsParams(json=schema, **options))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return num_taken(matcher, tokens) == len(tokens)
+
+
 @pytest.mark.parametrize("indent", [None, 1, 2, 4, "\t"])
 def test_json_may_have_line_breaks(indent, bundled):
     value = {"name": "", "age": 3, "tags": ["a", "\u00e9"]}
     text = json.dumps(value, indent=indent, ensure_ascii=False)
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
-    for written in (text, text.replace("\n", "\r\n")):
-        matcher = compiler.matcher(StructuredOutputsParams(json=SCHEMA))
-        tokens = bundled.encode(written, add_special_tokens=False)
-        assert num_taken(matcher, tokens) == len(tokens)
+    assert accepts(bundled, text, SCHEMA)
+    assert accepts(bundled, text.replace("\n", "\r\n"), SCHEMA)
 
 
-def test_additional_properties_follow_the_engine_option(bundled):
-    config = StructuredOutputsConfig(disable_additional_properties=True)
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
-    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
-    matcher = compiler.matcher(StructuredOutputsParams(json=schema))
-    tokens = bundled.encode('{"b"', add_special_tokens=False)
-    assert num_taken(matcher, tokens) < len(tokens)
+CLOSED = {"disable_additional_properties": True}
+OPEN_ENDED = '{"properties":{"a":{"b":1}'
 
 
-def test_additional_properties_of_data_are_unchanged(bundled):
-    """It has values that look like schemas, and a property named like a keyword."""
-    config = StructuredOutputsConfig(disable_additional_properties=True)
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+@pytest.mark.parametrize(
+    ("text", "options", "is_accepted"),
+    [
+        ('{"properties":  {}', {}, False),
+        (OPEN_ENDED, {}, True),
+        (OPEN_ENDED, CLOSED, False),
+        (OPEN_ENDED, {"config": CLOSED}, False),
+        ('{"properties":{"b"', {"config": CLOSED}, False),
+        ('{"b"', {"config": CLOSED}, False),
+        ('{"properties":{"a":{}}}', CLOSED, True),
+        # Values that look like schemas, and a property named like a keyword.
+        ('{"const": {"type": "object"}, "enum": {"properties": {}}', CLOSED, True),
+    ],
+)
+def test_additional_properties_of_schemas_follow_the_options(
+    text, options, is_accepted, bundled
+):
     schema = {
         "type": "object",
         "properties": {
@@ -512,50 +523,13 @@ def test_additional_properties_of_data_are_unchanged(bundled):
             "properties": {"type": "object", "properties": {"a": {"type": "object"}}},
         },
     }
-    for text, is_accepted in (
-        ('{"const": {"type": "object"}, "enum": {"properties": {}}', True),
-        ('{"properties": {"a": {}}}', True),
-        ('{"properties": {"a": {"b"', False),
-        ('{"properties": {"b"', False),
-    ):
-        matcher = compiler.matcher(StructuredOutputsParams(json=schema))
-        tokens = bundled.encode(text, add_special_tokens=False)
-        assert (num_taken(matcher, tokens) == len(tokens)) == is_accepted
+    assert accepts(bundled, text, schema, **options) == is_accepted
 
 
 def test_rejects_bad_whitespace_pattern(bundled):
-    config = StructuredOutputsConfig(whitespace_pattern="(")
-    with pytest.raises(
-        ConfigError, match=r"(?s)not a regular expression: .*unclosed group"
-    ):
-        GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
-
-
-def test_white_space_and_additional_properties_of_json(bundled):
-    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
-
-    def accepts(text: str, **options: Any) -> bool:
-        form = StructuredOutputsParams(json=schema, **options)
-        matcher = compiler.matcher(form)
-        tokens = bundled.encode(text, add_special_tokens=False)
-        return num_taken(matcher, tokens) == len(tokens)
-
-    spaced, open_ended = '{"a": {}}', '{"a":{"b":1}}'
-    assert accepts(spaced) and accepts(open_ended)
-    assert not accepts(spaced, disable_any_whitespace=True)
-    assert not accepts('{"a":  {}}')
-    assert not accepts('{"a":  {}}', whitespace_pattern=" ?")
-    assert accepts('{"a":  {}}', whitespace_pattern=" {0,2}")
-    assert accepts('{"a":{}}', whitespace_pattern="")
-    assert not accepts(spaced, whitespace_pattern="")
-    assert not accepts(spaced, whitespace_pattern="", disable_any_whitespace=True)
-    config = StructuredOutputsConfig(whitespace_pattern="")
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
-    assert accepts('{"a":{}}') and not accepts(spaced)
-    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
-    assert not accepts(open_ended, disable_additional_properties=True)
-    assert accepts('{"a":{}}', disable_additional_properties=True)
+    message = r"(?s)not a regular expression: .*unclosed group"
+    with pytest.raises(ConfigError, match=message):
+        accepts(bundled, "", SCHEMA, {"whitespace_pattern": "("})
 
 
 @pytest.mark.parametrize(
@@ -579,14 +553,6 @@ def test_bad_structured_outputs_are_rejected_with_the_reason(given, message):
     with pytest.raises(RequestError, match=message) as caught:
         STUB.matcher(StructuredOutputsParams(**given))
     assert caught.value.parameter == "structured_outputs"
-
-
-def test_matchers_of_one_grammar_are_independent():
-    form = StructuredOutputsParams(regex="%&'")
-    first = STUB.matcher(form)
-    assert first.read(4)
-    second = STUB.matcher(form)
-    assert allowed(first) == {5} and allowed(second) == {4}
 
 
 def test_grammar_cache_is_limited_in_bytes(monkeypatch):
@@ -616,9 +582,7 @@ def test_lexer_at_its_limit_is_dropped_from_the_cache():
     lexer = weakref.ref(matcher._lexer)
     matcher._spend(1.0)
     assert grammar.num_bytes < before + 2**20
-    assert allowed(matcher) == allowed(
-        STUB.matcher(StructuredOutputsParams(regex="[%&]{9}"))
-    )
+    assert allowed(matcher) == {4, 5}
     del matcher
     gc.collect()
     assert lexer() is None

@@ -6,18 +6,17 @@ plugin compiles for a described chip; `ptxas -v` reports a kernel's resources. N
 runs: no figure here is a time.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from jaxspec_kernels.bits import ScaledPages
 from jaxspec_kernels.paged_attention import gpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
+from tests.kernels.aot_tpu import no_compilation_cache, use_compilers, write_record
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "jaxspec" / "engine" / "memory" / "targets" / "h200.txtpb"
@@ -149,18 +149,6 @@ def mesh(chips: int = 1) -> Mesh:
     return Mesh(np.array(topology.devices), ("x",))
 
 
-@contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """Disable jax's cache: it cannot read programs for described chips."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-
-
 def compile_for_h200(
     function: Callable[..., Any],
     shapes: Sequence[Any],
@@ -184,7 +172,7 @@ def compile_for_h200(
     wanted = {"xla_dump_emitter_re": "ptx"} if jax.__version_info__ >= (0, 11) else {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        uncached(),
+        no_compilation_cache(),
         warnings.catch_warnings(),
         # jax reads the chip's generation from this mesh, not from a device.
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
@@ -315,26 +303,19 @@ def versions() -> dict[str, str]:
 
 def main(names: list[str]) -> None:
     """Compile the named programs and print them; without names, write the file."""
-    # The compilers are in a separate folder: see `aot` in the Makefile.
-    sys.path.append(str(Path(sys.prefix) / "aot"))
-    jax.config.update("jax_platforms", "cpu")
+    use_compilers()
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
-    lines = []
-    for name in names or PROGRAMS:
-        row = json.dumps(compile_program(PROGRAMS[name]).row())
-        lines.append(f"{json.dumps(name)}: {row}")
-        print(lines[-1], flush=True)
-    if not names:
-        # A line for every program, so that diffs show which ones changed.
-        head = {
-            "device": "NVIDIA H200, compiled for and not run",
-            "command": "python -m tests.kernels.aot_gpu",
-            "versions": versions(),
-        }
-        text = json.dumps(head)[:-1] + ', "programs": {\n' + ",\n".join(lines) + "\n}}"
-        RESULTS.write_text(text + "\n")
+    rows = ((name, compile_program(PROGRAMS[name]).row()) for name in names or PROGRAMS)
+    write_record(
+        Path(os.devnull) if names else RESULTS,
+        "programs",
+        rows,
+        device="NVIDIA H200, compiled for and not run",
+        command="python -m tests.kernels.aot_gpu",
+        versions=versions(),
+    )
 
 
 if __name__ == "__main__":

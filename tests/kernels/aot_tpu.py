@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -101,7 +101,8 @@ def _programs() -> dict[str, Program]:
 PROGRAMS = _programs()
 
 
-def _topology(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
+def described_devices(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
+    """Return the chips of a topology, for compilation only."""
     # libtpu would ask a metadata server, which is missing here. Other test processes
     # may load libtpu at the same time.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -115,13 +116,13 @@ def _topology(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
 @cache
 def sharding(chip: str) -> SingleDeviceSharding:
     """Return a sharding on a described chip, for compilation only."""
-    return SingleDeviceSharding(_topology(*CHIPS[chip])[0])
+    return SingleDeviceSharding(described_devices(*CHIPS[chip])[0])
 
 
 @cache
 def mesh(topology: str, shape: tuple[int, int, int]) -> Mesh:
     """Return a mesh of described chips with the axes of step programs."""
-    devices = np.array(_topology(topology)).reshape(shape)
+    devices = np.array(described_devices(topology)).reshape(shape)
     return Mesh(devices, ("data", "replica", "model"))
 
 
@@ -250,25 +251,39 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 
-def main() -> None:
-    """Compile every program for every chip, and write the compiler's reports."""
-    # The TPU and GPU compilers are in a folder of their own: see `aot` in the Makefile.
+def use_compilers() -> None:
+    """Let this process find the compilers: see `aot` in the Makefile."""
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
+
+
+def write_record(
+    path: Path, key: str, rows: Iterable[tuple[str, Any]], **head: Any
+) -> None:
+    """Print and write rows, a line for each, so that diffs show which ones changed."""
     lines = []
-    for name, program in PROGRAMS.items():
-        row = {chip: asdict(compile_attention(program, chip)) for chip in CHIPS}
+    for name, row in rows:
         lines.append(f"{json.dumps(name)}: {json.dumps(row)}")
         print(lines[-1], flush=True)
-    head = {
-        "command": "python -m tests.kernels.aot_tpu",
-        "versions": versions(),
-        "scoped_vmem_bytes": SCOPED_VMEM_BYTES,
-    }
-    rows = ",\n    ".join(lines)
-    text = json.dumps(head, indent=2)[:-2]
-    text += f',\n  "paged_attention": {{\n    {rows}\n  }}\n}}\n'
-    RESULTS.write_text(text)
+    start = f"{json.dumps(head)[:-1]}, {json.dumps(key)}: {{\n"
+    path.write_text(start + ",\n".join(lines) + "\n}}\n")
+
+
+def main() -> None:
+    """Compile every program for every chip, and write the compiler's reports."""
+    use_compilers()
+    rows = (
+        (name, {chip: asdict(compile_attention(program, chip)) for chip in CHIPS})
+        for name, program in PROGRAMS.items()
+    )
+    write_record(
+        RESULTS,
+        "paged_attention",
+        rows,
+        command="python -m tests.kernels.aot_tpu",
+        versions=versions(),
+        scoped_vmem_bytes=SCOPED_VMEM_BYTES,
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,15 @@
 
 import os
 
+import hypothesis
 import jax
 import pytest
 
 from jaxspec_kernels import native
+
+# Profile of `test_native_builds.py`, which runs tests again with sanitizers.
+THOROUGH = "thorough"
+hypothesis.settings.register_profile(THOROUGH, deadline=None)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ the same for rejection sampling.
 
 import contextlib
 import io
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,18 +71,19 @@ def check_copies() -> None:
 CHECKS = {name: partial(check_backend, name) for name in ("reference", "tpu", "gpu")}
 
 
-def mutant(
-    bug: str, place: str, old: str, new: str, check: Callable[[], None] | None = None
-) -> Mutant:
-    implementation, function = place.split(".")
-    return Mutant(
-        name=f"{implementation}: {bug}",
-        module=f"jaxspec_kernels.paged_attention.{implementation}",
-        function=function,
-        old=old,
-        new=new,
-        check=check or CHECKS[implementation],
-    )
+def mutants_of(implementation: str, rows: list[tuple[Any, ...]]) -> list[Mutant]:
+    """Make mutants from rows of bug, function, old and new code, and maybe a check."""
+    return [
+        Mutant(
+            name=f"{implementation}: {bug}",
+            module=f"jaxspec_kernels.paged_attention.{implementation}",
+            function=function,
+            old=old,
+            new=new,
+            check=check[0] if check else CHECKS[implementation],
+        )
+        for bug, function, old, new, *check in rows
+    ]
 
 
 def rounded(statistic: str) -> str:
@@ -106,37 +106,40 @@ R_CAPPED_LATE = """scores = jnp.where(visible, scores, _MASKED)
     new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
     weights = jnp.exp(scores - new_maximum)
 """
-REFERENCE = [
-    mutant("mask off by one", "reference._visible", "<= position", "< position"),
-    mutant("mask one too far", "reference._visible", "<= position", "<= position + 1"),
-    mutant("window off by one", "reference._visible", "< window", "<= window"),
-    mutant("window too narrow", "reference._visible", "< window", "< window - 1"),
-    mutant("cap after mask", "reference._add", R_SCORES, R_CAPPED_LATE),
-    mutant(
-        "page read past the end",
-        "reference._blocks",
-        "(kv_len.max() + block - 1) // block",
-        "kv_len.max() // block + 1",
-        check_walk,
-    ),
-    mutant(
-        "unseen slots used",
-        "reference.paged_attention",
-        "jnp.where(live, kv[:, :, 1], 0.0)",
-        "kv[:, :, 1]",
-    ),
-    mutant(
-        "wrong GQA row",
-        "reference.paged_attention",
-        "jnp.repeat(visible, group, axis=1)",
-        "jnp.tile(visible, (1, group, 1))",
-    ),
-    mutant("wrong head", "reference.fold", ".transpose(0, 2, 1, 3, 4)", ""),
-    mutant("bf16 statistics", "reference._add", R_SUM, rounded(R_SUM)),
-    mutant("missing rescale", "reference._add", "mixed * rescale", "mixed"),
-    mutant("sum not rescaled", "reference._add", "total * rescale", "total"),
-    mutant("window starts late", "reference._blocks", "- window + 1", "- window + 17"),
-]
+REFERENCE = mutants_of(
+    "reference",
+    [
+        ("mask off by one", "_visible", "<= position", "< position"),
+        ("mask one too far", "_visible", "<= position", "<= position + 1"),
+        ("window off by one", "_visible", "< window", "<= window"),
+        ("window too narrow", "_visible", "< window", "< window - 1"),
+        ("cap after mask", "_add", R_SCORES, R_CAPPED_LATE),
+        (
+            "page read past the end",
+            "_blocks",
+            "(kv_len.max() + block - 1) // block",
+            "kv_len.max() // block + 1",
+            check_walk,
+        ),
+        (
+            "unseen slots used",
+            "paged_attention",
+            "jnp.where(live, kv[:, :, 1], 0.0)",
+            "kv[:, :, 1]",
+        ),
+        (
+            "wrong GQA row",
+            "paged_attention",
+            "jnp.repeat(visible, group, axis=1)",
+            "jnp.tile(visible, (1, group, 1))",
+        ),
+        ("wrong head", "fold", ".transpose(0, 2, 1, 3, 4)", ""),
+        ("bf16 statistics", "_add", R_SUM, rounded(R_SUM)),
+        ("missing rescale", "_add", "mixed * rescale", "mixed"),
+        ("sum not rescaled", "_add", "total * rescale", "total"),
+        ("window starts late", "_blocks", "- window + 1", "- window + 17"),
+    ],
+)
 
 T_SUM = "total[head] * rescale + weights.sum(axis=1, keepdims=True)"
 T_SCORES = """if soft_cap is not None:
@@ -152,62 +155,53 @@ T_CAPPED_LATE = """scores = jnp.where(seen, scores, _MASKED)
             new_maximum = jnp.maximum(old_maximum, scores.max(axis=1, keepdims=True))
             weights = jnp.exp(scores - new_maximum)
 """
-TPU = [
-    mutant("mask off by one", "tpu._kernel", "key <= position", "key < position"),
-    mutant("mask one too far", "tpu._kernel", "key <= position", "key <= position + 1"),
-    mutant("window off by one", "tpu._kernel", "key < window", "key <= window"),
-    mutant("window too narrow", "tpu._kernel", "key < window", "key < window - 1"),
-    mutant("cap after mask", "tpu._kernel", T_SCORES, T_CAPPED_LATE),
-    mutant(
-        "page read past the end",
-        "tpu._kernel",
-        "end_page[of_seq] -",
-        "end_page[of_seq] + 1 -",
-        check_copies,
-    ),
-    mutant("slot past the end used", "tpu._kernel", "(at < limit)", "(at <= limit)"),
-    mutant("unseen slots used", "tpu._kernel", "(at >= lowest[seq]) &", ""),
-    mutant(
-        "wrong GQA row",
-        "tpu._places",
-        "return jnp.repeat(depth, group, axis=1)[:, :, None]",
-        "return jnp.tile(depth, (1, group))[:, :, None]",
-    ),
-    mutant("wrong head", "tpu._kernel", "lane = 2 * head", "lane = 0 * head"),
-    mutant(
-        "keys for values",
-        "tpu._kernel",
-        "lane + head_dim : lane + 2",
-        "lane : lane + 1",
-    ),
-    mutant("bf16 statistics", "tpu._kernel", T_SUM, rounded(T_SUM)),
-    mutant("missing rescale", "tpu._kernel", "mixed[head] * rescale", "mixed[head]"),
-    mutant("sum not rescaled", "tpu._kernel", "total[head] * rescale", "total[head]"),
-    mutant(
-        "window starts late", "tpu.paged_attention", "window + 1, 0", "window + 2, 0"
-    ),
-    mutant("buffer of another block", "tpu._kernel", "return 1 - slot", "return slot"),
-    mutant(
-        "buffers not handed over",
-        "tpu._kernel",
-        "next_slot[0] = jax.lax.f",
-        "jax.lax.f",
-    ),
-    mutant(
-        "no wait",
-        "tpu._kernel",
-        'each_page(seq, number, slot, "wait")',
-        "pass",
-        check_copies,
-    ),
-    mutant(
-        "one buffer",
-        "tpu._kernel",
-        "buffer.at[slot, at]",
-        "buffer.at[0, at]",
-        check_copies,
-    ),
-]
+TPU = mutants_of(
+    "tpu",
+    [
+        ("mask off by one", "_kernel", "key <= position", "key < position"),
+        ("mask one too far", "_kernel", "key <= position", "key <= position + 1"),
+        ("window off by one", "_kernel", "key < window", "key <= window"),
+        ("window too narrow", "_kernel", "key < window", "key < window - 1"),
+        ("cap after mask", "_kernel", T_SCORES, T_CAPPED_LATE),
+        (
+            "page read past the end",
+            "_kernel",
+            "end_page[of_seq] -",
+            "end_page[of_seq] + 1 -",
+            check_copies,
+        ),
+        ("slot past the end used", "_kernel", "(at < limit)", "(at <= limit)"),
+        ("unseen slots used", "_kernel", "(at >= lowest[seq]) &", ""),
+        (
+            "wrong GQA row",
+            "_places",
+            "return jnp.repeat(depth, group, axis=1)[:, :, None]",
+            "return jnp.tile(depth, (1, group))[:, :, None]",
+        ),
+        ("wrong head", "_kernel", "lane = 2 * head", "lane = 0 * head"),
+        ("keys for values", "_kernel", "lane + head_dim : lane + 2", "lane : lane + 1"),
+        ("bf16 statistics", "_kernel", T_SUM, rounded(T_SUM)),
+        ("missing rescale", "_kernel", "mixed[head] * rescale", "mixed[head]"),
+        ("sum not rescaled", "_kernel", "total[head] * rescale", "total[head]"),
+        ("window starts late", "paged_attention", "window + 1, 0", "window + 2, 0"),
+        ("buffer of another block", "_kernel", "return 1 - slot", "return slot"),
+        ("buffers not handed over", "_kernel", "next_slot[0] = jax.lax.f", "jax.lax.f"),
+        (
+            "no wait",
+            "_kernel",
+            'each_page(seq, number, slot, "wait")',
+            "pass",
+            check_copies,
+        ),
+        (
+            "one buffer",
+            "_kernel",
+            "buffer.at[slot, at]",
+            "buffer.at[0, at]",
+            check_copies,
+        ),
+    ],
+)
 
 G_SUM = "total * rescale + weights.sum(axis=1)"
 G_WEIGHTS = """scores = jnp.where(visible, scores, _MASKED)
@@ -220,25 +214,22 @@ G_CAPPED_LATE = """scores = jnp.where(visible, scores, -soft_cap * _LOG2_E)
         new_maximum = jnp.maximum(maximum, scores.max(axis=1))
         weights = jnp.exp2(scores - new_maximum[:, None])
 """
-GPU = [
-    mutant("mask off by one", "gpu._attend", "distance >= 0", "distance >= 1"),
-    mutant("mask one too far", "gpu._attend", "distance >= 0", "distance >= -1"),
-    mutant(
-        "window off by one", "gpu._attend", "distance < window", "distance <= window"
-    ),
-    mutant(
-        "window too narrow", "gpu._attend", "distance < window", "distance < window - 1"
-    ),
-    mutant("cap after mask", "gpu._attend", G_WEIGHTS, G_CAPPED_LATE),
-    mutant("page read past the end", "gpu._attend", "at < end", "at < end + page_size"),
-    mutant("wrong GQA row", "gpu._attend", "kv_head * group + row", "kv_head + row"),
-    mutant(
-        "keys for values", "gpu._attend", "2 * kv_head + 1, lane", "2 * kv_head, lane"
-    ),
-    mutant("bf16 statistics", "gpu._attend", G_SUM, rounded(G_SUM)),
-    mutant("missing rescale", "gpu._attend", "mixed * rescale[:, None]", "mixed"),
-    mutant("sum not rescaled", "gpu._attend", "total * rescale", "total"),
-    mutant("split not weighted", "gpu._combine", "mixed * weights[:, None]", "mixed"),
-]
+GPU = mutants_of(
+    "gpu",
+    [
+        ("mask off by one", "_attend", "distance >= 0", "distance >= 1"),
+        ("mask one too far", "_attend", "distance >= 0", "distance >= -1"),
+        ("window off by one", "_attend", "distance < window", "distance <= window"),
+        ("window too narrow", "_attend", "distance < window", "distance < window - 1"),
+        ("cap after mask", "_attend", G_WEIGHTS, G_CAPPED_LATE),
+        ("page read past the end", "_attend", "at < end", "at < end + page_size"),
+        ("wrong GQA row", "_attend", "kv_head * group + row", "kv_head + row"),
+        ("keys for values", "_attend", "2 * kv_head + 1, lane", "2 * kv_head, lane"),
+        ("bf16 statistics", "_attend", G_SUM, rounded(G_SUM)),
+        ("missing rescale", "_attend", "mixed * rescale[:, None]", "mixed"),
+        ("sum not rescaled", "_attend", "total * rescale", "total"),
+        ("split not weighted", "_combine", "mixed * weights[:, None]", "mixed"),
+    ],
+)
 
 MUTANTS = [*REFERENCE, *TPU, *GPU]

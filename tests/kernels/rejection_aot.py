@@ -4,9 +4,8 @@
 Nothing runs: no figure here is a time.
 """
 
-import json
+import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -21,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxspec_kernels.rejection_sampling import SamplingValues, gpu, tpu
 from jaxspec_kernels.rejection_sampling.cases import CASES, Case
 from jaxspec_kernels.rejection_sampling.passes import VocabShard
-from jaxspec_kernels.rejection_sampling.reference import Verdict
 from tests.kernels import aot_gpu, aot_tpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_rejection.json"
@@ -63,20 +61,16 @@ def shapes(
         placement = place(PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(shape, kind, sharding=placement)
 
+    floats = array(FLOATS, seqs)
     return [
         array(dtype, seqs * (drafts + 1), columns, spec=(None, "model")),
         steps,
         array(INTS, seqs, drafts),
         array(INTS, seqs),
         array(FLOATS, seqs, drafts),
-        array(FLOATS, seqs),
+        floats,
         array(jnp.uint32, seqs, drafts + 1, 2),
-        SamplingValues(
-            array(FLOATS, seqs),
-            array(INTS, seqs),
-            array(FLOATS, seqs),
-            array(FLOATS, seqs),
-        ),
+        SamplingValues(floats, array(INTS, seqs), floats, floats),
     ]
 
 
@@ -85,34 +79,20 @@ def operation(
 ) -> Callable:
     """The operation on one device's slice, with the values of a kind of batch."""
 
-    def call(*arrays: Any) -> Verdict:
-        (
-            logits,
-            draft,
-            tokens,
-            num_draft_tokens,
-            accept,
-            sample,
-            words,
-            sampling_values,
-        ) = arrays
+    def call(logits, draft, tokens, num_draft_tokens, accept, sample, words, values):
         seqs, drafts = tokens.shape
         rule = num_draft_tokens
         if kind != "everything":
-            off, none = jnp.zeros(seqs, FLOATS), jnp.zeros(seqs, INTS)
-            heat = off if kind == "greedy" else sampling_values.temperature
-            top_p = sampling_values.top_p if kind == "top_p" else off + 1.0
-            sampling_values, rule, words = (
-                SamplingValues(heat, none, top_p, off),
-                none,
-                None,
-            )
+            off, rule, words = jnp.zeros(seqs, FLOATS), jnp.zeros(seqs, INTS), None
+            heat = off if kind == "greedy" else values.temperature
+            top_p = values.top_p if kind == "top_p" else off + 1.0
+            values = SamplingValues(heat, rule, top_p, off)
         return run(
             tokens,
             draft if drafts else None,
             logits.reshape(seqs, drafts + 1, -1),
             num_draft_tokens,
-            sampling_values,
+            values,
             rule=rule,
             accept_uniform=accept,
             sample_uniform=sample,
@@ -186,14 +166,8 @@ def collectives(hlo: str) -> list[int]:
     """Return the number of elements of each collective's result."""
     names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+"
     found = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", hlo)
-    sizes = []
-    for types in found:
-        for dims in re.findall(r"\w+\[([\d,]*)\]", types):
-            size = 1
-            for n in filter(None, dims.split(",")):
-                size *= int(n)
-            sizes.append(size)
-    return sizes
+    listed = (dims for types in found for dims in re.findall(r"\w+\[([\d,]*)\]", types))
+    return [math.prod(int(n) for n in dims.split(",") if n) for dims in listed]
 
 
 @cache
@@ -235,11 +209,8 @@ def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
 
 def main() -> None:
     """Compile and write the compilers' reports, of whole operations only for v5e."""
-    # The TPU and GPU compilers are in a folder of their own, so that jax does not find
-    # them at every start: see `aot` in the Makefile.
-    sys.path.append(str(Path(sys.prefix) / "aot"))
-    jax.config.update("jax_platforms", "cpu")
-    lines = {
+    aot_tpu.use_compilers()
+    lines: dict[str, Any] = {
         f"tpu kernel {name} {chip}": {"vmem_bytes": tpu_kernel(case, chip).vmem_bytes}
         for name, case in CASES.items()
         for chip in aot_tpu.CHIPS
@@ -250,13 +221,13 @@ def main() -> None:
             lines[f"tpu v5e:2x4 {name}"] = asdict(split_for_tpu(case)[0])
     for kind in KINDS:
         lines[f"H200 6 rows, {kind}"] = asdict(for_gpu(kind))
-    rows = [f"  {json.dumps(name)}: {json.dumps(line)}" for name, line in lines.items()]
-    head = {
-        "command": "python -m tests.kernels.rejection_aot",
-        "versions": aot_tpu.versions() | aot_gpu.versions(),
-    }
-    text = json.dumps(head, indent=2)[:-2] + ",\n" + ",\n".join(rows) + "\n}\n"
-    RESULTS.write_text(text)
+    aot_tpu.write_record(
+        RESULTS,
+        "programs",
+        lines.items(),
+        command="python -m tests.kernels.rejection_aot",
+        versions=aot_tpu.versions() | aot_gpu.versions(),
+    )
 
 
 if __name__ == "__main__":

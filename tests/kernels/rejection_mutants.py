@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxspec_kernels.rejection_sampling import (
     BLOCK,
-    STANDARD,
     draw,
     gpu,
     passes,
@@ -22,15 +21,15 @@ from jaxspec_kernels.rejection_sampling import (
     tpu,
 )
 from jaxspec_kernels.rejection_sampling.reference import Kernels
+from tests.kernels.aot_tpu import no_compilation_cache
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
     Round,
-    by_whole_rows,
+    by_loops,
     make_round,
-    plain_sampling_values,
     sliced,
-    uncached,
+    verdict_of,
     with_kind,
 )
 from tests.support.mutation import Mutant
@@ -70,7 +69,7 @@ IMPLEMENTATIONS: dict[str, Callable[[], Callable]] = {
 
 @cache
 def rounds() -> tuple[tuple[tuple, dict, Any], ...]:
-    """Return arguments, and verdicts of whole rows, computed once without a mutant.
+    """Return arguments, and verdicts of loops, computed once without a mutant.
 
     The rounds are a mixed batch with equal logits, in which several tokens are the
     argmax; the same batch with random logits; and a batch of the block rule.
@@ -82,11 +81,11 @@ def rounds() -> tuple[tuple[tuple, dict, Any], ...]:
         mixed,
         *(with_kind(make_round(48, vocab=VOCAB, seed=4 + n), BLOCK) for n in range(4)),
     )
-    return tuple((padded(one), one.numbers, by_whole_rows(one)) for one in every)
+    return tuple((padded(one), one.numbers, by_loops(one)) for one in every)
 
 
 def check_rounds(implementation: str) -> None:
-    """Check that all rounds get the tokens that `by_whole_rows` accepts and samples."""
+    """Check that all rounds get the tokens that `by_loops` accepts and samples."""
     run = partial(IMPLEMENTATIONS[implementation](), vocab_size=VOCAB, axis_name=None)
     run = jax.jit(run, compiler_options=UNOPTIMISED)
     for arrays, numbers, verdict in rounds():
@@ -97,7 +96,7 @@ def check_slices() -> None:
     """Check that two devices, with half of the columns each, find the same verdicts."""
     run = sliced(by_reference(tile=64), vocab_size=VOCAB)
     arrays, numbers, verdict = rounds()[1]
-    with uncached():
+    with no_compilation_cache():
         found = run(*arrays, numbers)
     np.testing.assert_array_equal(found, verdict)
 
@@ -105,29 +104,18 @@ def check_slices() -> None:
 def check_limits() -> None:
     """Check cases that random rounds lack: equal products, empty residuals, zeros."""
 
-    def verdict(logits, drafts, u, v=0.0, draft=None) -> tuple[int, int]:
-        one = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (1, 2, len(logits)))
-        probs = None if draft is None else jnp.asarray(draft, jnp.float32)[None, None]
+    def verdict(*given: Any, **more: Any) -> tuple[int, int]:
         # A new jit: a cached trace would not contain the bug.
         run = by_reference(vocab_size=2**30, axis_name=None)
-        found = jax.jit(run, compiler_options=UNOPTIMISED)(
-            jnp.asarray([drafts], jnp.int32),
-            probs,
-            one,
-            jnp.ones(1, jnp.int32),
-            plain_sampling_values(1),
-            rule=jnp.full(1, STANDARD, jnp.int32),
-            accept_uniform=jnp.full((1, 1), u, jnp.float32),
-            sample_uniform=jnp.full(1, v, jnp.float32),
-            noise_words=None,
-        )
-        return int(found.num_accepted[0]), int(found.next_token[0])
+        return verdict_of(jax.jit(run, compiler_options=UNOPTIMISED), *given, **more)
 
     none = -np.inf
-    assert verdict([0.0, 0.0, none, none], [0], 0.5, draft=[1.0, 0, 0, 0]) == (0, 1)
-    assert verdict([none, 1.0, none], [0], 0.0) == (0, 1)
-    assert verdict([0.0, 0.0, none, 0.0], [0], 0.99, 0.4, [0.5] * 4) == (0, 1)
-    assert verdict([none, none, 1.0], [2], 0.5, 0.0) == (1, 2)
+    draft = [1.0, 0, 0, 0]
+    assert verdict([0.0, 0.0, none, none], [0], u=0.5, draft=draft) == (0, 1)
+    assert verdict([none, 1.0, none], [0]) == (0, 1)
+    draft = [0.5] * 4
+    assert verdict([0.0, 0.0, none, 0.0], [0], u=0.99, v=0.4, draft=draft) == (0, 1)
+    assert verdict([none, none, 1.0], [2], u=0.5) == (1, 2)
 
 
 def mutant(

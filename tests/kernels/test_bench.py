@@ -101,15 +101,12 @@ def test_the_callers_arrays_are_not_donated():
 
 
 def test_copies_are_read_and_written(monkeypatch):
-    seen = {}
-
     def fake(step: Any, carry: Any, turns: Any, **timing: Any) -> Spread:
-        seen["bytes"] = carry.nbytes
+        assert carry.nbytes == 4000
         return Spread.of([2.0])
 
     monkeypatch.setattr("benchmarks.kernels.clock.measure", fake)
     assert copy_bandwidth(4000, calls=1, repeats=1) == pytest.approx(4e-6)
-    assert seen == {"bytes": 4000}
 
 
 def test_bytes_that_must_be_read():
@@ -259,27 +256,25 @@ def test_quick_run_reports_every_case(tmp_path, capsys):
     assert "share_of_copy" in printed.splitlines()[-1]
 
 
-def test_failures_are_reported(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "entry", "failures"),
+    [
+        (RuntimeError, "failed", ["write_kv_pages tiny/verify"]),
+        (NotImplementedError, "skipped", []),
+    ],
+)
+def test_errors_of_a_case_are_reported(
+    error, entry, failures, tmp_path, monkeypatch, capsys
+):
     def broken(*arrays: Any, **settings: Any) -> None:
-        raise RuntimeError("out of something\nand a page of details")
+        raise error("out of something\nand a page of details")
 
     monkeypatch.setattr(bench_work, "write_kv_pages", broken)
     more = ["--case", "tiny/verify", "--operation", "write_kv_pages"]
     result = run_quick(tmp_path, *more)
-    assert result["rows"][0]["failed"] == "RuntimeError: out of something"
-    assert bench.failures(result) == ["write_kv_pages tiny/verify"]
-    assert "FAILED: RuntimeError" in capsys.readouterr().out
-
-
-def test_unsupported_case_is_skipped_with_the_reason(tmp_path, monkeypatch):
-    def refuse(*arrays: Any, **settings: Any) -> None:
-        raise NotImplementedError("no such pages")
-
-    monkeypatch.setattr(bench_work, "write_kv_pages", refuse)
-    more = ["--case", "tiny/verify", "--operation", "write_kv_pages"]
-    result = run_quick(tmp_path, *more)
-    assert result["rows"][0]["skipped"] == "NotImplementedError: no such pages"
-    assert bench.failures(result) == []
+    assert result["rows"][0][entry] == f"{error.__name__}: out of something"
+    assert bench.failures(result) == failures
+    assert ("FAILED: RuntimeError" in capsys.readouterr().out) == bool(failures)
 
 
 def test_no_case_starts_after_the_budget(tmp_path):
@@ -369,23 +364,17 @@ def test_goals_are_computed_from_the_times(verify, share, sampling, is_met):
     assert sum(line.lstrip().startswith(word) for line in lines) == 3
 
 
-def captured(monkeypatch, rival: Any, work: bench_work.Work) -> Any:
-    """Return the result of one step of a rival, and the arguments of that step."""
-    found = []
+def test_dense_attention_attends_from_the_last_positions(monkeypatch):
+    work, found = attention(WINDOW), []
 
     def fake(step: Any, carry: Any, turns: Any, **timing: Any) -> Spread:
         found.append((step(carry, jnp.int32(0), *turns[0]), turns[0]))
         return Spread.of([1.0])
 
     monkeypatch.setattr(bench_work, "measure", fake)
-    rival(work, calls=1, repeats=1)
-    return found[0]
-
-
-def test_dense_attention_attends_from_the_last_positions(monkeypatch):
-    work = attention(WINDOW)
     rival = bench_work.rivals_of(work)["jax dot_product_attention, xla, dense"]
-    result, (key, value) = captured(monkeypatch, rival, work)
+    rival(work, calls=1, repeats=1)
+    [(result, (key, value))] = found
     assert key.shape[1] == 6 + 3 - 1  # only positions within the window
     query, key, value = (np.asarray(array) for array in (work.carry, key, value))
     for token, head in np.ndindex(3, 4):
@@ -406,7 +395,7 @@ def test_unsupported_rivals_give_the_reason():
 
 
 def test_rivals_of_sampling_run():
-    work = bench_work.sampling(SAMPLED, "top-p", "float32", logit_bytes=0)
+    work = works()["top-p"]
     for rival in bench_work.rivals_of(work).values():
         assert rival(work, calls=1, repeats=1).median_s > 0
 

@@ -9,6 +9,7 @@ from jaxspec_kernels import paged_attention, write_kv_pages
 from jaxspec_kernels.bits import ScaledPages, from_storage, storage_dtype, to_storage
 
 UINT16, UINT8 = jnp.zeros(0, jnp.uint16), jnp.zeros(0, jnp.uint8)
+INT8 = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
 FP8 = jnp.float8_e4m3fn
 
 
@@ -84,8 +85,7 @@ def test_int8_error_is_at_most_half_a_step():
     rows = np.random.default_rng(0).normal(size=(5, 3, 16)).astype(np.float32)
     rows *= np.geomspace(1e-6, 1e6, 15).reshape(5, 3, 1)
     rows[1, 2] = 0
-    pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
-    kept = to_storage(jnp.asarray(rows), pool)
+    kept = to_storage(jnp.asarray(rows), INT8)
     assert kept.values.dtype == jnp.int8 and kept.scales.shape == (5, 3)
     largest = np.abs(rows).max(axis=2)
     np.testing.assert_allclose(kept.scales, largest / 127, rtol=1e-6)
@@ -93,7 +93,7 @@ def test_int8_error_is_at_most_half_a_step():
     assert (off <= 0.501 * largest / 127).all()
     # The row has the same bits when it is written alone: they do not depend on other
     # tokens.
-    alone = to_storage(jnp.asarray(rows[3:4]), pool)
+    alone = to_storage(jnp.asarray(rows[3:4]), INT8)
     np.testing.assert_array_equal(alone.values, kept.values[3:4])
     np.testing.assert_array_equal(alone.scales, kept.scales[3:4])
 
@@ -102,8 +102,7 @@ def test_int8_error_is_at_most_half_a_step():
 def test_row_with_nan_is_nan_in_int8(broken):
     rows = np.ones((2, 4), np.float32)
     rows[0, 1] = broken
-    pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
-    found = np.asarray(from_storage(to_storage(jnp.asarray(rows), pool)))
+    found = np.asarray(from_storage(to_storage(jnp.asarray(rows), INT8)))
     assert not np.isfinite(found[0]).any()
     np.testing.assert_array_equal(found[1], 1)
 
@@ -113,8 +112,7 @@ def test_each_of_many_rows_with_nan_is_nan(num_rows):
     """XLA:CPU's vectorised maximum ignores NaN, so a scale must not rely on it."""
     rows = np.ones((num_rows, 4, 256), np.float32)
     rows[0, 1, 0] = rows[-1, 2, 255] = np.nan
-    pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
-    kept = jax.jit(lambda rows: to_storage(rows, pool))(jnp.asarray(rows))
+    kept = jax.jit(lambda rows: to_storage(rows, INT8))(jnp.asarray(rows))
     is_broken = np.isnan(np.asarray(kept.scales))
     assert is_broken[0, 1] and is_broken[-1, 2] and is_broken.sum() == 2
 

@@ -85,17 +85,17 @@ def test_every_program_for_a_tpu_is_recorded_and_fits():
 @pytest.mark.aot
 @for_tpu
 @pytest.mark.parametrize(
-    ("name", "chip"),
+    ("name", "chip", "kept"),
     members(
         "attention_tpu",
         itertools.product(
             ("9b/tp1/verify", "27b/tp1/prefill", "27b/tp8/decode", "2b/tp8/decode"),
             CHIPS,
+            ("float8_e4m3fn", "int8"),
         ),
-        is_example=lambda both: both[0] != "27b/tp1/prefill" and both[1] == "v5e",
+        is_example=lambda one: one[0] != "27b/tp1/prefill" and one[1] == "v5e",
     ),
 )
-@pytest.mark.parametrize("kept", ["float8_e4m3fn", "int8"])
 def test_attention_on_a_tpu_reads_eight_bits_in_place(name, chip, kept):
     """8-bit pages are read in place, and so are their scales.
 
@@ -335,12 +335,11 @@ def compile_write(
         heads = (seqs, queries, 2 * case.kv_heads, case.head_dim)
         given += [shape(heads, jnp.bfloat16)]
         given += [shape((seqs, 512), jnp.int32), shape((seqs,), jnp.int32)]
+    abstract = one.mesh.abstract_mesh if is_gpu else jax.sharding.get_abstract_mesh()
     with (
         aot_tpu.no_compilation_cache(),
         warnings.catch_warnings(),
-        jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh)
-        if is_gpu
-        else warnings.catch_warnings(),
+        jax.sharding.use_abstract_mesh(abstract),
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         jitted = jax.jit(write, donate_argnums=0, out_shardings=results)

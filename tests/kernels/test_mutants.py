@@ -9,7 +9,7 @@ from tests.support.mutation import applied, is_killed
 
 @pytest.fixture
 def truth():
-    """Compute the expected verdicts of whole rows before a mutant is applied."""
+    """Compute the expected verdicts before a mutant is applied."""
     rejection_mutants.rounds()
 
 

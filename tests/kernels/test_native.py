@@ -14,9 +14,22 @@ from jaxspec_kernels import native
 pytestmark = pytest.mark.usefixtures("has_native")
 
 
-def run_in_new_process(code, **environment):
+CODE = """
+import logging
+logging.basicConfig()
+from jaxspec_kernels import native
+from jaxspec_kernels.dispatch import implementation_for
+print(native.is_available(), implementation_for("cpu"))
+try:
+    native.require("panel_matmul")
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def run_in_new_process(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", CODE],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -24,22 +37,20 @@ def run_in_new_process(code, **environment):
     )
 
 
-def test_without_a_compiler_xla_is_used_with_a_warning(tmp_path):
-    code = (
-        "import logging; logging.basicConfig()\n"
-        "from jaxspec_kernels import native\n"
-        "from jaxspec_kernels.dispatch import implementation_for\n"
-        "print(native.is_available(), implementation_for('cpu'))\n"
-        "try: native.require('panel_matmul')\n"
-        "except NotImplementedError as error: print(error)\n"
-    )
-    folder = str(tmp_path / "none")
-    done = run_in_new_process(code, PATH="/nowhere", CXX="", JAXSPEC_NATIVE=folder)
+@pytest.mark.parametrize(
+    ("environment", "warning"),
+    [
+        (dict(PATH="/nowhere", CXX=""), "there is no C++ compiler"),
+        (dict(CXX="false"), "fails"),
+        (dict(JAXSPEC_NATIVE="off"), None),
+    ],
+)
+def test_without_a_compiler_xla_is_used_with_a_warning(tmp_path, environment, warning):
+    done = run_in_new_process(**{"JAXSPEC_NATIVE": str(tmp_path)} | environment)
     assert done.stdout.startswith("False reference\npanel_matmul has no 'cpu'")
-    assert "there is no C++ compiler" in done.stderr
-    done = run_in_new_process(code, JAXSPEC_NATIVE="off")
-    assert done.stdout.startswith("False reference")
-    assert "WARNING" not in done.stderr
+    assert ("WARNING" in done.stderr) == (warning is not None)
+    assert (warning or "") in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def quick_compiler(folder: Path) -> tuple[str, str]:
@@ -61,17 +72,6 @@ def quick_compiler(folder: Path) -> tuple[str, str]:
     return str(quick), built
 
 
-def test_a_broken_compiler_is_reported(tmp_path):
-    code = (
-        "import logging; logging.basicConfig()\n"
-        "from jaxspec_kernels import native; print(native.is_available())"
-    )
-    done = run_in_new_process(code, CXX="false", JAXSPEC_NATIVE=str(tmp_path))
-    assert done.stdout == "False\n"
-    assert "fails" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
     quick, built = quick_compiler(tmp_path)
     monkeypatch.setattr(native, "_compiler", lambda: quick)
@@ -86,14 +86,9 @@ def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
         path.unlink()
         path.write_bytes(damaged)
         # Run in a separate process, which the damaged file may crash.
-        done = run_in_new_process(
-            "import logging; logging.basicConfig()\n"
-            "from jaxspec_kernels import native; print(native.is_available())",
-            CXX=quick,
-            JAXSPEC_NATIVE=str(folder),
-        )
-        assert done.stdout == "True\n"
-        assert done.stderr.count("is damaged, so it is built again") == 1
+        done = run_in_new_process(CXX=quick, JAXSPEC_NATIVE=str(folder))
+        assert done.stdout == "True cpu\n"
+        assert done.stderr.count("is damaged, and is built again") == 1
         assert list(folder.iterdir()) == [path]
         assert path.read_bytes() == whole
 

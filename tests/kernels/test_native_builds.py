@@ -25,16 +25,20 @@ from tests.kernels import (
     test_panel_matmul,
     test_rejection_sampling_backends,
 )
+from tests.kernels.conftest import THOROUGH
 
 HERE = Path(__file__).parent
-MODULES = (
-    test_decoder_blocks,
-    test_native,
-    test_native_fuzz,
-    test_paged_attention,
-    test_panel_matmul,
-    test_rejection_sampling_backends,
-)
+MODULES = [
+    one.__name__.rpartition(".")[2]
+    for one in (
+        test_decoder_blocks,
+        test_native,
+        test_native_fuzz,
+        test_paged_attention,
+        test_panel_matmul,
+        test_rejection_sampling_backends,
+    )
+]
 SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 # The compiler runs through this wrapper, which caches objects, because libraries with a
 # mistake differ in only one. Compilers must not be sanitized, so it unsets LD_PRELOAD.
@@ -75,7 +79,7 @@ def test_all_tests_of_operations_run_sanitized():
         for path in HERE.glob("test_*.py")
         if '"has_native"' in path.read_text() and path != Path(__file__)
     }
-    assert named == {module.__name__.rpartition(".")[2] for module in MODULES}
+    assert named == set(MODULES)
 
 
 def found(compiler: str, name: str) -> str:
@@ -103,13 +107,8 @@ def run_cases(
     own = {"CXX": str(wrapper), native.VARIABLE: str(folder), **environment}
     command = [sys.executable, "-c", CHILD, str(sources), "-q", "-p"]
     # Capture no output: a sanitizer prints its report and ends the process at once.
-    command += [
-        "no:cacheprovider",
-        "-s",
-        "-m",
-        "not slow and not long_suite",
-        *arguments,
-    ]
+    command += ["no:cacheprovider", "-s", f"--hypothesis-profile={THOROUGH}"]
+    command += ["-m", "not slow and not long_suite", *arguments]
     # Without this, the child would use the folders that pytest made in this process.
     own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
@@ -124,7 +123,7 @@ def assert_all_pass(done: subprocess.CompletedProcess[str]) -> None:
 
 # Only tests of backends that run C++.
 ALL = (
-    *(str(HERE / f"{one.__name__.rpartition('.')[2]}.py") for one in MODULES),
+    *(str(HERE / f"{name}.py") for name in MODULES),
     *("-k", "not gpu and not tpu"),
 )
 
@@ -176,7 +175,7 @@ MUTANTS = {
         "blocks.cc",
         "slot >= num_slots",
         "slot > num_slots",
-        "test_decoder_blocks.py::test_numbers_out_of_range_write_nothing",
+        "test_native_fuzz.py::test_only_existing_slots_are_written",
         WRITTEN,
     ),
     "row numbers are not clamped": (

@@ -19,6 +19,7 @@ from jaxspec_kernels import native, paged_attention, panel_rows
 from jaxspec_kernels.panel_matmul import WIDTH, to_panels
 from jaxspec_kernels.rejection_sampling import cpu
 from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, VocabShard
+from tests.kernels.conftest import THOROUGH
 from tests.kernels.oracle import SMALL, build, random_forest
 from tests.kernels.test_decoder_blocks import PAGE_SIZE, Layer, make_batch
 
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("has_native")
 
 SIXTEEN = replace(SMALL, head_dim=16)
 fuzzed = settings(
-    max_examples=40,
+    # Every other shape compiles. With sanitizers, which find more, there are more.
+    max_examples=40 if settings.get_current_profile_name() == THOROUGH else 15,
     # The fixture only checks that there is a library, so all examples may share it.
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -79,7 +81,7 @@ def test_sequence_out_of_range_does_not_change_others(
     assert np.isfinite(np.asarray(found, np.float32)).all()
 
 
-@fuzzed
+@settings(fuzzed, max_examples=40)
 @given(data=st.data(), has_masks=st.booleans(), seed=SEEDS)
 @pytest.mark.parametrize("pages", ["float32", "int8"])
 def test_only_existing_slots_are_written(pages, data, has_masks, seed):
@@ -340,22 +342,15 @@ def test_mismatched_operands_are_an_error_and_no_crash(name, data):
     parts = [tuple(form) for form in forms]
     try:
         run_form(name, parts[: len(arguments)], parts[len(arguments) :], numbers)
-    except jax.errors.JaxRuntimeError as error:
-        assert "INVALID_ARGUMENT" in str(error), error
-    except ValueError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         assert "INVALID_ARGUMENT" in str(error), error
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_matching_operands_are_no_error(name):
+def test_matching_operands_are_no_error():
     """Without a change there is no error: errors above come from the changes."""
-    arguments, results, attributes = FORMS[name]
-    given, made = (
-        [tuple(form.split()) for form in forms] for forms in (arguments, results)
-    )
-    run_form(name, given, made, attributes)
-
-
-def test_every_operation_has_a_signature():
-    from_library = {name.removeprefix("jaxspec_") for name in native.TARGETS}
-    assert set(FORMS) == from_library
+    for name, (arguments, results, attributes) in FORMS.items():
+        given, made = (
+            [tuple(form.split()) for form in forms] for forms in (arguments, results)
+        )
+        run_form(name, given, made, attributes)
+    assert {f"jaxspec_{name}" for name in FORMS} == set(native.TARGETS)

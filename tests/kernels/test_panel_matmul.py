@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,52 +34,7 @@ def rows_of(case, seed=1):
     return jnp.asarray(values, jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", CASES)
-def test_products_equal_float64_and_the_reference(name, dtype):
-    case = CASES[name]
-    rows, (matrix, panels) = rows_of(case), panels_of(case, dtype)
-    np.testing.assert_array_equal(from_panels(np.asarray(panels), matrix.shape), matrix)
-    most = 1e-5 * np.sqrt(case.features)
-    for is_rounded in (False, True):
-        given = rows.astype(dtype) if is_rounded else rows
-        expected = np.asarray(given, np.float64) @ matrix.T
-        for implementation in ("cpu", "reference"):
-            found = panel_matmul(
-                rows,
-                panels,
-                num_outputs=case.outputs,
-                is_rounded=is_rounded,
-                implementation=implementation,
-            )
-            assert found.dtype == jnp.float32
-            np.testing.assert_allclose(found, expected, atol=most)
-    index = jnp.array([0, case.outputs - 1, case.outputs + 5, -3, WIDTH - 1])
-    clipped = np.clip(np.asarray(index), 0, case.outputs - 1)
-    for implementation in ("cpu", "reference"):
-        found = panel_rows(
-            index, panels, shape=matrix.shape, implementation=implementation
-        )
-        np.testing.assert_array_equal(found, matrix[clipped])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_products_of_a_row_do_not_depend_on_other_rows(dtype):
-    case = replace(CASES["tiny/prefill"], rows=40, outputs=1024)
-    rows, (_, panels) = rows_of(case), panels_of(case, dtype)
-    for is_rounded in (False, True):
-        given: Any = dict(num_outputs=1024, is_rounded=is_rounded)
-        given["implementation"] = "cpu"
-        whole = np.asarray(panel_matmul(rows, panels, **given))
-        for count in (*range(1, 27), 39):
-            for start in (0, case.rows - count):
-                part = rows[start : start + count]
-                found = panel_matmul(part, panels, **given)
-                np.testing.assert_array_equal(found, whole[start : start + count])
-
-
-# Shapes, and sizes of groups that divide their features: a whole row, or a few
-# features.
+# Schemes whose groups divide the features: a whole row, or a few features.
 QUANTIZED = [
     ("tiny/gate_up_proj", Scheme(kind="int8")),
     ("a pad of each", Scheme(kind="int8")),
@@ -94,37 +50,60 @@ def quantized_panels_of(case, scheme):
     values[0, 0], values[1] = 0, values[1] / 1e4  # also the smallest of a type
     values, scales = quantize(values, scheme)
     panels = QuantizedPanels(*map(jnp.asarray, quantized_panels(values, scales)))
-    return dequantize(values, scales), panels
+    return dequantize(values, scales).astype(np.float64), panels
 
 
-@pytest.mark.parametrize(("name", "scheme"), QUANTIZED)
-def test_quantized_products_equal_float64_and_the_reference(name, scheme):
-    case = CASES[name]
-    rows, (matrix, panels) = rows_of(case), quantized_panels_of(case, scheme)
-    held = QuantizedPanels(*map(np.asarray, panels))
-    np.testing.assert_array_equal(from_quantized_panels(held, matrix.shape), matrix)
-    expected = np.asarray(rows, np.float64) @ matrix.T.astype(np.float64)
+def made(case, kind):
+    """Return a matrix in float64, and its panels: of a type, or quantized."""
+    make = quantized_panels_of if isinstance(kind, Scheme) else panels_of
+    return make(case, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, dtype) for name in CASES for dtype in ("float32", "bfloat16")] + QUANTIZED,
+    ids=str,
+)
+def test_products_equal_float64_and_the_reference(name, kind):
+    case, is_quantized = CASES[name], isinstance(kind, Scheme)
+    rows, (matrix, panels) = rows_of(case), made(case, kind)
+    held = jax.tree.map(np.asarray, panels)
+    unpack = from_quantized_panels if is_quantized else from_panels
+    np.testing.assert_array_equal(unpack(held, matrix.shape), matrix)
+    most = 1e-5 * np.sqrt(case.features)
     index = jnp.array([0, case.outputs - 1, case.outputs + 5, -3, WIDTH - 1])
     clipped = np.clip(np.asarray(index), 0, case.outputs - 1)
     for implementation in ("cpu", "reference"):
-        given: Any = dict(implementation=implementation)
-        for is_rounded in (False, True):  # rows never are
+        own: Any = dict(implementation=implementation)
+        for is_rounded in (False, True):  # quantized panels never round rows
+            given = rows.astype(kind) if is_rounded and not is_quantized else rows
+            expected = np.asarray(given, np.float64) @ matrix.T
             found = panel_matmul(
-                rows, panels, num_outputs=case.outputs, is_rounded=is_rounded, **given
+                rows, panels, num_outputs=case.outputs, is_rounded=is_rounded, **own
             )
-            most = 1e-5 * np.sqrt(case.features)
+            assert found.dtype == jnp.float32
             np.testing.assert_allclose(found, expected, atol=most)
-        looked_up = panel_rows(index, panels, shape=matrix.shape, **given)
+        looked_up = panel_rows(index, panels, shape=matrix.shape, **own)
         np.testing.assert_array_equal(looked_up, matrix[clipped])
 
 
 @pytest.mark.parametrize(
-    "scheme", [Scheme(kind="int8"), Scheme(kind="int4", group_size=128)]
+    ("kind", "is_rounded"),
+    [
+        *(
+            (dtype, is_rounded)
+            for dtype in ("float32", "bfloat16")
+            for is_rounded in (False, True)
+        ),
+        (Scheme(kind="int8"), False),
+        (Scheme(kind="int4", group_size=128), False),
+    ],
+    ids=str,
 )
-def test_quantized_products_of_a_row_do_not_depend_on_other_rows(scheme):
+def test_products_of_a_row_do_not_depend_on_other_rows(kind, is_rounded):
     case = replace(CASES["tiny/prefill"], rows=40, outputs=1024)
-    rows, (_, panels) = rows_of(case), quantized_panels_of(case, scheme)
-    given: Any = dict(num_outputs=1024, implementation="cpu")
+    rows, (_, panels) = rows_of(case), made(case, kind)
+    given: Any = dict(num_outputs=1024, is_rounded=is_rounded, implementation="cpu")
     whole = np.asarray(panel_matmul(rows, panels, **given))
     for count in (*range(1, 27), 39):
         for start in (0, case.rows - count):

@@ -16,14 +16,13 @@ from jaxspec_kernels.rejection_sampling import (
     SamplingValues,
     rejection_sampling,
 )
-from jaxspec_kernels.rejection_sampling.passes import Distribution, VocabShard
-from jaxspec_kernels.rejection_sampling.reference import Kernels
+from jaxspec_kernels.rejection_sampling.passes import VocabShard
+from tests.kernels import rejection_rounds
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
     RULES,
     make_round,
-    plain_sampling_values,
     run,
     tiled,
 )
@@ -36,32 +35,7 @@ decide = jax.jit(
 )
 
 
-def verdict_of(logits, drafts=(0,), *, rule=STANDARD, u=0.0, v=0.0, draft=None, **more):
-    """Return the verdict of one sequence, whose rows are all equal."""
-    values = np.asarray(logits, np.float32)
-    width = len(drafts) + 1
-    temperature = more.pop("temperature", 0.0 if rule == GREEDY else 1.0)
-    filters = {
-        name: more.pop(name) for name in ("top_k", "top_p", "min_p") if name in more
-    }
-    probs = None
-    if draft is not None:
-        probs = jnp.broadcast_to(
-            jnp.asarray(draft, jnp.float32), (1, width - 1, len(draft))
-        )
-    found = decide(
-        jnp.asarray([drafts], jnp.int32),
-        probs,
-        jnp.broadcast_to(jnp.asarray(values), (1, width, len(values))),
-        jnp.asarray([more.pop("num_draft_tokens", width - 1)], jnp.int32),
-        plain_sampling_values(1, temperature=temperature, **filters),
-        rule=jnp.asarray([max(rule, 0)], jnp.int32),
-        accept_uniform=jnp.full((1, width - 1), u, jnp.float32),
-        sample_uniform=jnp.full(1, v, jnp.float32),
-        noise_words=jnp.ones((1, width, 2), jnp.uint32),
-        **more,
-    )
-    return int(found.num_accepted[0]), int(found.next_token[0])
+verdict_of = partial(rejection_rounds.verdict_of, decide)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -80,10 +54,7 @@ def test_excluded_tokens_are_neither_accepted_nor_drawn(rule, bad):
 def test_row_without_finite_logits_accepts_nothing_and_returns_token_zero(
     rule, bad, top_p
 ):
-    if rule == GREEDY:
-        assert verdict_of([bad] * 4, [1], rule=rule) == (0, 0)
-        return
-    kept = dict(top_p=top_p, top_k=2, min_p=0.1) if top_p < 1 else {}
+    kept: Any = dict(top_p=top_p, top_k=2, min_p=0.1) if top_p < 1 else {}
     assert verdict_of([bad] * 4, [1], rule=rule, v=0.5, **kept) == (0, 0)
 
 
@@ -139,7 +110,7 @@ def test_padding_of_the_vocabulary_may_hold_anything(rule):
         logits = [0.0, 1.0, pad, pad]
         found = verdict_of(logits, [2], rule=rule, vocab_size=2, v=LARGEST_UNIFORM)
         assert found[0] == 0 and found[1] < 2
-        kept = dict(top_k=1, top_p=0.9, min_p=0.1) if rule != GREEDY else {}
+        kept: Any = dict(top_k=1, top_p=0.9, min_p=0.1) if rule != GREEDY else {}
         assert verdict_of(logits, [1], rule=rule, vocab_size=2, **kept) == (1, 1)
 
 
@@ -173,66 +144,9 @@ def test_equal_logits_at_a_cutoff_are_all_kept(rule, kept):
 
 
 def test_greedy_takes_the_lowest_of_equal_logits_in_other_tiles():
-    logits = np.full((1, 1, 50), -1.0, np.float32)
-    logits[0, 0, [18, 33, 49]] = 4.0
-    found = tiled()(
-        jnp.zeros((1, 0), jnp.int32),
-        jnp.zeros((1, 0, 50), jnp.float32),
-        jnp.asarray(logits),
-        jnp.zeros(1, jnp.int32),
-        plain_sampling_values(1, temperature=0.0),
-        rule=jnp.zeros(1, jnp.int32),
-        accept_uniform=jnp.zeros((1, 0)),
-        sample_uniform=jnp.zeros(1),
-        noise_words=None,
-    )
-    assert int(found.next_token[0]) == 18
-
-
-def whole(columns: int, tile: int) -> VocabShard:
-    return VocabShard(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
-
-
-# The fans of the reference and of the kernels; a fan of 2 is a bisection.
-@pytest.mark.parametrize("fan", [pytest.param(2, marks=pytest.mark.slow), 8, 16])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("counts", [True, False])
-def test_threshold_equals_that_of_sorting(dtype, counts, fan):
-    random = np.random.default_rng(0)
-    rows, columns = 12, 90
-    logits = (
-        random.normal(size=(rows, columns))
-        * np.array([0.01, 3, 60])[np.arange(rows) % 3][:, None]
-    )
-    logits[1::2] = np.round(logits[1::2])  # ties, and both zeros
-    logits[3] -= 200
-    logits = jnp.asarray(logits, dtype)
-    exact = np.asarray(logits, np.float64)
-    maximum = jnp.asarray(exact.max(axis=1), jnp.float32)
-    above = np.exp(exact - exact.max(axis=1, keepdims=True))
-    heat = jnp.ones(rows, jnp.float32)
-    total = jnp.asarray(above.sum(axis=1), jnp.float32)
-    distribution = Distribution(heat, maximum, jnp.full(rows, -jnp.inf), total)
-    weights = (above.astype(np.float32) > 0) * 1.0 if counts else above
-    share = random.uniform(0.05, 0.95, rows)
-    wanted = share * weights.sum(axis=1)
-    wanted = np.ceil(wanted) if counts else wanted
-    is_searched = np.arange(rows) != 5
-    find = partial(Kernels(fan=fan).search, whole(columns, 32), counts=counts)
-    found, mass = jax.jit(find, compiler_options=UNOPTIMISED)(
-        logits,
-        distribution,
-        jnp.asarray(wanted, jnp.float32),
-        is_searched=jnp.asarray(is_searched),
-    )
-    for row in range(rows):
-        order = np.argsort(-exact[row], kind="stable")
-        reached = np.cumsum(weights[row][order]) >= wanted[row]
-        expected = exact[row][order][np.argmax(reached)] if is_searched[row] else -INF
-        kept = exact[row] >= float(found[row])
-        np.testing.assert_array_equal(kept, exact[row] >= expected)
-        if is_searched[row]:
-            np.testing.assert_allclose(mass[row], weights[row][kept].sum(), 1e-5)
+    logits = np.full(50, -1.0)
+    logits[[18, 33, 49]] = 4.0
+    assert rejection_rounds.verdict_of(tiled(), logits, [7], rule=GREEDY) == (0, 18)
 
 
 visited: list[None] = []

@@ -8,15 +8,15 @@ import pytest
 
 from jaxspec_kernels.rejection_sampling import reference
 from jaxspec_kernels.rejection_sampling.reference import Kernels
+from tests.kernels.aot_tpu import no_compilation_cache
 from tests.kernels.rejection_aot import collectives
 from tests.kernels.rejection_rounds import (
     Round,
     by_force,
-    by_whole_rows,
+    by_loops,
     forced_counts,
     make_round,
     sliced,
-    uncached,
 )
 
 # Seven columns per device; the last device holds one token and six pads.
@@ -30,7 +30,7 @@ def _no_cache():
     XLA:CPU lets independent collectives of an executable that it has loaded run at the
     same time, under one key, and crashes (jaxlib 0.10.2). It orders those it compiled.
     """
-    with uncached():
+    with no_compilation_cache():
         yield
 
 
@@ -62,20 +62,11 @@ def padded(one: Round) -> tuple:
 
 
 @pytest.mark.parametrize("shape", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)])
-def test_verdicts_are_those_of_whole_rows(shape):
+def test_verdicts_equal_those_of_loops(shape):
     run = compiled(shape)
     for seed in range(5):
         one = make_round(seed=seed)
-        np.testing.assert_array_equal(run(*padded(one)), by_whole_rows(one))
-
-
-def test_devices_agree_on_forced_drafts():
-    one = make_round(seed=3)
-    counts = forced_counts(one)
-    *arrays, numbers = padded(one)
-    numbers |= {"num_forced": jnp.asarray(counts)}
-    found = on_mesh((8,))(*arrays, numbers)
-    np.testing.assert_array_equal(found, by_force(one, counts))
+        np.testing.assert_array_equal(run(*padded(one)), by_loops(one))
 
 
 def test_point_mass_needs_no_array():
@@ -86,7 +77,7 @@ def test_point_mass_needs_no_array():
     one = Round(**{**vars(one), "tokens": tokens, "draft": certain})
     tokens, _, *rest = padded(one)
     found = on_mesh((8,), has_probs=False)(tokens, None, *rest)
-    np.testing.assert_array_equal(found, by_whole_rows(one))
+    np.testing.assert_array_equal(found, by_loops(one))
 
 
 @pytest.mark.parametrize("bad", [-np.inf, np.nan])
@@ -109,3 +100,11 @@ def test_collectives_carry_a_few_numbers_per_row():
     # Only searches exchange more than single numbers per row, per draft or per device.
     few = max(seqs * (drafts + 1), seqs * 8)
     assert sum(size > few for size in found) == 2
+
+
+def test_devices_agree_on_forced_drafts():
+    one = make_round(seed=3)
+    counts = forced_counts(one)
+    *arrays, numbers = padded(one)
+    found = on_mesh((8,))(*arrays, numbers | {"num_forced": jnp.asarray(counts)})
+    np.testing.assert_array_equal(found, by_force(one, counts))

@@ -23,7 +23,12 @@ def weights(rows: jax.Array) -> jax.Array:
 
 
 MAKERS, SIZES = (jnp.exp, jnp.square, weights), (16, 384, 8192)
-EXAMPLES = list(zip(MAKERS, SIZES, strict=True))
+EXAMPLES = [*zip(MAKERS, SIZES, strict=True)]
+
+
+def compiled_sums(make: Any) -> Any:
+    options = (compiler_options() or {}) | USERS_COMPILER
+    return jax.jit(lambda rows: row_sums(make(rows)), compiler_options=options)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +40,7 @@ EXAMPLES = list(zip(MAKERS, SIZES, strict=True))
 )
 def test_sums_of_rows_do_not_depend_on_their_number(make, size):
     rows = np.random.default_rng(size).normal(size=(2048, size)).astype(np.float32)
-    options = (compiler_options() or {}) | USERS_COMPILER
-    sums: Any = jax.jit(lambda rows: row_sums(make(rows)), compiler_options=options)
+    sums = compiled_sums(make)
     alone = np.concatenate([sums(rows[i : i + 1]) for i in range(129)])
     expected = np.asarray(make(jnp.asarray(rows[:129])), np.float64).sum(axis=1)
     np.testing.assert_allclose(alone[:, 0], expected, rtol=1e-5)
@@ -48,10 +52,7 @@ def test_sums_of_rows_do_not_depend_on_their_number(make, size):
 def test_sums_of_heads_do_not_depend_on_the_number_of_rows():
     """Each head is normalised alone, and has its own axis."""
     heads = np.random.default_rng(4).normal(size=(300, 4, 256)).astype(np.float32)
-    options = (compiler_options() or {}) | USERS_COMPILER
-    sums: Any = jax.jit(
-        lambda heads: row_sums(jnp.square(heads)), compiler_options=options
-    )
+    sums = compiled_sums(jnp.square)
     alone = np.concatenate([sums(heads[i : i + 1]) for i in range(33)])
     for count in (2, 3, 5, 16, 33, 300):
         found = np.asarray(sums(heads[:count]))[:33]

@@ -79,32 +79,17 @@ def write(folder, content: str | dict[str, Any]) -> None:
     (folder / "test-chip-9.json").write_text(text)
 
 
-def test_a_measured_shape_has_its_sizes(folder):
+def test_only_measured_shapes_have_sizes(folder):
     write(folder, table())
+    found = sizes()
+    assert found is not None and found == {"block_tokens": 256}
+    found["block_tokens"] = 1  # a caller cannot change the table
+    (folder / "test-chip-9.json").unlink()  # it is read once
     assert sizes() == {"block_tokens": 256}
-
-
-def test_unmeasured_shape_has_no_sizes(folder):
-    write(folder, table())
     assert sizes(key=key_of(queries=9)) is None
     assert sizes(operation="rejection_sampling") is None
     assert sizes(device_kind="Test Chip 10") is None
     assert sizes(implementation="gpu") is None
-
-
-def test_a_caller_cannot_change_the_table(folder):
-    write(folder, table())
-    found = sizes()
-    assert found is not None
-    found["block_tokens"] = 1
-    assert sizes() == {"block_tokens": 256}
-
-
-def test_a_table_is_read_once(folder):
-    write(folder, table())
-    sizes()
-    (folder / "test-chip-9.json").unlink()
-    assert sizes() is not None
 
 
 def test_a_table_in_a_zipped_package_is_read(tmp_path, monkeypatch):
@@ -115,11 +100,8 @@ def test_a_table_in_a_zipped_package_is_read(tmp_path, monkeypatch):
     assert sizes() == {"block_tokens": 256}
 
 
-def test_the_package_brings_its_folder():
-    assert (tuning.folder() / "README.md").is_file()
-
-
 def test_every_table_in_the_package_is_whole():
+    assert (tuning.folder() / "README.md").is_file()
     for path in tuning.folder().iterdir():
         if path.name.endswith(".json"):
             device = json.loads(path.read_text())["device"]
@@ -134,6 +116,13 @@ def test_every_table_in_the_package_is_whole():
         ("[]", "holds a list, not an object"),
         (table(device="Other Chip"), "was measured on Other Chip, not on Test Chip 9"),
         (table(jax=""), "says jax = ''"),
+        *(
+            (
+                {key: one for key, one in table().items() if key != name},
+                f"says {name} = None",
+            )
+            for name in tuning.PROVENANCE
+        ),
         (table(command=7), "says command = 7"),
         (table(entries=None), "needs entries for some of"),
         (table(entries={"write_kv_pages": {}}), "needs entries for some of"),
@@ -155,36 +144,26 @@ def test_a_broken_table_is_an_error(content, message, folder):
     assert "--again" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", tuning.PROVENANCE)
-def test_a_table_says_where_it_is_from(name, folder):
-    content = table()
-    del content[name]
-    write(folder, content)
-    with pytest.raises(ValueError, match=f"says {name} = None"):
-        sizes()
-
-
 def test_an_operation_without_sizes_is_an_error():
     with pytest.raises(ValueError, match="'write_kv_pages' has no sizes to tune"):
         sizes(operation="write_kv_pages")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seqs": 16},
-        {"queries": 9},
-        {"q_heads": 8},
-        {"kv_heads": 4},
-        {"head_dim": 128},
-        {"page_size": 32},
-        {"context": 4096},
-        {"window": None},
-        {"dtype": "float32"},
-    ],
-)
-def test_every_fact_changes_the_key(change):
-    assert key_of(**change) != KEY
+def test_every_fact_changes_the_key():
+    changes = dict(
+        seqs=16,
+        queries=9,
+        q_heads=8,
+        kv_heads=4,
+        head_dim=128,
+        page_size=32,
+        context=4096,
+        window=None,
+        dtype="float32",
+    )
+    assert changes.keys() == FACTS.keys()
+    for name, value in changes.items():
+        assert key_of(**{name: value}) != KEY, name
 
 
 def test_near_sizes_share_a_key():

@@ -18,7 +18,12 @@ from jaxspec_kernels.write_kv_pages.cases import CASES, Case
 from tests.kernels.oracle import in_lanes
 from tests.support.programs import READERS_COMPILER
 
-STORAGE = {"float32": np.float32, "bfloat16": jnp.bfloat16, "uint16": np.uint16}
+# One empty pool of every storage type.
+POOLS: dict[str, Any] = {
+    name: jnp.zeros(0, name)
+    for name in ("float32", "bfloat16", "uint16", "uint8", "float8_e4m3fn")
+}
+POOLS["int8"] = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
 
 write = jax.jit(write_kv_pages)
 
@@ -37,39 +42,30 @@ def build(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
     )
 
 
-def stored(values: np.ndarray, storage: str) -> np.ndarray:
-    """Return values as a pool with this storage type represents them."""
-    if storage != "uint16":
-        return values.astype(STORAGE[storage])
-    return values.astype(jnp.bfloat16).view(np.uint16)
-
-
 def kept_as(pool: Any) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(leaf) for leaf in jax.tree.leaves(pool))
 
 
-@pytest.mark.parametrize("kind", ["uint8", "float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("name", CASES)
-def test_quantized_rows_are_written_and_nothing_else_changes(name, kind):
-    given = build(CASES[name])
-    pool: Any = jnp.zeros(0, kind)
-    if kind == "int8":
-        pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
-    before = to_storage(jnp.asarray(given["kv_pages"]), pool)
+def stored(values: np.ndarray, storage: str) -> Any:
+    """Return values as a pool with this storage type represents them."""
+    if storage == "uint16":
+        return jnp.asarray(values.astype(jnp.bfloat16).view(np.uint16))
+    if storage in ("float32", "bfloat16"):
+        return jnp.asarray(values.astype(jnp.dtype(storage)))
+    return to_storage(jnp.asarray(values), POOLS[storage])
+
+
+def oracle(given: dict[str, np.ndarray], storage: str) -> list[np.ndarray]:
+    """Return the pool after one assignment per token, in numpy."""
     rows = np.stack([given["key"], given["value"]], axis=2)
-    rows = rows.reshape(len(rows), -1, rows.shape[3])
-    expected = kept_as(before)
-    expected = [part.reshape(-1, *part.shape[2:]).copy() for part in expected]
-    for whole, part in zip(
-        expected, kept_as(to_storage(jnp.asarray(rows), pool)), strict=True
-    ):
-        whole[given["slot_mapping"]] = part
-    slots = jnp.asarray(given["slot_mapping"])
-    written = write(
-        before, jnp.asarray(given["key"]), jnp.asarray(given["value"]), slots
-    )
-    for found, wanted in zip(kept_as(written), expected, strict=True):
-        np.testing.assert_array_equal(found, wanted.reshape(found.shape))
+    rows = kept_as(stored(rows.reshape(len(rows), -1, rows.shape[3]), storage))
+    pool = [part.copy() for part in kept_as(stored(given["kv_pages"], storage))]
+    for part, new in zip(pool, rows, strict=True):
+        page_size = part.shape[1]
+        for slot, row in zip(given["slot_mapping"], new, strict=True):
+            if slot < len(part) * page_size:
+                part[slot // page_size, slot % page_size] = row
+    return pool
 
 
 # Cases by page size times heads: 8 rows share 128 lanes; 2 or 6 do not fill them; 32
@@ -91,8 +87,7 @@ STRICT = pltpu.InterpretParams(
 def lane_pools(case: Case) -> tuple[ScaledPages, dict[str, jax.Array]]:
     """Return int8 pages with scales by slot, and rows to write; one key is NaN."""
     given = build(case)
-    pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
-    pages = to_storage(jnp.asarray(given.pop("kv_pages")), pool)
+    pages = stored(given.pop("kv_pages"), "int8")
     given["key"][0, 0, 0] = np.nan
     # Some slots are padding, and one is far past the end.
     num_slots = case.pages * case.page_size
@@ -169,10 +164,11 @@ def test_rejects_page_size_that_is_no_power_of_two():
     case = Case(tokens=3, pages=4, page_size=6, kv_heads=2, head_dim=8)
     pages, given = lane_pools(case)
     slots = given["slot_mapping"]
-    with pytest.raises(NotImplementedError, match="page_size 6: .* power of two"):
-        write_kv_pages(in_lanes(pages), **given, implementation="tpu")
-    with pytest.raises(NotImplementedError, match="page_size 6: .* power of two"):
-        copy_kv_rows(in_lanes(pages), slots, slots, implementation="tpu")
+    lanes, error = in_lanes(pages), "page_size 6: .* power of two"
+    with pytest.raises(NotImplementedError, match=error):
+        write_kv_pages(lanes, **given, implementation="tpu")
+    with pytest.raises(NotImplementedError, match=error):
+        copy_kv_rows(lanes, slots, slots, implementation="tpu")
 
 
 def test_scale_kernels_have_no_race_and_no_access_out_of_bounds(capfd):
@@ -191,34 +187,10 @@ def test_scale_kernels_have_no_race_and_no_access_out_of_bounds(capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def oracle(given: dict[str, np.ndarray], storage: str) -> np.ndarray:
-    """Return the pages after one assignment per token and head, in numpy."""
-    pages = stored(given["kv_pages"], storage)
-    page_size = pages.shape[1]
-    for token, slot in enumerate(given["slot_mapping"]):
-        if slot >= pages.shape[0] * page_size:
-            continue
-        for head in range(given["key"].shape[1]):
-            at = slot // page_size, slot % page_size
-            pages[*at, 2 * head] = stored(given["key"][token, head], storage)
-            pages[*at, 2 * head + 1] = stored(given["value"][token, head], storage)
-    return pages
-
-
-def run(given: dict[str, np.ndarray], storage: str) -> np.ndarray:
-    pages = jnp.asarray(stored(given["kv_pages"], storage))
-    key, value, slots = (
-        jnp.asarray(given[name]) for name in ("key", "value", "slot_mapping")
-    )
-    written = write(pages, key, value, slots)
-    assert written.dtype == pages.dtype
-    return np.asarray(written)
-
-
 ONE_ROW = Case(tokens=1, pages=40, page_size=16, kv_heads=2, head_dim=8)
 
 
-@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("storage", POOLS)
 @pytest.mark.parametrize(
     ("case", "slots"),
     [
@@ -237,9 +209,13 @@ def test_writes_equal_assignments(case, slots, storage):
         given["slot_mapping"][token] = slot
         if slot >= case.pages * case.page_size:
             given["key"][token] = np.nan
-    result = run(given, storage)
-    np.testing.assert_array_equal(result, oracle(given, storage))
-    changed = (result != stored(given["kv_pages"], storage)).any(axis=(2, 3))
+    arrays = [jnp.asarray(given[name]) for name in ("key", "value", "slot_mapping")]
+    pages = stored(given["kv_pages"], storage)
+    found = kept_as(write(pages, *arrays))
+    for part, expected in zip(found, oracle(given, storage), strict=True):
+        assert part.dtype == expected.dtype
+        np.testing.assert_array_equal(part, expected)
+    changed = (found[0] != kept_as(pages)[0]).any(axis=(2, 3))
     num_pads = sum(slot >= 640 for slot in slots.values())
     assert changed.sum() == case.tokens - num_pads
 
@@ -250,7 +226,7 @@ def test_donated_pages_are_written_in_place(tokens, storage):
     """Copying a pool of gigabytes would take longer than the round."""
     case = Case(tokens=tokens, pages=64, page_size=16, kv_heads=2, head_dim=64)
     given = build(case)
-    pages = jnp.asarray(stored(given.pop("kv_pages"), storage))
+    pages = stored(given.pop("kv_pages"), storage)
     rows = {name: jnp.asarray(value) for name, value in given.items()}
     donating = partial(jax.jit, donate_argnums=0)(write_kv_pages)
     compiled = donating.lower(pages, **rows).compile(READERS_COMPILER)
@@ -269,7 +245,7 @@ def test_every_backend_writes_kv_pages(implementation):
     given = build(CASES["tiny/verify"])
     arrays = {name: jnp.asarray(value) for name, value in given.items()}
     written = write_kv_pages(**arrays, implementation=implementation)
-    np.testing.assert_array_equal(written, oracle(given, "float32"))
+    np.testing.assert_array_equal(written, oracle(given, "float32")[0])
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,11 @@ HEAD = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
 
 def test_every_tensor_is_read_to_its_parameter():
     params = load_params(CONFIG, in_memory(TENSORS), dtype=FLOAT32, mesh=make_mesh(1))
-    assert build_network(CONFIG, params).params is params
+    network: Any = build_network(CONFIG, params)
+    assert network.params is params and network.config is CONFIG
     params = values_of(params)
+    backwards = load(CONFIG, dict(reversed(TENSORS.items())))
+    jax.tree.map(np.testing.assert_array_equal, backwards, params)
     assert sorted(params) == ["embedding", "final_norm", "layers"]
     assert sorted(params["layers"]) == ["0", "1"]
     placed = set()

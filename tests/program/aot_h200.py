@@ -1,34 +1,29 @@
 """Compile the full-size programs of `benchmarks.gpu` without a GPU.
 
-`PYTHONPATH=.venv/aot python -m tests.program.aot_h200` writes the compiler's report on
-each program to `benchmarks/results/aot_h200.json`: memory, kernels, copies. With names
-of programs (or prefixes) as arguments, it prints those instead. Weights are shapes;
-nothing runs, and no figure is a speed. The machine code is for an H200; an H100 runs
-the same code with less memory.
+`PYTHONPATH=.venv/aot python -m tests.program.aot_h200` adds the compiler's report on
+each program that `benchmarks/results/aot_h200.json` lacks: memory, kernels, copies.
+Programs named as arguments (or prefixes of names) are compiled again. Weights are
+shapes; nothing runs, and no figure is a speed. The machine code is for an H200; an H100
+runs the same code with less memory.
 """
 
-import argparse
 import functools
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from tqdm.auto import tqdm
 
 from benchmarks import gpu as full_size
 from benchmarks.step_times import Models
-from tests.kernels import aot_gpu, aot_tpu
+from tests.kernels import aot_tpu
 from tests.program import hlo
+from tests.program.aot_record import FOLDER, Record, markdown
 from tests.program.aot_step import PLACES, describe
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_h200.json"
-COMMAND = "PYTHONPATH=.venv/aot python -m tests.program.aot_h200"
+RESULTS = FOLDER / "aot_h200.json"
 GIB = 2**30
 # Memory that jax finds on each GPU; the benchmark uses a fraction of it.
 MEMORY_GIB = {"NVIDIA H100": 78, "NVIDIA H200": 139}
@@ -133,39 +128,28 @@ def fits(pair_bytes: int) -> dict[str, bool]:
     return {name: pair_bytes <= room(name) for name in MEMORY_GIB}
 
 
-def _write(rows: list[dict[str, Any]]) -> None:
-    """Write the file; each program has its line, so that diffs show which changed."""
+def make_table(rows: dict[str, dict[str, Any]]) -> str:
+    """Make a table of all rows."""
+    lines = [
+        [name, f"{row['pair_bytes'] / GIB:.2f}", str(row["kernels"])]
+        for name, row in rows.items()
+    ]
+    return markdown(("program", "with the pair's weights, GiB", "kernels"), *lines)
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    found = programs(mesh=gpu())
     head = {
         "device": "NVIDIA H200, compiled for and not run",
         "memory_gib": MEMORY_GIB,
         "memory_fraction": full_size.MEMORY_FRACTION,
-        "command": COMMAND,
-        "versions": aot_gpu.versions(),
     }
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    text = json.dumps(head)[:-1] + ', "rows": [\n' + lines + "\n]}"
-    RESULTS.write_text(text + "\n", encoding="utf-8")
-
-
-def main(arguments: list[str]) -> None:
-    """Compile and print the named programs; without names compile and record all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="prefixes of names (default: all)")
-    names = parser.parse_args(arguments).names
-    jax.config.update("jax_platforms", "cpu")
-    reason = aot_gpu.missing()
-    if reason is not None:
-        raise SystemExit(reason)
-    rows: list[dict[str, Any]] = []
-    for name, program in tqdm(programs(mesh=gpu()).items(), unit="program"):
-        if names and not name.startswith(tuple(names)):
-            continue
-        rows.append(compile_program(name, program)[0])
-        if names:
-            print(json.dumps(rows[-1]), flush=True)
-        else:
-            _write(rows)
+    record = Record("aot_h200", found, head=head)
+    record.main(
+        lambda name: compile_program(name, found[name])[0], make_table, str(__doc__)
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

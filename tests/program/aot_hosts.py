@@ -6,19 +6,18 @@ number of chips, copies. Nothing runs: no figure is a speed.
 """
 
 import math
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sharding import make_mesh
+from tests.kernels import aot_tpu
 from tests.program.aot_record import Record, compile_step, engine_config, markdown
 
 TOPOLOGY, CHIPS_OF_A_HOST, NUM_HOSTS = "v5e:4x4", (2, 2, 1), 4
@@ -92,14 +91,8 @@ RECORD = Record("aot_hosts", CELLS)
 
 def describe_hosts(draft_devices: int) -> Mesh:
     """Return the mesh of all chips, grouped by host, as `Runner` orders them."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    topology = topologies.get_topology_desc(
-        platform="tpu",
-        topology_name=TOPOLOGY,
-        chips_per_host_bounds=CHIPS_OF_A_HOST,
-    )
-    devices = sorted(topology.devices, key=lambda one: (one.process_index, one.id))
+    found = aot_tpu.described_devices(TOPOLOGY, CHIPS_OF_A_HOST)
+    devices = sorted(found, key=lambda one: (one.process_index, one.id))
     return make_mesh(NUM_CHIPS, draft_devices, devices)
 
 

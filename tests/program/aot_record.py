@@ -4,8 +4,8 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +145,13 @@ class Record:
     Attributes:
         programs: Names of all programs, in their order in the file.
         package: Package of that module.
+        head: Further entries of the file's first line.
     """
 
     module: str
     programs: Collection[str]
     package: str = "tests.program"
+    head: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -166,6 +168,7 @@ class Record:
     def write(self, rows: dict[str, dict[str, Any]]) -> None:
         """Write one line per program, so that diffs show which ones changed."""
         head = {
+            **self.head,
             "command": f"PYTHONPATH=.venv/aot python -m {self.package}.{self.module}",
             "versions": aot_gpu.versions() | aot_tpu.versions(),
         }

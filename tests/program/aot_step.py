@@ -7,7 +7,6 @@ again. Nothing runs: no figure is a speed. jax looks for its compilers when it s
 so the path must be set before.
 """
 
-import os
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxspec.config.engine import ModelConfig
@@ -107,18 +105,12 @@ RECORD = Record("aot_step", PLACES)
 
 def describe(place: Place) -> Mesh:
     """Return a mesh of the place's devices, for compilation only."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    options: dict[str, Any] = {}
     if place.platform == "cuda":
-        options["target_config"] = aot_gpu.TARGET.read_text()
-        options["topology"] = place.topology
+        devices = list(aot_gpu.mesh(place.devices).devices.flat)
     else:
-        options["topology_name"] = place.topology
-        if place.devices == 1:
-            options["chips_per_host_bounds"] = (1, 1, 1)
-    topology = topologies.get_topology_desc(platform=place.platform, **options)
-    return make_mesh(place.devices, place.draft_devices, topology.devices)
+        host = (1, 1, 1) if place.devices == 1 else None
+        devices = aot_tpu.described_devices(place.topology, host)
+    return make_mesh(place.devices, place.draft_devices, devices)
 
 
 def models(

@@ -12,7 +12,6 @@ from jaxspec.program import controls
 from jaxspec.program.plan import MAX_BAD_WORD_LEN, NO_TOKEN, TokenControls
 from jaxspec.program.rows import Active
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
-from tests.kernels import dense
 from tests.support.distributions import controlled
 from tests.support.rows import make_active, make_control_rows
 
@@ -119,11 +118,20 @@ def with_bad_words(made: Round) -> Round:
     return dataclasses.replace(made, asked=asked)
 
 
+def mixed_round() -> Round:
+    return with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
+
+
+def split(shards: int) -> Backend:
+    return Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES)
+
+
 def check_adjust() -> None:
-    made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
+    made = mixed_round()
     expected = made.expected()
     found = made.adjusted(Backend())
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+    assert (expected[1] == -np.inf).any(), "no bad word of a row without a mask"
     untouched = [seq for seq, one in enumerate(made.asked) if one is None]
     np.testing.assert_array_equal(found[untouched], made.logits[untouched])
 
@@ -132,48 +140,19 @@ def test_every_row_counts_the_tokens_before_it():
     check_adjust()
 
 
-SINGLE = [
-    TokenControls(presence_penalty=1.5),
-    TokenControls(frequency_penalty=0.7),
-    TokenControls(repetition_penalty=1.3),
-    TokenControls(bias=((0, -100.0), (VOCAB - 1, 3.5))),
-    TokenControls(allowed=(0, 31, 32, 63, 64, VOCAB - 1)),
-    TokenControls(),
-]
-
-
-@pytest.mark.parametrize("one", SINGLE, ids=str)
-def test_each_control_alone_equals_the_loop(one: TokenControls):
-    made = make_round([one] * 4)
-    found = made.adjusted(Backend())
-    np.testing.assert_allclose(found, made.expected(), rtol=2e-6, atol=2e-6)
-    assert np.array_equal(found, made.logits) == (one == TokenControls())
-
-
-def test_bad_words_forbid_their_last_token_only():
-    """A bad word counts only if it is in the output, not if it starts in the prompt."""
-    made = with_bad_words(make_round([TokenControls()] * SEQS))
-    found, expected = made.adjusted(Backend()), made.expected()
-    np.testing.assert_array_equal(found == -np.inf, expected == -np.inf)
-    assert (expected == -np.inf).any(axis=-1).all()
-    kept = expected > -np.inf
-    np.testing.assert_array_equal(found[kept], made.logits[kept])
+def test_default_controls_change_nothing():
+    made = make_round([TokenControls()] * 4)
+    np.testing.assert_array_equal(made.adjusted(Backend()), made.logits)
 
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_bad_words_do_not_mask_the_last_allowed_tokens(shards):
-    allowed, row = (5, 40), 1
-    words = (5,), (40,)
-    asked = [
-        TokenControls(allowed=allowed, bad_words=words),
-        TokenControls(bad_words=words),
-    ]
-    made = make_round(list(asked))
-    found = made.adjusted(Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES))
+    allowed, row = [5, 40], 1
+    words = TokenControls(bad_words=((5,), (40,)))
+    made = make_round([dataclasses.replace(words, allowed=(5, 40)), words])
+    found = made.adjusted(split(shards))
     assert set(np.flatnonzero(found[0, row] > -np.inf)) == set(allowed)
-    np.testing.assert_array_equal(
-        found[0, row, list(allowed)], made.logits[0, row, list(allowed)]
-    )
+    np.testing.assert_array_equal(found[0, row, allowed], made.logits[0, row, allowed])
     assert set(np.flatnonzero(found[1, row] == -np.inf)) == set(allowed)
 
 
@@ -193,7 +172,7 @@ def test_bad_words_do_not_leave_only_an_early_stop_id(shards):
         min_total=made.active.num_tokens + jnp.array([early, 0], jnp.int32),
     )
     made = dataclasses.replace(made, active=active)
-    found = made.adjusted(Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES))
+    found = made.adjusted(split(shards))
     for seq, num_early in enumerate((early, 0)):
         for row in range(DRAFTS + 1):
             left = {stop, word} if row < num_early else {stop}
@@ -202,44 +181,17 @@ def test_bad_words_do_not_leave_only_an_early_stop_id(shards):
 
 @pytest.mark.parametrize("shards", [2, 8])
 def test_split_vocabulary_equals_one_device(shards):
-    made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
-    backend = Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES)
-    assert backend.vocab_axes(VOCAB) is not None
-    found = made.adjusted(backend)
-    np.testing.assert_array_equal(found, made.adjusted(Backend()))
+    made = mixed_round()
+    assert split(shards).vocab_axes(VOCAB) is not None
+    np.testing.assert_array_equal(
+        made.adjusted(split(shards)), made.adjusted(Backend())
+    )
 
 
 def test_single_rows_equal_rows_of_the_round():
     """A row computed alone, as for a draft model, counts the drafts before it."""
-    made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
+    made = mixed_round()
     together = made.adjusted(Backend())
     for row in range(DRAFTS + 1):
         alone = made.adjusted(Backend(), slice(row, row + 1))
         np.testing.assert_array_equal(alone[:, 0], together[:, row])
-
-
-@pytest.mark.parametrize(("penalty", "text"), [(1.5, [1, 15]), (0.7, [1, 1, 15])])
-def test_frequency_penalty_stops_repeated_drafts(penalty, text):
-    """Drafts are [1, 1, 1] and token 15 is always second best, as in vLLM's test."""
-    asked: list[TokenControls | None] = [TokenControls(frequency_penalty=penalty)]
-    logits = np.zeros((1, DRAFTS + 1, VOCAB), np.float32)
-    logits[..., 1], logits[..., 15] = 100.0, 99.0
-    made = dataclasses.replace(
-        make_round(asked), drafts=np.array([[1, 1, 1]]), logits=logits
-    )
-    made = dataclasses.replace(
-        made,
-        token_pages=jnp.full_like(made.token_pages, 40),
-        tokens=[[40] * len(made.tokens[0])],
-    )
-    best = dense.argmax(jnp.asarray(made.adjusted(Backend())[0])).tolist()
-    count = [token == 1 for token in best].index(False)
-    assert [1] * count + [best[count]] == text
-
-
-def test_bits_are_unpacked_lowest_first():
-    words = jnp.array([[1, 2**31 + 4]], jnp.uint32)
-    flags = controls.unpack_bits(words, 0, 64)
-    assert np.flatnonzero(flags[0]).tolist() == [0, 34, 63]
-    flags = controls.unpack_bits(words, 30, 10)
-    assert np.flatnonzero(flags[0]).tolist() == [4]

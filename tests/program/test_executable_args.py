@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -29,9 +30,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(**way: Any) -> LLMEngine:
-    settings: Any = dict(num_draft_tokens=3) | pair.SETTINGS | way
+@functools.cache
+def engine_of(way: str = "chain") -> LLMEngine:
+    settings: Any = dict(num_draft_tokens=3) | pair.SETTINGS | WAYS[way]
     return make_engine(pair.target(), pair.draft("noisy"), **settings)
+
+
+def arrays_of(engine: LLMEngine) -> Arrays:
+    """Return the engine's arrays, with a copy of its state."""
+    runner = engine.runner
+    state = jax.tree.map(jnp.copy, runner.state)
+    return Arrays(runner.program.proposers, runner.params, state)
 
 
 def everything(engine: LLMEngine) -> Any:
@@ -42,7 +51,7 @@ def everything(engine: LLMEngine) -> Any:
 @pytest.mark.parametrize("shape", [PLAIN, GREEDY, WITH_PROMPTS])
 @pytest.mark.parametrize("way", WAYS)
 def test_unused_arguments_are_neither_read_nor_changed(way: str, shape: StepShape):
-    engine = engine_of(**WAYS[way])
+    engine = engine_of(way)
     program, arguments = engine.runner.program, everything(engine)
     is_unused = [one.is_unused_without_drafts for one in program.proposers]
     assert is_unused[-1]
@@ -57,21 +66,18 @@ def test_unused_arguments_are_neither_read_nor_changed(way: str, shape: StepShap
         jax.tree.structure((*arguments, plan)), range(len(traced.invars))
     )
     used = {id(one) for equation in traced.eqns for one in equation.invars}
-    given = [
-        traced.invars[number]
-        for at, unused in enumerate(is_unused)
-        if unused
-        for number in jax.tree.leaves((numbers[1][at], numbers[2].proposers[at]))
-    ]
-    assert len(given) > 10
-    assert not used & set(map(id, given))
-    kept = [
-        traced.invars[number]
-        for at, unused in enumerate(is_unused)
-        if unused
-        for number in jax.tree.leaves(numbers[2].proposers[at])
-    ]
-    assert [id(one) for one in traced.outvars][-len(kept) :] == list(map(id, kept))
+    params, states = (
+        [
+            id(traced.invars[number])
+            for part, unused in zip(parts, is_unused, strict=True)
+            if unused
+            for number in jax.tree.leaves(part)
+        ]
+        for parts in (numbers[1], numbers[2].proposers)
+    )
+    assert len(params + states) > 10
+    assert not used & {*params, *states}
+    assert [id(one) for one in traced.outvars][-len(states) :] == states
 
 
 def test_plain_program_takes_the_arguments_of_an_engine_without_drafts():
@@ -96,9 +102,7 @@ def test_plain_program_takes_the_arguments_of_an_engine_without_drafts():
 
 
 def test_call_replaces_its_donated_arrays():
-    engine = engine_of()
-    params, state = engine.runner.params, engine.runner.state
-    arrays = Arrays(engine.runner.program.proposers, params, state)
+    arrays, params = arrays_of(engine_of()), engine_of().runner.params
     plan = jnp.zeros((1,), jnp.int32)
 
     def program(weights: list[Any], given: list[Any], plan: Any) -> Any:
@@ -106,7 +110,7 @@ def test_call_replaces_its_donated_arrays():
         return list(map(other, given)), plan
 
     calls: list[tuple[int, int]] = []
-    before = jax.tree.map(np.asarray, state)
+    before = jax.tree.map(np.asarray, arrays.state)
     drafts = before.proposers
     assert arrays.call(program, PLAIN, plan) is plan
     # The plain program does not take the draft model's pages, so they are unchanged.
@@ -118,7 +122,7 @@ def test_call_replaces_its_donated_arrays():
     twice = jax.tree.map(np.asarray, arrays.state)
     expect_equal(twice, jax.tree.map(other, once))
     assert calls[0][0] < calls[1][0] and calls[0][1] < calls[1][1]
-    assert calls[1] == tuple(map(len, flatten((*params, state))))
+    assert calls[1] == tuple(map(len, flatten((*params, arrays.state))))
 
 
 def other(array: Any) -> Any:
@@ -139,10 +143,7 @@ def expect_equal(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("shape", [PLAIN, DRAFTING])
 def test_interrupted_call_leaves_a_consistent_state(shape: StepShape):
-    engine = engine_of()
-    arrays = Arrays(
-        engine.runner.program.proposers, engine.runner.params, engine.runner.state
-    )
+    arrays = arrays_of(engine_of())
     before = jax.tree.leaves(arrays.state)
 
     def program(weights: list[Any], given: list[Any], plan: Any) -> Any:

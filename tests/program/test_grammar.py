@@ -40,18 +40,9 @@ def make_rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
 
 
 def expect(logits: np.ndarray, raw: np.ndarray, is_allowed: np.ndarray) -> np.ndarray:
-    rows = []
-    for row in range(ROWS):
-        source = logits[row]
-        if not np.isfinite(source[is_allowed[row]]).any():
-            source = raw[row]
-        rows.append(
-            [
-                v if ok else -np.inf
-                for v, ok in zip(source, is_allowed[row], strict=True)
-            ]
-        )
-    return np.array(rows, np.float32)
+    allowed = np.where(is_allowed, logits, -np.inf)
+    has_token = np.isfinite(allowed).any(axis=1, keepdims=True)
+    return np.where(is_allowed & ~has_token, raw, allowed)
 
 
 @pytest.mark.parametrize("vocab", [16, 32, 40, 64, 8192])
@@ -149,12 +140,7 @@ def test_grammar_ids_are_sent_only_with_grammars():
         num_rows=5, num_pages=40, page_size=4, max_model_len=50, vocab_size=16
     )
     plain = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=0)
-    shape = StepShape(
-        num_seqs=4,
-        num_draft_tokens=3,
-        max_prompt_tokens=0,
-        features=Features(has_grammar=True),
-    )
+    shape = dataclasses.replace(plain, features=Features(has_grammar=True))
     layout = PlanLayout(shape, pool)
     vector = layout.pack(StepPlan(grammars={4: Named(77), 0: Named(2**31 - 1)}))
     fields = layout.read(jnp.asarray(vector))

@@ -8,7 +8,7 @@ from scipy import stats
 
 from jaxspec.program import randomness
 from jaxspec.program.randomness import ACCEPT, DRAFT, SAMPLE
-from tests.kernels import dense
+from tests.kernels.rejection_rounds import coupled_noise
 from tests.support.distributions import LEVEL, check_counts
 
 COUNT = 40_000
@@ -36,25 +36,11 @@ def uniform(seeds, positions, role, index=0) -> np.ndarray:
 def test_numbers_depend_on_their_own_key_only():
     """The batch around a key and its shape do not change the key's numbers."""
     seed, position = np.arange(12).reshape(3, 4) % 5, np.arange(12).reshape(3, 4)
-    together = uniform(seed, position, ACCEPT, 1)
-    noise = dense.exponential(
-        seeds_of(seed), jnp.asarray(position, jnp.int32), SAMPLE, 16
-    )
-    for row, column in np.ndindex(3, 4):
-        key = seed[row, column], position[row, column]
-        alone = uniform([key[0]], [key[1]], ACCEPT, 1)
-        assert alone[0] == together[row, column]
-        single = dense.exponential(
-            seeds_of(np.array([key[0]])), jnp.array([key[1]], jnp.int32), SAMPLE, 16
-        )
-        np.testing.assert_array_equal(single[0], noise[row, column])
-
-
-def test_index_defaults_to_the_first_token():
-    seeds, positions = seeds_of(np.arange(9)), jnp.arange(9, dtype=jnp.int32)
-    plain = randomness.uniform(seeds, positions, SAMPLE)
-    first = randomness.uniform(seeds, positions, SAMPLE, jnp.zeros(9, jnp.int32))
-    np.testing.assert_array_equal(plain, first)
+    together, noise = uniform(seed, position, ACCEPT, 1), noise_of(seed, position, 16)
+    for at in np.ndindex(3, 4):
+        key = seed[at][None], position[at][None]
+        assert uniform(*key, ACCEPT, 1)[0] == together[at]
+        np.testing.assert_array_equal(noise_of(*key, 16)[0], noise[at])
 
 
 @pytest.mark.parametrize("role", [DRAFT, ACCEPT, SAMPLE])
@@ -95,10 +81,7 @@ def test_high_and_low_words_of_the_seed_both_count():
 
 
 def noise_of(seeds: np.ndarray, positions: np.ndarray, size: int) -> np.ndarray:
-    noise = dense.exponential(
-        seeds_of(seeds), jnp.asarray(positions, jnp.int32), SAMPLE, size
-    )
-    return np.asarray(noise)
+    return coupled_noise(seeds_of(seeds), positions, size)
 
 
 def mix(bits: np.ndarray) -> np.ndarray:
@@ -126,17 +109,16 @@ def test_noise_is_the_hash_of_ids_and_words():
 def test_noise_is_exponential_and_positive():
     noise = noise_of(np.zeros(1), np.zeros(1), 200_000)[0]
     assert noise.min() > 0 and np.isfinite(noise).all()
-    assert stats.kstest(noise.astype(np.float64), "expon").pvalue >= LEVEL
+    assert stats.kstest(noise, "expon").pvalue >= LEVEL
     across = noise_of(np.arange(COUNT), np.full(COUNT, 3), 2)
     for column in across.T:
-        assert stats.kstest(column.astype(np.float64), "expon").pvalue >= LEVEL
+        assert stats.kstest(column, "expon").pvalue >= LEVEL
 
 
 def test_noise_of_neighbours_is_independent():
     """Neighbouring seeds, positions and vocabulary entries have independent noise."""
-    size = COUNT
     rows = [
-        noise_of(np.array([seed]), np.array([position]), size)[0]
+        noise_of(np.array([seed]), np.array([position]), COUNT)[0]
         for seed in (0, 1, 2)
         for position in (0, 1, 2)
     ]
@@ -154,17 +136,9 @@ def test_noise_race_samples_from_the_weights():
     distribution = np.random.default_rng(2).dirichlet(np.full(16, 0.6))
     distribution[3] = 0
     distribution /= distribution.sum()
-    weights = jnp.asarray(np.tile(distribution, (COUNT, 1)), jnp.float32)
-    by_seed = noise_of(np.arange(COUNT), np.full(COUNT, 9), 16)
-    by_position = noise_of(np.full(COUNT, 9), np.arange(COUNT), 16)
-    for noise in (by_seed, by_position):
-        tokens = np.asarray(dense.gumbel_argmax(weights, jnp.asarray(noise)))
+    for key in (
+        (np.arange(COUNT), np.full(COUNT, 9)),
+        (np.full(COUNT, 9), np.arange(COUNT)),
+    ):
+        tokens = (distribution / noise_of(*key, 16)).argmax(axis=1)
         check_counts(np.bincount(tokens, minlength=16), distribution)
-
-
-def test_inverse_cdf_draws_follow_the_weights():
-    distribution = np.random.default_rng(3).dirichlet(np.full(16, 0.6))
-    weights = jnp.asarray(np.tile(distribution, (COUNT, 1)), jnp.float32)
-    numbers = jnp.asarray(uniform(np.arange(COUNT), 9, SAMPLE))
-    tokens = np.asarray(dense.draw(weights, numbers))
-    check_counts(np.bincount(tokens, minlength=16), distribution)

@@ -5,7 +5,6 @@ the random numbers of drafts past those that it accepts, so a later round must n
 them again.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -15,72 +14,19 @@ import numpy as np
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.program.plan import RULES
-from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
-from jaxspec.program.verify import verify
-from tests.support.round_models import DRAFT, DRAFTS, LENGTH, TARGET, VOCAB
-from tests.support.rows import make_active
+from tests.support import round_models
+from tests.support.round_models import DRAFT, DRAFTS, LENGTH
 
 # Numbers of sequences in `make test` and in the long suite, which finds smaller errors.
 FEWER, SEQS = 50_000, 150_000
 
 
-def start(rule: str, seqs: int) -> Active:
-    seeds = np.random.default_rng(1).integers(0, 2**32, (seqs, 2), dtype=np.uint32)
-    return make_active(
-        seqs,
-        num_tokens=1,
-        num_prompt=1,
-        temperature=1.0,
-        rule=RULES[rule],
-        seed=seeds,
-    )
-
-
-@jax.jit
-def play_round(
-    active: Active, history: jax.Array, num_draft_tokens: jax.Array
-) -> tuple[Active, jax.Array]:
-    """Run a round of the Markov chain; history is `[seq, LENGTH + DRAFTS + 1]`."""
-    target = jnp.log(jnp.asarray(TARGET, jnp.float32))
-    draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
-    last, tokens, probs = active.last_tokens[:, 1], [], []
-    logits = [target[last]]
-    for index in range(DRAFTS):
-        last, distribution = sample_draft(draft[last], index, active, Backend())
-        tokens.append(last)
-        probs.append(distribution)
-        logits.append(target[last])
-    drafts = jnp.stack(tokens, axis=1)
-    proposal = Proposal(drafts, active.num_tokens, jnp.stack(probs, axis=1))
-    verdict = verify(
-        proposal,
-        jnp.stack(logits, axis=1).reshape(-1, VOCAB),
-        num_draft_tokens,
-        active,
-        Backend(),
-        tree=Tree.chain(DRAFTS),
-        adjust=None,
-    )
-    row = jnp.arange(len(history), dtype=jnp.int32)
-    emitted = jnp.pad(drafts, ((0, 0), (0, 1)))
-    emitted = emitted.at[row, verdict.num_accepted].set(verdict.next_token)
-    offset = jnp.arange(DRAFTS + 1, dtype=jnp.int32)[None]
-    place = jnp.where(
-        offset <= verdict.num_accepted[:, None],
-        active.num_tokens[:, None] - 1 + offset,
-        history.shape[1],
-    )
-    history = history.at[row[:, None], place].set(emitted, mode="drop")
-    active = dataclasses.replace(
-        active,
-        num_tokens=active.num_tokens + verdict.num_accepted + 1,
-        last_tokens=jnp.stack([verdict.next_token] * 2, axis=1),
-    )
-    return active, history
+play_round = jax.jit(
+    functools.partial(round_models.play_round, tree=Tree.chain(DRAFTS))
+)
 
 
 def always(active: Active) -> jax.Array:
@@ -112,18 +58,11 @@ def statistic_of(
     Args:
         choose: K of each sequence in the next round.
     """
-    active = start(rule, seqs)
-    history = jnp.zeros((seqs, LENGTH + DRAFTS + 1), jnp.int32)
+    active, tokens = round_models.start(rule, seqs)
     for _ in range(LENGTH):
-        active, history = play_round(active, history, choose(active))
-    words = np.asarray(history)[:, :LENGTH]
-    cell = words @ (VOCAB ** np.arange(LENGTH)[::-1])
-    observed = np.bincount(cell, minlength=VOCAB**LENGTH)
-    distribution = TARGET[0]
-    for _ in range(LENGTH - 1):
-        last = np.arange(distribution.size) % VOCAB
-        distribution = (distribution[:, None] * TARGET[last]).reshape(-1)
-    expected = distribution * seqs
+        active, tokens, _ = play_round(active, tokens, choose(active))
+    observed = round_models.count_words(tokens)
+    expected = round_models.word_distribution() * seqs
     # Cells with fewer than 20 expected texts are merged. With 200 degrees of freedom,
     # the statistic is nearly normal.
     rare = expected < 20

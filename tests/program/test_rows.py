@@ -9,9 +9,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxspec.program.plan import (
     COUPLED,
+    MAX_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_IDS,
     NO_TOKEN,
     TILE,
@@ -27,12 +30,13 @@ from jaxspec.program.state import init_token_pages
 from jaxspec.program.wire import PlanLayout
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.plans import ADMISSION, with_controls
-from tests.support.rows import make_control_rows
 
 POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50, vocab_size=70)
 SHAPE = StepShape(num_seqs=4, num_draft_tokens=1, max_prompt_tokens=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
-CONTROLLED = dataclasses.replace(SHAPE, features=Features(has_controls=True))
+CONTROLLED = dataclasses.replace(
+    SHAPE, max_prompt_tokens=8 * TILE, features=Features(has_controls=True)
+)
 
 
 @partial(jax.jit, compiler_options=UNOPTIMISED)
@@ -136,12 +140,17 @@ CONTROLS = TokenControls(
     bias=((5, -100.0), (69, 2.5)),
     allowed=(0, 31, 32, 69),
     bad_words=((7,), (1, 2, 3)),
+    logprob_token_ids=(69, 0, 69),
 )
 
 
 def test_admitted_controls_are_kept_in_their_rows():
     layout = PlanLayout(CONTROLLED, POOL)
-    asked = [with_controls(2, CONTROLS), dataclasses.replace(ADMISSION, row=1)]
+    asked = [
+        with_controls(2, CONTROLS),
+        dataclasses.replace(ADMISSION, row=1),
+        with_controls(0, TokenControls()),
+    ]
     vector = jnp.asarray(layout.pack(StepPlan(admissions=asked)))
 
     @partial(jax.jit, compiler_options=UNOPTIMISED)
@@ -152,12 +161,27 @@ def test_admitted_controls_are_kept_in_their_rows():
 
     rows = used_rows()
     after = run(rows)
-    expected = make_control_rows([CONTROLS], POOL.vocab_size)
-    kept = jax.tree.map(lambda leaf: leaf[2:3], after.controls)
-    jax.tree.map(np.testing.assert_array_equal, kept, expected)
-    assert after.controls.is_controlled.tolist() == [True, False, True, True]
+    kept = jax.tree.map(np.asarray, after.controls)
+    assert kept.is_controlled.tolist() == [True, False, True, True]
     changes = changed_rows(rows, after)
-    assert changes["controls.bad_words"] == changes["controls.allowed"] == [2]
+    assert changes["controls.bad_words"] == changes["controls.allowed"] == [0, 2]
+    np.testing.assert_array_equal(kept.penalties[2], np.array([-0.5, 1.25, 1.1], "f4"))
+    pads = [NO_TOKEN] * (MAX_BIAS - 2)
+    assert kept.bias_ids[2].tolist() == [5, 69, *pads]
+    assert kept.bias_values[2, :2].tolist() == [-100.0, 2.5]
+    # The masks of 70 tokens take three words.
+    assert kept.allowed[2].tolist() == [2**31 + 1, 1, 2**5]
+    words = kept.bad_words[2]
+    assert words[:2, -3:].tolist() == [[NO_TOKEN, NO_TOKEN, 7], [1, 2, 3]]
+    assert (words[:2, :-3] == NO_TOKEN).all() and (words[2:] == NO_TOKEN).all()
+    pads = [NO_TOKEN] * (MAX_LOGPROB_TOKEN_IDS - 3)
+    assert kept.logprob_token_ids[2].tolist() == [69, 0, 69, *pads]
+    # By default, controls allow everything.
+    assert kept.penalties[0].tolist() == [0, 0, 1]
+    assert (kept.bias_ids[0] == NO_TOKEN).all()
+    assert (kept.bad_words[0] == NO_TOKEN).all()
+    bits = np.unpackbits(kept.allowed[0].view(np.uint8), bitorder="little")
+    assert bits[: POOL.vocab_size].all()
 
 
 def test_pages_come_after_the_admission_that_clears_the_table():
@@ -168,25 +192,21 @@ def test_pages_come_after_the_admission_that_clears_the_table():
     assert after.page_table[1, 2] == 12
 
 
-def test_tiles_write_their_tokens_and_no_pads():
-    rows = used_rows()
-    tiles = [
-        Tile(row=1, start=5, tokens=np.array([91, 92, 93]), is_last=True),
-        Tile(row=2, start=0, tokens=np.arange(200, 232), is_last=False),
-    ]
-    found = tokens_after(rows, StepPlan(tiles=tiles))
-    expected = by_position(rows, used_tokens())
-    expected[1, 5:8] = [91, 92, 93]
-    expected[2, :TILE] = np.arange(200, 232)
-    assert found.tolist() == expected.tolist()
-
-
-def test_tile_at_the_end_of_the_context_remains_inside():
-    tile = Tile(row=0, start=49, tokens=np.array([77]), is_last=True)
-    found = tokens_after(used_rows(), StepPlan(tiles=[tile]))
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {(1, 5): [91, 92, 93], (2, 0): [*range(200, 200 + TILE)]},
+        {(0, POOL.max_model_len - 1): [77]},
+    ],
+)
+def test_tiles_write_their_tokens_and_no_pads(tiles):
     expected = by_position(used_rows(), used_tokens())
-    expected[0, 49] = 77
-    assert found.tolist() == expected.tolist()
+    plan = StepPlan()
+    for (row, start), tokens in tiles.items():
+        expected[row, start : start + len(tokens)] = tokens
+        given = np.array(tokens)
+        plan.tiles.append(Tile(row=row, start=start, tokens=given, is_last=True))
+    assert tokens_after(used_rows(), plan).tolist() == expected.tolist()
 
 
 def test_tokens_without_a_page_are_written_nowhere():
@@ -230,14 +250,3 @@ def test_gathered_sequences_equal_their_rows():
     )
     assert active.num_tokens.tolist() == [20]
     assert active.last_tokens.tolist() == [history[2, 18:20].tolist()]
-
-
-def test_repeated_sequences_are_adjacent():
-    row = jnp.array([2, 0], jnp.int32)
-    repeated = jax.jit(
-        lambda *args: gather(*args).repeat(3), compiler_options=UNOPTIMISED
-    )
-    active = repeated(used_rows(), used_tokens(), row)
-    assert active.row.tolist() == [2, 2, 2, 0, 0, 0]
-    assert active.seed.shape == (6, 2)
-    assert active.top_k.shape == (6,)

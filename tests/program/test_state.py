@@ -43,30 +43,35 @@ def test_new_rows_are_empty():
     assert (np.asarray(rows.stop_ids) == NO_TOKEN).all()
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_scanned_layers_of_a_kind_have_their_pages_in_one_array(scan_layers):
+def forms_of(
+    parts: int, devices: Any = None, *, scan_layers: bool = False, **pool: Any
+):
+    """Return the forms of 9B's pages on `parts` devices."""
     config = config_from_hf(published_config("9b"))
     config = dataclasses.replace(config, scan_layers=scan_layers)
-    dtype: Any = jnp.dtype(jnp.float32)
-    forms = page_forms(config, dtype, POOL, make_mesh(8), TARGET_MESH_AXES)
+    mesh = make_mesh(parts, devices=devices)
+    changed = dataclasses.replace(POOL, **pool)
+    forms: Any = page_forms(config, DTYPE, changed, mesh, TARGET_MESH_AXES)
+    return forms
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_scanned_layers_of_a_kind_have_their_pages_in_one_array(scan_layers):
+    forms = forms_of(8, scan_layers=scan_layers)
     shapes = [(21 * 10, 4, 16, 256)] * 2 if scan_layers else [(10, 4, 16, 256)] * 42
     assert [form.shape for form in forms] == shapes
     assert all(form.sharding.shard_shape(form.shape)[2] == 2 for form in forms)
 
 
-@pytest.mark.parametrize("kept", ["int8", "fp8"])
-def test_pages_of_eight_bits_split_by_heads_with_their_scales(kept):
-    config = config_from_hf(published_config("9b"))
-    pool = dataclasses.replace(POOL, kv_cache_dtype=kept)
-    dtype: Any = jnp.dtype(jnp.bfloat16)
-    first: Any = page_forms(config, dtype, pool, make_mesh(4), TARGET_MESH_AXES)[0]
-    leaves = jax.tree.leaves(first)
-    assert [leaf.shape for leaf in leaves] == [(10, 4, 16, 256), (10, 4, 16)][
-        : len(leaves)
-    ]
+@pytest.mark.parametrize(
+    ("kept", "dtypes"), [("int8", ["int8", "float32"]), ("fp8", ["uint8"])]
+)
+def test_pages_of_eight_bits_split_by_heads_with_their_scales(kept, dtypes):
+    leaves = jax.tree.leaves(forms_of(4, kv_cache_dtype=kept)[0])
+    assert [str(leaf.dtype) for leaf in leaves] == dtypes
+    shapes = [(10, 4, 16, 256), (10, 4, 16)]
+    assert [leaf.shape for leaf in leaves] == shapes[: len(leaves)]
     assert all(leaf.sharding.shard_shape(leaf.shape)[2] == 4 for leaf in leaves)
-    names = {"int8": ["int8", "float32"], "fp8": ["uint8"]}
-    assert [str(leaf.dtype) for leaf in leaves] == names[kept]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +83,9 @@ def test_a_tpu_has_the_lanes_of_each_devices_heads(parts, scan_layers, lanes, ow
 
     On one of four devices they have 64, in 128 lanes.
     """
-    config = config_from_hf(published_config("9b"))
-    config = dataclasses.replace(config, scan_layers=scan_layers)
-    pool = dataclasses.replace(POOL, kv_cache_dtype="int8", page_size=16)
-    mesh = make_mesh(parts, devices=named_devices("v5e-8"))
-    first: Any = page_forms(config, DTYPE, pool, mesh, TARGET_MESH_AXES)[0]
+    pool: Any = dict(kv_cache_dtype="int8", page_size=16)
+    devices = named_devices("v5e-8")
+    first = forms_of(parts, devices, scan_layers=scan_layers, **pool)[0]
     pages = 21 * 10 if scan_layers else 10
     assert first.is_in_lanes and first.values.dtype == jnp.int8
     assert first.scales.shape == (pages, 1, lanes)
@@ -116,12 +119,10 @@ def test_memory_plan_rejects_page_types_the_device_cannot_read(device, options, 
 
 
 def test_old_gpus_reject_fp8():
-    config = config_from_hf(published_config("9b"))
-    pool = dataclasses.replace(POOL, kv_cache_dtype="fp8")
     old = SimpleNamespace(platform="gpu", device_kind="A100", compute_capability="8.0")
-    form: Any = page_forms(config, DTYPE, POOL, make_mesh(1), TARGET_MESH_AXES)[0]
+    form = forms_of(1)[0]
     with pytest.raises(UnsupportedError, match="capability 8.0, and fp8 needs 8.9"):
-        check_kept(pool.kv_cache_dtype, old, form)
+        check_kept("fp8", old, form)
     check_kept("int8", old, form)
 
 

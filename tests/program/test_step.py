@@ -16,9 +16,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.program.plan import Features, StepShape
 from jaxspec_kernels import write_kv_pages
 from tests.support import pair
-from tests.support.engines import (
-    make_engine,
-)
+from tests.support.engines import make_engine
 from tests.support.oracles import make_hf_model
 from tests.support.programs import READERS_COMPILER, USERS_COMPILER
 from tests.support.step_programs import (
@@ -38,34 +36,37 @@ LOOPED = StepShape(
     max_rounds=4,
     features=Features(all_greedy=True),
 )
-# The last shape samples and has prompts. Together with the first, it covers all parts
-# of a round.
-SHAPES = [LOOPED, dataclasses.replace(LOOPED, features=Features())] + [
-    StepShape(num_seqs=seqs, num_draft_tokens=drafts, max_prompt_tokens=chunk)
-    for seqs, drafts, chunk in [(1, 0, 0), (2, 0, 0), (1, 0, 32), (1, 3, 0), (2, 3, 0)]
-    + [(1, 3, 32)]
-]
-MORE_SHAPES = [
-    StepShape(num_seqs=2, num_draft_tokens=drafts, max_prompt_tokens=32)
-    for drafts in (0, 3)
-]
-MORE_SHAPES += [
-    StepShape(num_seqs=1, num_draft_tokens=drafts, max_prompt_tokens=0, max_rounds=4)
-    for drafts in (0, 3)
-]
+# Sampled, with prompts. Together with the first, it covers all parts of a round.
+SAMPLED = StepShape(num_seqs=1, num_draft_tokens=3, max_prompt_tokens=32)
 # All features but grammars.
 FEATURES = Features(has_controls=True, num_logprobs=5, num_prompt_logprobs=3)
-MORE_SHAPES += [
-    StepShape(
-        num_seqs=2, num_draft_tokens=3, max_prompt_tokens=chunk, features=FEATURES
-    )
-    for chunk in (0, 32)
+QUICK = LOOPED, SAMPLED
+SHAPES = [
+    *QUICK,
+    dataclasses.replace(LOOPED, features=Features()),
+    *(
+        StepShape(num_seqs=seqs, num_draft_tokens=drafts, max_prompt_tokens=chunk)
+        for seqs in (1, 2)
+        for drafts in (0, 3)
+        for chunk in (0, 32)
+        if (seqs, drafts, chunk) != (1, 3, 32)
+    ),
+    *(
+        StepShape(num_seqs=1, num_draft_tokens=n, max_prompt_tokens=0, max_rounds=4)
+        for n in (0, 3)
+    ),
+    *(
+        StepShape(
+            num_seqs=2, num_draft_tokens=3, max_prompt_tokens=n, features=FEATURES
+        )
+        for n in (0, 32)
+    ),
 ]
 
 
 @functools.cache
 def users_engine(dtype: str) -> LLMEngine:
-    """An engine with users' compile options; a CPU stores bfloat16 pages as uint16."""
+    """Return an engine with users' compile options."""
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -83,7 +84,9 @@ def test_tested_programs_equal_users_programs():
     for options in (READERS_COMPILER, USERS_COMPILER):
         runner: Any = users_engine.__wrapped__("float32").runner
         runner.compiler_options = options
-        text = runner.executable(SHAPES[-2]).as_text()
+        text = runner.executable(
+            dataclasses.replace(SAMPLED, num_seqs=2, max_prompt_tokens=0)
+        ).as_text()
         # Ignore source locations, which differ if a program comes from the cache.
         text = re.sub(r"(?m)^(File|Function|Stack)\w+\n(\d+ .*\n)+", "", text)
         texts.append(re.sub(r"metadata=\{[^}]*\}", "", text))
@@ -91,17 +94,20 @@ def test_tested_programs_equal_users_programs():
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "dtype"),
     [
-        pytest.param(
-            shape, marks=() if shape in (LOOPED, SHAPES[-1]) else pytest.mark.slow
-        )
+        pytest.param(shape, dtype, marks=marks, id=f"{shape.name}-{dtype}")
         for shape in SHAPES
+        for dtype in ("float32", "bfloat16")
+        for marks in [[pytest.mark.slow] * (shape not in QUICK or dtype == "bfloat16")]
     ],
-    ids=str,
 )
-def test_pages_and_weights_are_never_copied(shape):
-    check_program(users_engine("float32"), shape)
+def test_pages_and_weights_are_never_copied(shape, dtype):
+    """A CPU stores bfloat16 pages as uint16."""
+    engine = users_engine(dtype)
+    stored = {"float32": jnp.float32, "bfloat16": jnp.uint16}[dtype]
+    assert engine.runner.state.target_pages[0].dtype == stored
+    check_program(engine, shape)
 
 
 TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
@@ -162,23 +168,9 @@ def test_common_program_has_no_controls():
     runner: Any = users_engine("float32").runner
     controls = runner.state.rows.controls
     shapes = {leaf.shape for leaf in (controls.bias_ids, controls.bad_words)}
-    program = runner.executable(SHAPES[-1]).as_text()
+    program = runner.executable(SAMPLED).as_text()
     used = {one.opcode for one in instructions(program) if one.shape in shapes}
     assert used == {"parameter"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", MORE_SHAPES, ids=str)
-def test_pages_and_weights_are_never_copied_in_other_shapes(shape):
-    check_program(users_engine("float32"), shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES + MORE_SHAPES, ids=str)
-def test_pages_and_weights_are_never_copied_in_bfloat16(shape):
-    engine = users_engine("bfloat16")
-    assert engine.runner.state.target_pages[0].dtype == jnp.uint16
-    check_program(engine, shape)
 
 
 def test_the_check_finds_a_copy():

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import pytest
 
@@ -26,39 +27,46 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 def make_lookup_engine(**changes):
     drafts = dict(num_draft_tokens=pair.NUM_DRAFT, lookup=LOOKUP) | changes
-    engine = make_engine(
-        pair.target(),
-        **pair.settings(**drafts),
-    )
+    engine = make_engine(pair.target(), **pair.settings(**drafts))
     engine.runner.compiler_options = READERS_COMPILER
     return engine
 
 
-@pytest.fixture(scope="module")
-def engine():
-    return make_lookup_engine()
+@functools.cache
+def engine_of(dtype: str = "float32"):
+    return make_lookup_engine(dtype=dtype)
+
+
+ALL = Features(num_logprobs=5, has_controls=True)
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "features"), [(1, GREEDY), slow(1, Features()), slow(2, Features())]
+    ("num_seqs", "features", "dtype"),
+    [
+        (1, GREEDY, "float32"),
+        slow(1, Features(), "float32"),
+        slow(2, Features(), "float32"),
+        slow(2, ALL, "float32"),
+        slow(2, Features(), "bfloat16"),
+    ],
 )
-def test_both_forms_write_pages_in_place(engine, num_seqs, features):
+def test_both_forms_write_pages_in_place(num_seqs, features, dtype):
     shape = StepShape(
         num_seqs=num_seqs,
         num_draft_tokens=pair.NUM_DRAFT,
         max_prompt_tokens=0,
         features=features,
     )
-    program = check_program(engine, shape)
-    assert " conditional(" not in entry_of(program)
-    loops = set(re.findall(r" while\(.*body=%([\w.-]+)", entry_of(program)))
-    assert len(loops) == 2
+    entry = entry_of(check_program(engine_of(dtype), shape))
+    if features != ALL:
+        assert " conditional(" not in entry
+        assert len(set(re.findall(r" while\(.*body=%([\w.-]+)", entry))) == 2
 
 
 @pytest.mark.parametrize(
     ("chunk", "features"), [(0, GREEDY), slow(0, Features()), (32, Features())]
 )
-def test_no_products_outside_of_the_two_forms(engine, chunk, features):
+def test_no_products_outside_of_the_two_forms(chunk, features):
     """The wide and the narrow pass contain all matrix products of the program."""
     shape = StepShape(
         num_seqs=1,
@@ -66,7 +74,8 @@ def test_no_products_outside_of_the_two_forms(engine, chunk, features):
         max_prompt_tokens=chunk,
         features=features,
     )
-    program = engine.runner.executable(shape).as_text()
+    runner: Any = engine_of().runner
+    program = runner.executable(shape).as_text()
     assert " dot(" in program and '"jaxspec_multiply"' in program
     assert has_products(program, entry_of(program)) == (chunk > 0)
 
@@ -84,24 +93,6 @@ def test_programs_for_many_drafts_have_a_narrow_pass(features):
     assert " conditional(" not in entry
     assert len(set(re.findall(r" while\(.*body=%([\w.-]+)", entry))) == 3
     assert not has_products(program, entry)
-
-
-@pytest.mark.slow
-def test_both_forms_write_pages_in_place_in_bfloat16():
-    engine = make_lookup_engine(dtype="bfloat16")
-    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, max_prompt_tokens=0)
-    check_program(engine, shape)
-
-
-@pytest.mark.slow
-def test_both_forms_write_pages_in_place_with_logprobs(engine):
-    shape = StepShape(
-        num_seqs=2,
-        num_draft_tokens=pair.NUM_DRAFT,
-        max_prompt_tokens=0,
-        features=Features(num_logprobs=5, has_controls=True),
-    )
-    check_program(engine, shape)
 
 
 def test_a_text_without_repeats_runs_plain_rounds_only():

@@ -1,7 +1,5 @@
 """Tokens are written only to their own slots, and see the right rows."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,25 +47,14 @@ def test_slots_follow_the_page_table(count):
     for length in range(0, 19):
         kv_len = [length, max(0, 11 - length)]
         batch = region(kv_len, count)
-        # A write to any slot at or past the number of slots is dropped, so all of these
-        # are equal.
+        # jax wraps a negative index, even with mode="drop". A write to any slot at or
+        # past the number of slots is dropped, so all of these are equal.
+        assert (np.asarray(batch.slot_mapping) >= 0).all()
         slots = np.minimum(np.asarray(batch.slot_mapping), PADS)
         assert slots.tolist() == expected_slots(kv_len, count)
         positions = np.asarray(batch.positions).reshape(2, count)
         assert positions[:, -1].tolist() == [size - 1 for size in kv_len]
         assert (np.diff(positions, axis=1) == 1).all()
-
-
-def test_no_slot_is_negative():
-    # A negative slot would be a bug: jax wraps a negative index, even with mode="drop".
-    for length in range(0, 19):
-        assert (np.asarray(region([length, 0], 6).slot_mapping) >= 0).all()
-
-
-def test_tokens_not_to_be_kept_are_not_written():
-    batch = region([6, 6], 3, is_written=[[True, False, True], [False] * 3])
-    slots = np.asarray(batch.slot_mapping)
-    assert (slots < PADS).tolist() == [True, False, True, False, False, False]
 
 
 def test_joined_regions_stay_in_order():
@@ -81,9 +68,11 @@ def test_joined_regions_stay_in_order():
     assert join_batches([first]) is first
 
 
-def test_tokens_without_a_slot_attend_to_nothing():
+def test_tokens_that_are_not_written_attend_to_nothing():
     """Padding rows have the last row's page table, whose pages may be free again."""
     batch = region([6, 6], 3, is_written=[[True, False, True], [False] * 3])
+    slots = np.asarray(batch.slot_mapping)
+    assert (slots < PADS).tolist() == [True, False, True, False, False, False]
     (part,) = batch.regions
     assert np.asarray(part.kv_len).tolist() == [6, 0]
     assert np.asarray(batch.positions).tolist() == [3, 4, 5, 3, 4, 5]
@@ -133,19 +122,12 @@ def test_every_tree_node_has_the_logits_of_its_path(length: int):
     paged = PagedModel(model_config(reference), load_ours(reference))
     if length > 1:
         paged.run(known[:-1])
-    size = paged.num_pages * paged.page_size
     batch = make_token_batch(
         jnp.asarray(np.append(known[-1], drafts)[None], jnp.int32),
         jnp.array([length + tree.num_nodes], jnp.int32),
         jnp.asarray(paged.page_table),
         jnp.ones((1, tree.num_rows), bool),
-        replace(
-            POOL,
-            num_rows=1,
-            num_pages=paged.num_pages,
-            page_size=paged.page_size,
-            max_model_len=size,
-        ),
+        paged.pool,
         tree=tree,
     )
     logits, _ = paged.forward(paged.params, batch, paged.kv_pages)

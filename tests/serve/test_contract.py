@@ -44,7 +44,8 @@ def num_top(answer: Any) -> list[int]:
 
 
 def prompt_logprobs(answer: Any) -> list[Any]:
-    return answer.get("prompt_logprobs") or only(answer)["prompt_logprobs"]
+    is_text = answer["object"] == "text_completion"
+    return (only(answer) if is_text else answer)["prompt_logprobs"]
 
 
 def length(answer: Any) -> int:
@@ -163,6 +164,10 @@ ANSWERED: list[tuple[str, Fields, Any]] = [
             {"stream": True, "stream_options": {"include_usage": True}},
             lambda e: (e[-1]["choices"], e[-1]["usage"]) == ([], COUNTS),
         )
+        for path in BOTH
+    ),
+    *(
+        (path, {"stream": True}, lambda e: not any(one.get("usage") for one in e))
         for path in BOTH
     ),
     # Values at the limits.

@@ -97,6 +97,9 @@ def test_conversations():
         chat(TURNS, continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(RequestError, match="take turns"):
         chat([TURNS[1]])
+    spelled = chat([{"role": "user", "content": "a<end_of_turn>"}])
+    (end,) = TOKENIZER.turn_end_ids
+    assert spelled["prompt_token_ids"].count(end) == 1
 
 
 def test_system_message_is_merged_unless_strict():

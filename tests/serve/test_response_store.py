@@ -239,7 +239,8 @@ def test_rejects_other_files(tmp_path):
     wrong: list[Any] = [str(tmp_path / name) for name in ("text", "other", "no/file")]
     wrong += [str(tmp_path), 7]
     for given in wrong:
-        with pytest.raises(ConfigError, match="response_store must be") as caught:
+        said = "response_store must be a file" if isinstance(given, str) else "must be"
+        with pytest.raises(ConfigError, match=said) as caught:
             ServerSettings(response_store=given)
         assert caught.value.parameter == "response_store"
     ServerSettings(response_store=str(tmp_path / "new"))

@@ -408,13 +408,15 @@ def check_items(events: list[Any]) -> None:
         kind = event.type.removeprefix("response.")
         if kind == "output_item.added":
             assert event.output_index == len(items)
+            assert event.item.status == "in_progress"
+            assert getattr(event.item, "arguments", "") == ""
             items.append(event.item)
             grown = ""
         elif kind.endswith(".delta"):
             assert (event.output_index, event.item_id) == (len(items) - 1, items[-1].id)
             grown += event.delta
         elif kind == "function_call_arguments.done":
-            assert event.arguments == grown
+            assert (event.name, event.arguments) == (items[-1].name, grown)
         elif kind == "output_text.done":
             assert event.text == grown
         elif kind == "output_item.done":
@@ -526,6 +528,8 @@ def test_responses_refuse_invalid_tools(stage: Stage):
     for tools, param in (([], "tools"), (broken, "tools[0]['parameters']")):
         asked = ASKED_FLAT | REQUIRED | {"tools": tools}
         assert stage.http.refusal(RESPONSES, asked)["param"] == param
+    asked = ASKED_FLAT | REQUIRED | {"structured_outputs": {"regex": "a"}}
+    assert stage.http.refusal(RESPONSES, asked)["param"] == "tool_choice"
 
 
 def test_tool_parser_plugin(

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,12 +12,14 @@ import pytest
 import torch
 from jax.sharding import Mesh
 
+import jaxspec.llm
 from jaxspec.config.engine import EngineConfig, SpeculativeConfig
 from jaxspec.config.methods import SUFFIX_DEFAULTS
 from jaxspec.config.speculation import FIXED
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh
+from jaxspec.llm import LLM
 from jaxspec.models import cpu
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.weights import load_params
@@ -364,6 +367,14 @@ def with_settings(engine: LLMEngine, *, seed: int = 0, **speculative: Any) -> LL
 def _over(config: EngineConfig, runner: Runner) -> LLMEngine:
     tokenizer = StubTokenizer(config.model_config.vocab_size)
     return LLMEngine(config, runner=runner, tokenizer=tokenizer)
+
+
+def make_llm(engine: Any) -> LLM:
+    """Return an `LLM` that calls an existing engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = SimpleNamespace(from_engine_args=lambda args: engine)
+        patch.setattr(jaxspec.llm, "LLMEngine", made)
+        return LLM("folder")
 
 
 def generate(

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.compiler import Compiler
-from jaxspec.engine.runner import Runner
+from jaxspec.engine.runner import Runner, pool_of
 from jaxspec.program.plan import (
     NO_TOKEN,
     TILE,
@@ -384,14 +384,8 @@ class FakeRunner(Runner):
     """A runner over a `FakeDevice` that records its calls in order."""
 
     def __init__(self, config: EngineConfig, truth: Truth, *, seed: int = 0):
-        pool = PoolShape(
-            num_rows=config.max_num_seqs,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            max_model_len=config.max_model_len,
-            vocab_size=config.model_config.vocab_size,
-        )
         has_draft = config.draft_model_config is not None
+        pool = pool_of(config)
         self.device = FakeDevice(pool, truth, has_draft=has_draft, seed=seed)
         self.events: list[tuple[str, int]] = []
         self.plans: list[tuple[StepPlan, StepShape]] = []

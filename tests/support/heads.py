@@ -390,16 +390,3 @@ def make_head_engine(
     if params is None:
         params = random_params(config, dtype=options.get("dtype", "float32"))
     return make_engine(target_of(target), head=(config, params), **(settings | options))
-
-
-def split_engine(target: Any, config: Any, draft_devices: int) -> LLMEngine:
-    """Make an engine on eight devices; `draft_devices` share one copy of the head."""
-    mesh = make_mesh(8, draft_devices)
-    params = random_params(config, mesh=mesh)
-    return make_engine(
-        target,
-        head=(config, params),
-        num_draft_tokens=NUM_DRAFT,
-        tensor_parallel_size=8,
-        draft_tensor_parallel_size=draft_devices,
-    )

@@ -1,13 +1,17 @@
 """Plain Python specifications of lookups, and sequences in pages to search."""
 
 import dataclasses
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config.lookups import NUM_MATCHES
 from jaxspec.program.propose import ngram
+from tests.kernels.oracle import UNOPTIMISED
 from tests.support.rows import make_active
 
 DRAFTS = 4
@@ -89,3 +93,27 @@ def in_pages(texts: list[list[int]], random: np.random.Generator):
         pages[tables[row, :used]] = np.reshape(padded, (used, PAGE_SIZE))
     active = make_active(count, num_tokens=np.array([len(text) for text in texts]))
     return dataclasses.replace(active, page_table=jnp.asarray(tables)), pages
+
+
+def drafts_of(
+    texts: list[list[int]],
+    propose: Callable[[Any, Any], Any],
+    *,
+    num_draft_tokens: int = DRAFTS,
+    is_active: list[bool] | None = None,
+) -> list[list[int]]:
+    """Return the valid drafts of each text.
+
+    Args:
+        propose: Returns a proposal from the rows of a launch and the pages of tokens.
+            It is a new function for every call: a cached trace would not contain a
+            mutant.
+    """
+    active, pages = in_pages(texts, np.random.default_rng(0))
+    if is_active is not None:
+        active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
+    found = jax.jit(propose, compiler_options=UNOPTIMISED)(active, jnp.asarray(pages))
+    assert found.tokens.shape == (len(texts), num_draft_tokens)
+    assert found.probs is None
+    rows = zip(found.tokens.tolist(), found.num_drafts.tolist(), strict=True)
+    return [row[:count] for row, count in rows]

@@ -1,6 +1,7 @@
 """Run a scheduler on a fake device, without detokenization."""
 
 from collections import deque
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from jaxspec.config.engine import EngineConfig, SpeculativeConfig
 from jaxspec.config.speculation import FIXED
+from jaxspec.engine.runner import pool_of
 from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.programs import EveryProgram
@@ -15,7 +17,7 @@ from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
-from jaxspec.program.plan import TILE, PoolShape, StepShape
+from jaxspec.program.plan import TILE, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.defaults import DEFAULTS
 from tests.support.engines import MICRO
@@ -134,13 +136,7 @@ class Loop:
         self.scheduler = Scheduler(
             config, policy, programs=programs, page_events=page_events
         )
-        self.pool = PoolShape(
-            num_rows=config.max_num_seqs,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            max_model_len=config.max_model_len,
-            vocab_size=config.model_config.vocab_size,
-        )
+        self.pool = pool_of(config)
         self.truth = random_truth(VOCAB)
         self.device = FakeDevice(
             self.pool,
@@ -152,6 +148,15 @@ class Loop:
         self.launched: deque = deque()
         self.launches: list[Launch] = []
         self.finished: list[Request] = []
+
+    def run(self, requests: Iterable[Request] = ()) -> None:
+        """Add requests, and run until all have ended."""
+        for request in requests:
+            self.scheduler.add(request)
+        for _ in range(20_000):
+            if not self.step():
+                return
+        raise AssertionError("requests do not end")
 
     def step(self) -> bool:
         launch = self.scheduler.plan()
@@ -190,11 +195,7 @@ class Loop:
 
 def run_traffic(config: EngineConfig, requests: list[Request], seed: int = 0) -> Loop:
     loop = Loop(config, seed)
-    for request in requests:
-        loop.scheduler.add(request)
-    for _ in range(5000):
-        if not loop.step():
-            break
+    loop.run(requests)
     assert len(loop.finished) == len(requests)
     for request in requests:
         loop.assert_said_the_truth(request)

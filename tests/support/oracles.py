@@ -22,6 +22,7 @@ from jaxspec.models.families import config_from_hf
 from jaxspec.models.network import build_network
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params
+from jaxspec.program.plan import PoolShape
 from jaxspec.sharding import (
     TARGET_MESH_AXES,
     kv_copies,
@@ -202,6 +203,17 @@ class PagedModel:
         self.num_traces = 0
         self.forward = jax.jit(
             self._forward, out_shardings=whole, compiler_options=self.compiler_options
+        )
+
+    @property
+    def pool(self) -> PoolShape:
+        """The shape of these pages, with one row."""
+        return PoolShape(
+            num_rows=1,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_model_len=self.num_pages * self.page_size,
+            vocab_size=self.config.vocab_size,
         )
 
     def _forward(self, params, batch, kv_pages):

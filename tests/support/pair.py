@@ -138,15 +138,14 @@ def plain_engine() -> LLMEngine:
     return engine
 
 
-def own_engine() -> LLMEngine:
-    """Return a speculative engine with arrays of its own, so that it may sleep."""
-    return make_engine(
-        target(),
-        draft("noisy"),
-        num_draft_tokens=NUM_DRAFT,
-        has_one_shape=True,
-        **SETTINGS,
-    )
+def own_engine(**changes: Any) -> LLMEngine:
+    """Return a speculative engine with arrays of its own, so that it may sleep.
+
+    Args:
+        changes: Arguments of `make_engine` that differ.
+    """
+    options: dict[str, Any] = dict(num_draft_tokens=NUM_DRAFT, has_one_shape=True)
+    return make_engine(target(), draft("noisy"), **(options | SETTINGS | changes))
 
 
 @functools.cache

@@ -1,10 +1,25 @@
-"""Devices and ports of processes that tests start."""
+"""Start processes; their devices and ports."""
 
 import contextlib
 import os
 import socket
+import subprocess
+import sys
+from typing import Any
 
 from tests.support.programs import ROOT, quick_environment
+
+
+def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python in the repository with the tests' program cache; return its output.
+
+    Args:
+        options: Arguments of `subprocess.run` that differ.
+    """
+    values: Any = dict(
+        capture_output=True, text=True, cwd=ROOT, env=quick_environment()
+    )
+    return subprocess.run([sys.executable, *map(str, arguments)], **(values | options))
 
 
 def environment(num_devices: int) -> dict[str, str]:

@@ -5,14 +5,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.models.backend import Backend
 from jaxspec.program.plan import (
     MAX_STOP_IDS,
     NO_TOKEN,
     Column,
+    PoolShape,
     TokenControls,
     columns,
 )
+from jaxspec.program.propose import ProposerContext
 from jaxspec.program.rows import Active, ControlRows
+from jaxspec.program.tree.tree import Tree
 
 
 def make_active(count: int, **fields: Any) -> Active:
@@ -77,3 +81,20 @@ def make_control_rows(
         is_controlled=jnp.asarray([one is not None for one in controls]),
         **{name: side_by_side(name, one) for name, one in columns(ControlRows).items()},
     )
+
+
+def make_context(
+    active: Active, tree: Tree, pool: PoolShape, **changes: Any
+) -> ProposerContext:
+    """Return what a proposer reads of a launch without prompts, on one device."""
+    given: dict[str, Any] = dict(
+        active=active,
+        token_pages=jnp.zeros((1, pool.page_size), jnp.int32),
+        tree=tree,
+        wanted_levels=jnp.full(active.row.shape, tree.num_levels, jnp.int32),
+        pool=pool,
+        prompts=None,
+        backend=lambda axes: Backend(),
+        adjuster=lambda axes: None,
+    )
+    return ProposerContext(**given | changes)

@@ -236,7 +236,8 @@ def test_system_message_is_merged_into_user_turn(template: Any):
     for refused in ([("system", "a")], [("user", "a"), ("user", "b")]):
         with pytest.raises(RequestError, match=r"Without strict_roles \(a server"):
             chat(template, refused, strict_roles=True)
-    with pytest.raises(RequestError, match="roles must alternate|take turns"):
+    own = "take turns" if template is BUNDLED_TEMPLATE else "roles must alternate"
+    with pytest.raises(RequestError, match=own):
         chat(template, [("assistant", "a")])
     with pytest.raises(RequestError) as caught:
         chat(template, [("assistant", "a")], strict_roles=True)

@@ -159,8 +159,14 @@ def test_marks_keep_spaces_lengths_and_other_letters():
                 ),
             ]
         ),
-        ([SYSTEM], "System role not supported: ", "in the first user message"),
-        ([USER, SYSTEM], "messages[1]['role']", "in the first user message"),
+        *(
+            (
+                messages,
+                f"System role not supported: messages[{place}]['role'] must be",
+                "say it in the first user message",
+            )
+            for place, messages in enumerate(([SYSTEM], [USER, SYSTEM]))
+        ),
     ],
 )
 def test_rejects_invalid_conversation(messages: Any, given: str, allowed: str):
@@ -168,6 +174,8 @@ def test_rejects_invalid_conversation(messages: Any, given: str, allowed: str):
         write(messages)
     assert given in str(caught.value)
     assert allowed in str(caught.value)
+    if given.startswith("Conversation"):
+        assert str(caught.value) == given + allowed
     if "['role']" in allowed:
         assert caught.value.parameter == allowed.partition(" ")[0]
 

@@ -285,3 +285,11 @@ def test_refuses_link_to_another_folder(tmp_path: Path, name: str):
     (folder / name).symlink_to(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"{name} is a symlink that points outside"):
         Tokenizer.from_folder(folder)
+
+
+def test_json_file_with_one_turn_marker_has_no_turns(exported: Path, tmp_path: Path):
+    content = (exported / "tokenizer.json").read_text()
+    renamed = content.replace("<end_of_turn>", "<end_of_tale>")
+    (tmp_path / "tokenizer.json").write_text(renamed)
+    tokenizer = Tokenizer.from_folder(tmp_path, "{{ 'x' }}")
+    assert not tokenizer.has_turns and tokenizer.turn_end_ids == ()

@@ -81,3 +81,9 @@ def test_attention_over_rows_has_a_gradient():
     gradient = jax.jit(jax.grad(total))(target.params)
     first = gradient["layers"]["0"]["attention"]["kv_proj"].values
     assert np.isfinite(first).all() and np.abs(first).max() > 0
+
+
+def test_shifted_rows_end_with_zeros():
+    found = rows.shifted(jnp.arange(1, 9).reshape(2, 4), 2)
+    np.testing.assert_array_equal(found, [[3, 4, 0, 0], [7, 8, 0, 0]])
+    assert rows.shifted(jnp.ones((2, 4, 3)), 5).sum() == 0

@@ -1,7 +1,5 @@
 """Described devices: sizes of parameters and state equal an engine's; known names."""
 
-from importlib import util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +15,14 @@ from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import StepShape
 
+WRONG_NAMES = ("v5e", "h200-9", "h300", "v9", "H100", "")
+DRAFT_MODEL = {"method": "draft_model", "model": "jaxspec/tiny-gemma2-draft"}
+SYNTHETIC_DRAFT = DRAFT_MODEL | {
+    "draft_tensor_parallel_size": 1,
+    "rejection_sample_method": SYNTHETIC,
+    "synthetic_acceptance_rates": [0.5, 0.25],
+}
+
 
 @pytest.mark.parametrize(
     ("dtype", "num_devices"),
@@ -28,33 +34,20 @@ from jaxspec.program.plan import StepShape
     ],
 )
 @pytest.mark.parametrize(
-    "drafts",
+    ("drafts", "scan_layers"),
     [
-        {},
-        {"method": "draft_model", "model": "jaxspec/tiny-gemma2-draft"},
-        {"method": "ngram", "prompt_lookup_max": 2},
-        {"method": "suffix"},
-        {"method": "suffix", "suffix_decoding_max_cached_requests": 2},
-        {
-            "model": "jaxspec/tiny-gemma2-draft",
-            "draft_tensor_parallel_size": 1,
-            "rejection_sample_method": SYNTHETIC,
-            "synthetic_acceptance_rates": [0.5, 0.25],
-        },
+        ({}, False),
+        (DRAFT_MODEL, False),
+        (DRAFT_MODEL, True),
+        ({"method": "ngram", "prompt_lookup_max": 2}, False),
+        ({"method": "suffix"}, False),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": 2}, False),
+        (SYNTHETIC_DRAFT, False),
     ],
 )
-def test_described_program_equals_the_engines(tmp_path, dtype, num_devices, drafts):
-    check_described(tmp_path, dtype, num_devices, drafts)
-
-
-def test_described_program_of_scanned_layers_equals_the_engines(tmp_path):
-    drafts = {"method": "draft_model", "model": "jaxspec/tiny-gemma2-draft"}
-    check_described(tmp_path, "float32", 2, drafts, scan_layers=True)
-
-
-def check_described(
-    tmp_path: Path, dtype: str, num_devices: int, drafts: Any, **options: Any
-) -> None:
+def test_described_program_equals_the_engines(
+    tmp_path, dtype, num_devices, drafts, scan_layers
+):
     config = EngineArgs(
         model="jaxspec/tiny-gemma2",
         speculative_config=drafts | {"num_speculative_tokens": 2} if drafts else None,
@@ -63,7 +56,7 @@ def check_described(
         max_model_len=64,
         tensor_parallel_size=num_devices,
         load_format="dummy",
-        **options,
+        scan_layers=scan_layers,
     ).create_engine_config()
     mesh = device_descriptions.describe_mesh(None, config)
     program, forms = device_descriptions.describe(config, mesh)
@@ -74,22 +67,19 @@ def check_described(
     assert cache.path(program, shape, forms) == cache.path(runner.program, shape, real)
 
 
-def test_rejects_unknown_devices():
-    for name in ("v9", "h200-9", "v5e", ""):
-        with pytest.raises(ConfigError, match="--device must be one of v5e-1, .* got"):
-            device_descriptions.check_device(name)
-
-
 @pytest.mark.parametrize(
-    ("name", "compiler"), [("v6e-4", "libtpu"), ("h200-2", "CUDA plugin")]
+    ("name", "message"),
+    [
+        *((name, "--device must be one of v5e-1, .* got") for name in WRONG_NAMES),
+        ("v6e-4", "libtpu.*pip install"),
+        ("h200-2", "CUDA plugin.*pip install"),
+    ],
 )
-def test_missing_compiler_is_named(name, compiler, monkeypatch):
+def test_rejects_unknown_devices_and_missing_compilers(name, message, monkeypatch):
     for module in (device_descriptions, runner):
         monkeypatch.setattr(module, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=f"{compiler}.*pip install"):
+    with pytest.raises(ConfigError, match=message):
         device_descriptions.check_device(name)
-    for module in (device_descriptions, runner):
-        monkeypatch.setattr(module, "find_spec", util.find_spec)
 
 
 def test_named_devices_include_described_devices():
@@ -99,7 +89,7 @@ def test_named_devices_include_described_devices():
     assert len(device_descriptions.named_devices("v6e-4")) == 4
     assert [one.id for one in device_descriptions.named_devices("h100-2")] == [0, 1]
     assert device_descriptions.named_devices("h100")[0].platform == "gpu"
-    for name in ("v5e", "v5e-2", "h200-9", "h300", "H100", ""):
+    for name in (*WRONG_NAMES, "v5e-2"):
         with pytest.raises(ConfigError, match="--device must be one of .* h100-2"):
             device_descriptions.named_devices(name)
 

@@ -31,7 +31,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(malloc, "_is_glibc", lambda: True)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     for name in [*os.environ]:
         if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES":
             monkeypatch.delenv(name)
@@ -41,15 +40,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 permit: Callable[[], None] = malloc.permit_spare_arenas.__wrapped__
 
 
-def test_permits_spare_arenas(library: Library):
+@pytest.mark.parametrize(("num_cores", "num_arenas"), [(2, 64), (100, 800)])
+def test_permits_spare_arenas(library, monkeypatch, num_cores: int, num_arenas: int):
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
     permit()
-    assert library.limits == {-8: 64}  # M_ARENA_MAX of glibc's malloc.h
-
-
-def test_arenas_are_not_reduced_on_many_cores(library: Library, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 100)
-    permit()
-    assert library.limits[-8] == 800
+    assert library.limits == {-8: num_arenas}  # M_ARENA_MAX of glibc's malloc.h
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -76,15 +71,11 @@ def test_refused_limit_is_logged(library: Library, monkeypatch, caplog):
     assert "glibc refused mallopt(-8, 64)" in caplog.text
 
 
-def test_trims_all_free_memory(library: Library):
-    malloc.trim_malloc()
-    assert library.trims == [0]
-
-
-def test_other_c_libraries_are_not_called(library: Library, monkeypatch):
-    monkeypatch.setattr(malloc, "_is_glibc", lambda: False)
+@pytest.mark.parametrize("is_glibc", [True, False])
+def test_only_glibc_is_called(library: Library, monkeypatch, is_glibc: bool):
+    monkeypatch.setattr(malloc, "_is_glibc", lambda: is_glibc)
     permit()
     with malloc.large_arrays_mapped():
         malloc.trim_malloc()
-    assert not library.limits
-    assert not library.trims
+    assert bool(library.limits) == is_glibc
+    assert library.trims == [0] * is_glibc  # 0 bytes are kept

@@ -34,7 +34,8 @@ SIXTY_FOUR = dict(max_num_seqs=64, max_num_batched_tokens=2048)
 
 
 def test_9b_with_a_2b_draft_on_80_gb():
-    made = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9))
+    given = SIXTY_FOUR | dict(gpu_memory_utilization=0.9)
+    made = make_plan(given)
     # Each of 64 sequences has rows for 5 drafts and one more token: 384 rows. The 2,048
     # prompt tokens are 64 tiles.
     logits = 4 * 256_000 * (5 * 384 + 4 * 64)
@@ -57,9 +58,47 @@ def test_9b_with_a_2b_draft_on_80_gb():
     # Without a draft model, 72,000,000,000 - 18,483,411,968 - 858,259,456 bytes hold
     # 9,565 pages of the 9B, which are rounded down to 9,472.
     assert made.sequences_lost == (9472 - 6272) / 512
-    given = SIXTY_FOUR | dict(gpu_memory_utilization=0.9)
     without = make_plan(given, draft=ModelBytes(), programs=WITHOUT)
     assert without.num_pages == 9472
+    assert "draft" not in without.table()
+    assert (without.draft_bytes, without.sequences_lost) == (0, 0)
+    used = make_plan(given, used_bytes=10**10)
+    pages = 10**10 / 7_208_960
+    assert made.num_pages - used.num_pages == pytest.approx(pages, rel=0.05)
+    # The default share is vLLM's.
+    assert make_plan(SIXTY_FOUR).utilization == 0.92
+    share = dict(gpu_memory_utilization=0.92)
+    assert make_plan(SIXTY_FOUR).num_pages == make_plan(SIXTY_FOUR | share).num_pages
+    # Shares are of the whole device, of which jax may use 0.95 here.
+    shared = facts(limit_bytes=95 * 10**9, limit_share=0.95)
+    assert shared.budget_bytes(0.92) == pytest.approx(92 * 10**9)
+    assert shared.budget_bytes(1.0) == 95 * 10**9
+
+
+def test_given_pages_bytes_and_sizes_are_used():
+    made = make_plan(SIXTY_FOUR | dict(num_pages=1000))
+    assert made.num_pages == 1000
+    # The memory of 1,000 pages of both models would hold 1,309 pages of the target
+    # alone.
+    assert made.sequences_lost == (1309 - 1000) / 512
+    # `compiled_bytes` is the size of programs with drafts, so programs without drafts
+    # still have the estimated size.
+    found = make_plan(SIXTY_FOUR | dict(num_pages=1000), compiled_bytes=2**30)
+    programs = 2**30 - 858_259_456
+    assert found.draft_bytes == 5_228_683_776 + 1000 * 1_703_936 + programs
+    made = make_plan(dict(kv_cache_memory_bytes=7_208_960 * 777 + 5))
+    assert (made.num_pages, made.utilization) == (777, None)
+    # `num_pages` has priority over `kv_cache_memory_bytes`, as in vLLM.
+    both = make_plan(dict(kv_cache_memory_bytes=10**10, num_pages=1000))
+    assert both.num_pages == 1000
+    # If the memory limit is unknown, as on a CPU, no plan exceeds it.
+    endless = make_plan(dict(num_pages=10**9), limit_bytes=None)
+    assert (endless.num_pages, endless.left_bytes) == (10**9, None)
+    # By default there are no more sequences than pages.
+    few: dict[str, Any] = dict(num_pages=40)
+    assert make_plan(few, max_model_len=64).sizes.num_seqs == 40
+    given = make_plan(few | dict(max_num_seqs=64), max_model_len=64)
+    assert given.sizes.num_seqs == 64  # `EngineConfig` rejects it
 
 
 def test_table_shows_all_parts():
@@ -88,44 +127,6 @@ def test_table_shows_all_parts():
     assert re.search(r"programs +1\.00 GiB  compiled, for 256", several)
 
 
-def test_plan_without_draft_has_no_draft_rows():
-    made = make_plan(draft=ModelBytes())
-    assert "draft" not in made.table()
-    assert (made.draft_bytes, made.sequences_lost) == (0, 0)
-
-
-def test_given_pages_lose_the_drafts_part():
-    made = make_plan(SIXTY_FOUR | dict(num_pages=1000))
-    # The memory of 1,000 pages of both models would hold 1,309 pages of the target
-    # alone.
-    assert made.sequences_lost == (1309 - 1000) / 512
-    # `compiled_bytes` is the size of programs with drafts, so programs without drafts
-    # still have the estimated size.
-    found = make_plan(SIXTY_FOUR | dict(num_pages=1000), compiled_bytes=2**30)
-    programs = 2**30 - 858_259_456
-    assert found.draft_bytes == 5_228_683_776 + 1000 * 1_703_936 + programs
-
-
-def test_memory_of_other_programs_is_subtracted():
-    free, shared = make_plan(SIXTY_FOUR), make_plan(SIXTY_FOUR, used_bytes=10**10)
-    pages = 10**10 / 7_208_960
-    assert free.num_pages - shared.num_pages == pytest.approx(pages, rel=0.05)
-
-
-def test_default_utilization_is_vllms():
-    assert make_plan().utilization == 0.92
-    assert (
-        make_plan().num_pages == make_plan(dict(gpu_memory_utilization=0.92)).num_pages
-    )
-
-
-def test_utilization_is_relative_to_the_whole_device():
-    # jax may use 0.95 of the memory, and the engine requests 0.92.
-    share = facts(limit_bytes=95 * 10**9, limit_share=0.95)
-    assert share.budget_bytes(0.92) == pytest.approx(92 * 10**9)
-    assert share.budget_bytes(1.0) == 95 * 10**9
-
-
 def test_number_of_pages_is_rounded():
     # The number of pages is rounded down, so that memory limits that differ by 7 MB
     # (one page) give the same plan, and so the same programs.
@@ -152,18 +153,6 @@ def test_pages_are_limited_by_int32_indices():
         limit_bytes=10**15, draft=ModelBytes(), layer_page_values=16 * 8 * 256
     )
     assert made.num_pages == 65_024 <= MAX_LAYER_VALUES // (16 * 8 * 256) == 65_535
-
-
-def test_given_number_of_pages_is_used():
-    assert make_plan(dict(num_pages=1000)).num_pages == 1000
-    made = make_plan(dict(kv_cache_memory_bytes=7_208_960 * 777 + 5))
-    assert (made.num_pages, made.utilization) == (777, None)
-    # `num_pages` has priority over `kv_cache_memory_bytes`, as in vLLM.
-    both = make_plan(dict(kv_cache_memory_bytes=10**10, num_pages=1000))
-    assert both.num_pages == 1000
-    # If the memory limit is unknown, as on a CPU, no plan exceeds it.
-    endless = make_plan(dict(num_pages=10**9), limit_bytes=None)
-    assert (endless.num_pages, endless.left_bytes) == (10**9, None)
 
 
 def test_temporaries_are_the_larger_of_logits_and_layers():
@@ -202,38 +191,28 @@ def test_temporaries_are_the_larger_of_logits_and_layers():
 
 
 @pytest.mark.parametrize(
-    ("platform", "room_gb", "expected"),
+    ("platform", "room_gb", "given", "expected"),
     [
-        ("gpu", 48, (256, 2048)),
+        ("gpu", 48, {}, ACCELERATOR_SIZES),
         # 256 sequences of 6 rows take 9.71 GB and 128 take 5.12 GB, more than a quarter
         # of 12 GB.
-        ("gpu", 12, (64, 2048)),
+        ("gpu", 12, {}, (64, 2048)),
         # 32 sequences take 1.68 GB and 64 take 2.82 GB, more than a quarter of 7 GB.
-        ("tpu", 7, (32, 2048)),
-        ("tpu", 2, (8, 512)),
-        ("cpu", 1, (8, 512)),
-        ("cpu", 1000, (8, 512)),
+        ("tpu", 7, {}, (32, 2048)),
+        ("tpu", 2, {}, (8, 512)),
+        ("cpu", 1, {}, (8, 512)),
+        ("cpu", 1000, {}, (8, 512)),
+        ("gpu", 1, dict(max_num_seqs=512), (512, 512)),
+        ("gpu", 1, dict(max_num_seqs=1), (1, 512)),
+        ("gpu", 1, dict(max_num_batched_tokens=4096), (8, 4096)),
     ],
 )
-def test_default_sizes_depend_on_the_memory(platform: str, room_gb: int, expected: Any):
+def test_default_sizes_depend_on_the_memory(
+    platform: str, room_gb: int, given: dict[str, int], expected: Any
+):
     there = facts(platform=platform)
-    assert default_sizes(there, room_gb * 10**9, GivenSizes()) == expected
-
-
-def test_given_sizes_are_unchanged():
-    for given in (dict(max_num_seqs=512), dict(max_num_seqs=1)):
-        found = default_sizes(facts(), 10**9, GivenSizes(**given))
-        assert found == (given["max_num_seqs"], 512)
-    found = default_sizes(facts(), 10**9, GivenSizes(max_num_batched_tokens=4096))
-    assert found == (8, 4096)
+    assert default_sizes(there, room_gb * 10**9, GivenSizes(**given)) == expected
     assert ACCELERATOR_SIZES == (256, 2048)
-
-
-def test_no_more_sequences_than_pages_by_default():
-    made = make_plan(dict(num_pages=40), max_model_len=64)
-    assert made.sizes.num_seqs == 40
-    given = make_plan(dict(num_pages=40, max_num_seqs=64), max_model_len=64)
-    assert given.sizes.num_seqs == 64  # `EngineConfig` rejects it
 
 
 def refusal(given: dict[str, Any] | None = None, **changes: Any) -> ConfigError:
@@ -247,10 +226,11 @@ def test_error_names_all_numbers_and_one_setting():
     # alone, which take 23.712 GB.
     error = refusal(limit_bytes=24 * GIB)
     text = str(error)
-    for shown in ("GPU's 24.00 GiB", "=0.92 gives 22.08 GiB", "target 17.21 GiB"):
+    for shown in (
+        *("GPU's 24.00 GiB", "=0.92 gives 22.08 GiB", "target 17.21 GiB"),
+        *("draft 4.87 GiB", "3.44 GiB of keys and values for one sequence"),
+    ):
         assert shown in text
-    assert "draft 4.87 GiB" in text
-    assert "3.44 GiB of keys and values for one sequence" in text
     assert text.endswith(
         "Set tensor_parallel_size=2, on 2 such devices, or quantization='int8', which "
         "changes texts."
@@ -302,15 +282,15 @@ def test_a_larger_share_lets_jax_take_more_of_a_gpu():
     assert "of GPU's 18.63 GiB" in str(shown)
 
 
-@pytest.mark.parametrize(("num_devices", "expected"), [(1, 2), (3, 4), (4, 8)])
-def test_more_devices_are_a_power_of_two(num_devices: int, expected: int):
-    error = refusal(limit_bytes=24 * GIB, num_devices=num_devices)
+@pytest.mark.parametrize(
+    ("num_devices", "platform", "expected"),
+    [(1, "gpu", 2), (3, "gpu", 4), (4, "gpu", 8), (1, "tpu", 4)],
+)
+def test_advice_names_numbers_of_devices_that_exist(
+    num_devices: int, platform: str, expected: int
+):
+    error = refusal(limit_bytes=24 * GIB, num_devices=num_devices, platform=platform)
     assert (error.parameter, error.value) == ("tensor_parallel_size", expected)
-
-
-def test_advice_names_slices_of_tpus_that_exist():
-    error = refusal(limit_bytes=24 * GIB, platform="tpu")
-    assert (error.parameter, error.value) == ("tensor_parallel_size", 4)
 
 
 def test_advice_on_the_same_device_is_what_fits():
@@ -324,28 +304,45 @@ def test_advice_on_the_same_device_is_what_fits():
     assert "quantization" not in str(refusal(limit_bytes=16 * GIB, target=target))
 
 
-def test_rejects_more_pages_than_fit():
-    error = refusal(SIXTY_FOUR | dict(num_pages=8000))
-    assert "num_gpu_blocks_override must be at most 7,416, got 8000" in str(error)
-    assert "weights take 22.08 GiB" in str(error)
-    error = refusal(SIXTY_FOUR | dict(kv_cache_memory_bytes=60 * 10**9))
-    assert "kv_cache_memory_bytes must be at most 53,463,564,800" in str(error)
-    make_plan(SIXTY_FOUR | dict(num_pages=7416))
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        (
+            SIXTY_FOUR | dict(num_pages=8000),
+            (
+                "num_gpu_blocks_override must be at most 7,416, got 8000",
+                "weights take 22.08 GiB",
+            ),
+        ),
+        (
+            SIXTY_FOUR | dict(kv_cache_memory_bytes=60 * 10**9),
+            ("kv_cache_memory_bytes must be at most 53,463,564,800",),
+        ),
+        (
+            dict(kv_cache_memory_bytes=10**9),
+            (
+                "must be an integer of at least 3690987520, got 1000000000",
+                "max_model_len=8192",
+            ),
+        ),
+    ],
+)
+def test_rejects_pages_that_do_not_fit(given, messages):
+    text = str(refusal(given))
+    assert all(message in text for message in messages)
+    assert make_plan(SIXTY_FOUR | dict(num_pages=7416)).num_pages == 7416
 
 
-def test_rejects_bytes_for_less_than_one_sequence():
-    error = refusal(dict(kv_cache_memory_bytes=10**9))
-    assert "must be an integer of at least 3690987520, got 1000000000" in str(error)
-    assert "max_model_len=8192" in str(error)
-
-
-def test_default_cpu_pages_hold_a_batch_within_the_cap():
-    assert default_cpu_pages(64, 8, 1000) == 512
-    assert default_cpu_pages(64, 8, 2**20 * 4) == 128
-    assert default_cpu_pages(64, 8, 2**30) == 64
-
-
-def test_bytes_are_shown_in_two_units():
-    assert shown_bytes(3 * GIB // 2) == "1.50 GiB"
-    assert shown_bytes(3 * 2**19) == "1.50 MiB"
-    assert shown_bytes(-GIB) == "-1.00 GiB"
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (default_cpu_pages(64, 8, 1000), 512),
+        (default_cpu_pages(64, 8, 2**20 * 4), 128),
+        (default_cpu_pages(64, 8, 2**30), 64),
+        (shown_bytes(3 * GIB // 2), "1.50 GiB"),
+        (shown_bytes(3 * 2**19), "1.50 MiB"),
+        (shown_bytes(-GIB), "-1.00 GiB"),
+    ],
+)
+def test_default_cpu_pages_and_shown_units(found, expected):
+    assert found == expected

@@ -84,15 +84,6 @@ def pair(target: str = "9b", draft: str | None = "2b", **changes: Any) -> Engine
     return EngineArgs(model=f"google/gemma-2-{target}", **(drafts | changes))
 
 
-@pytest.mark.parametrize("size", WEIGHT_BYTES)
-def test_published_model_needs_no_file(size: str):
-    facts = plan_for(pair(size, None), "h200").facts
-    assert facts.target == ModelBytes(
-        weight_bytes=WEIGHT_BYTES[size], page_bytes=16 * KV_BYTES[size]
-    )
-    assert facts.draft == ModelBytes()
-
-
 def test_packaged_file_is_planned_as_stored(monkeypatch):
     """Plan with the sizes in the file of `jaxspec/gemma-3-270m`, which is quantized."""
     tiny = EngineArgs(model="jaxspec/tiny-gemma2")
@@ -208,43 +199,37 @@ def test_9b_with_a_2b_draft_on_one_gpu():
 def test_jax_share_of_a_gpu_is_respected(monkeypatch):
     for name in runner.POOL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    for name in runner.POOL_VARIABLES:
         monkeypatch.setenv(name, "0.75")
-        plan = plan_for(pair(max_num_seqs=64), "h100")
-        assert plan.facts.limit_bytes == 78 * GIB * 3 // 4
-        assert plan.facts.budget_bytes(0.92) == 78 * GIB * 3 // 4
+        facts = plan_for(pair(max_num_seqs=64), "h100").facts
+        assert facts.limit_bytes == 78 * GIB * 3 // 4
+        assert facts.budget_bytes(0.92) == 78 * GIB * 3 // 4
+        assert (facts.limit_share, facts.most_share) == (0.75, 0.75)
+        assert runner.most_pool_share(0.4) == 0.75
         monkeypatch.delenv(name)
-    assert runner.pool_share(None) == 0.95
+    assert runner.pool_share(None) == runner.most_pool_share(0.4) == 0.95
     assert runner.pool_share(0.4) == pytest.approx(0.45)
-
-
-def test_users_share_of_a_gpu_is_distinguished_from_the_default(monkeypatch):
-    """`build_mesh` sets the same variable for jax as users do."""
-    name = runner.POOL_VARIABLES[0]
-    monkeypatch.delenv(runner.POOL_VARIABLES[1], raising=False)
-    monkeypatch.delenv(name, raising=False)
+    # `build_mesh` sets the same variable, which does not count as the user's share.
+    monkeypatch.setenv(runner.POOL_VARIABLES[0], f"{runner.pool_share(0.4):g}")
     assert runner.most_pool_share(0.4) == 0.95
-    monkeypatch.setenv(name, f"{runner.pool_share(0.4):g}")
-    assert runner.most_pool_share(0.4) == 0.95
-    monkeypatch.setenv(name, "0.75")
-    assert runner.most_pool_share(0.4) == 0.75
-    facts = plan_for(pair(max_num_seqs=8), "h100").facts
-    assert (facts.limit_share, facts.most_share) == (0.75, 0.75)
 
 
-def test_lookup_drafts_remain_without_the_draft_model():
-    method = dict(
-        method="ngram+draft_model",
-        model="google/gemma-2-2b-it",
-        num_speculative_tokens=5,
+def test_memory_of_lookup_drafts_with_and_without_a_draft_model():
+    lookup = dict(method="ngram", prompt_lookup_max=4, num_speculative_tokens=5)
+    with_model = dict(method="ngram+draft_model", model="google/gemma-2-2b-it")
+    with_model |= dict(num_speculative_tokens=5)
+    plain, alone, both = (
+        plan_for(pair(draft=None, speculative_config=config), "h100").facts
+        for config in (None, lookup, with_model)
     )
-    args = pair(draft=None, speculative_config=method)
-    both = plan_for(args, "h100").facts
+    assert alone.draft == ModelBytes()
+    programs = alone.programs
+    assert (programs.draft_vocab_size, programs.num_draft_tokens) == (0, 5)
     assert both.programs.draft_vocab_size > 0
     assert both.programs_without == dataclasses.replace(
         both.programs, draft_vocab_size=0
     )
-    alone = plan_for(pair(draft=None), "h100").facts
-    assert plan_for(pair(), "h100").facts.programs_without == alone.programs
+    assert plan_for(pair(), "h100").facts.programs_without == plain.programs
 
 
 def test_eight_chips_share_both_models():
@@ -289,14 +274,6 @@ def test_scanned_layers_take_as_much_memory_and_have_longer_arrays():
     # of eight heads.
     assert scanned.facts.max_pages == (2**31 - 1) // (21 * 16 * 2 * 8 * 256) == 1560
     assert scanned.num_pages <= 1560 < each.num_pages
-
-
-def test_drafts_from_the_text_take_no_memory():
-    args = pair(draft=None, speculative_model="[ngram]", ngram_prompt_lookup_max=4)
-    plan = plan_for(dataclasses.replace(args, num_speculative_tokens=5), "h100")
-    assert plan.facts.draft == ModelBytes()
-    assert plan.facts.programs.draft_vocab_size == 0
-    assert plan.facts.programs.num_draft_tokens == 5
 
 
 def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
@@ -362,15 +339,6 @@ def test_temporaries_of_a_layer_are_those_of_its_mlp():
     assert facts.programs.token_bytes == (2 * 4 + 2) * hidden + 4 * 4 * model
 
 
-def test_cells_of_every_device_are_recorded():
-    rows = aot_memory.read()
-    assert rows.keys() <= aot_memory.CELLS.keys()
-    cells = [aot_memory.CELLS[name] for name in rows]
-    assert {cell.device for cell in cells} >= {"v5e-8", "h200"}
-    assert {cell.form for cell in cells} >= {"plain", "controls"}
-    assert {cell.num_seqs for cell in cells} >= {64, 256}
-
-
 @pytest.mark.parametrize("name", aot_memory.read())
 def test_large_batches_and_controls_match_compiled_sizes(name: str):
     cell, row = aot_memory.CELLS[name], aot_memory.read()[name]
@@ -430,6 +398,7 @@ def test_pairs_are_recorded_at_every_size_and_fit():
             assert fits == (whole and name not in TOO_LARGE), (name, place)
     wanted = {(*pair, count) for pair in PAIRS for count in (64, 128, 256)}
     assert wanted <= found
+    assert any(aot_memory.CELLS[name].form == "controls" for name in rows)
 
 
 def test_tables_equal_the_record():
@@ -555,13 +524,6 @@ def test_fp8_pages_exclude_one_kv_head_per_device():
         spread_draft(small, small_mesh, device="v5e-8")
 
 
-def test_on_a_cpu_a_draft_is_spread_like_the_target():
-    config = config_of(tensor_parallel_size=2)
-    mesh = runner.build_mesh(config)
-    assert spread_draft(config, mesh) == (config, mesh, None)
-    assert mesh.shape["model"] == 2
-
-
 def test_code_size_matches_compiled_programs():
     costs, sizes = (
         json.loads((RESULTS / f"{name}.json").read_text())["rows"]
@@ -595,8 +557,9 @@ def config_of(**changes: Any) -> Any:
     return EngineArgs(**(TINY | drafts | sizes | changes)).create_engine_config()
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "num_devices"), [("float32", 2), ("bfloat16", 1), ("bfloat16", 2)]
+)
 def test_counted_bytes_equal_array_bytes(dtype: str, num_devices: int):
     config = config_of(dtype=dtype, tensor_parallel_size=num_devices)
     made = make_runner(config)
@@ -621,7 +584,7 @@ def test_counted_bytes_equal_array_bytes(dtype: str, num_devices: int):
 
 
 def test_default_cpu_sizes_are_unchanged(caplog):
-    config = config_of()
+    config = config_of(tensor_parallel_size=2)
     with caplog.at_level(logging.INFO, logger="jaxspec"):
         made = make_runner(config)
     assert made.config == config
@@ -632,6 +595,11 @@ def test_default_cpu_sizes_are_unchanged(caplog):
     assert "Maximum concurrency at 64 tokens: 2.00x" in table
     # The plan is made without compiling a program.
     assert (made.num_compiles, made.temporary_bytes) == (0, 0)
+    # The draft model is spread like the target.
+    assert spread_draft(config, made.mesh) == (config, made.mesh, None)
+    assert made.mesh.shape["model"] == 2
+    by_hand = dataclasses.replace(config, given=None, num_pages=9)
+    assert fit(by_hand, named_mesh("h100-2", config), device="h100-2")[0] == by_hand
 
 
 def test_cpu_memory_is_planned_if_the_user_sets_a_share(monkeypatch):
@@ -652,11 +620,6 @@ def test_cpu_memory_is_planned_if_the_user_sets_a_share(monkeypatch):
         fit(config_of(kv_cache_memory_bytes=4 * page, max_num_seqs=5), mesh)
     given = config_of(num_gpu_blocks_override=7, kv_cache_memory_bytes=100 * page)
     assert fit(given, mesh)[0].num_pages == 7
-
-
-def test_config_without_given_sizes_is_used_unchanged():
-    config = dataclasses.replace(config_of(), given=None, num_pages=9)
-    assert fit(config, named_mesh("h100", config), device="h100")[0] == config
 
 
 @pytest.mark.parametrize(
@@ -684,51 +647,45 @@ def limit_of(*stats: dict[str, int] | None, given: GivenSizes | None = None) -> 
     return probe._limit_and_use(mesh, given or GivenSizes(), None)
 
 
-def test_device_with_most_use_counts():
+def test_memory_of_a_device_is_read_from_its_stats():
     one = dict(bytes_limit=80, bytes_in_use=1)
     assert limit_of(one, dict(bytes_limit=70, bytes_in_use=5)) == (70, 5)
     assert limit_of(one | dict(bytes_in_use=0)) == (80, 0)
-
-
-def test_device_without_memory_stats_requires_bytes():
     for silent in (None, {}):
         with pytest.raises(
             ConfigError, match="GPU does not report its memory.* set kv_cache_mem"
         ):
             limit_of(silent)
         assert limit_of(silent, given=GivenSizes(num_pages=5)) == (None, 0)
-
-
-def test_ram_bytes_are_positive():
     assert 2**28 < ram_bytes() < 2**50
 
 
-class Executable:
-    """The part of a compiled program's interface that the plan uses."""
+def executable(temp_bytes: int, code_bytes: int) -> Any:
+    """Return the part of a compiled program that the plan reads."""
+    analysis = SimpleNamespace(
+        temp_size_in_bytes=temp_bytes, generated_code_size_in_bytes=code_bytes
+    )
+    return SimpleNamespace(memory_analysis=lambda: analysis)
 
-    def __init__(self, temp: int, code: int):
-        self._analysis = SimpleNamespace(
-            temp_size_in_bytes=temp, generated_code_size_in_bytes=code
+
+def test_warns_of_programs_larger_than_planned(caplog, monkeypatch):
+    made = make_runner(config_of())
+    made.memory = plan_for(pair(max_num_seqs=64), "h100")
+    caplog.clear()
+
+    def build(num_seqs: int, temp_bytes: int, code_bytes: int) -> None:
+        built = SimpleNamespace(executable=executable(temp_bytes, code_bytes))
+        monkeypatch.setattr(made.cache, "build", lambda *_: built)
+        made.executable(
+            StepShape(num_seqs=num_seqs, num_draft_tokens=0, max_prompt_tokens=0)
         )
 
-    def memory_analysis(self) -> Any:
-        return self._analysis
-
-    def __call__(self) -> None:
-        raise AssertionError("it is run")
-
-
-def test_warns_of_programs_larger_than_planned(caplog):
-    made = make_runner(config_of())
-    plan = plan_for(pair(max_num_seqs=64), "h100")
-    made.memory = plan
-    caplog.clear()
-    made._compare_with_plan(Executable(10**9, 10**6))
-    made._compare_with_plan(Executable(10**8, 10**6))
+    build(1, 10**9, 10**6)
+    build(2, 10**8, 10**6)
     assert (made.temporary_bytes, made.code_bytes) == (10**9, 2 * 10**6)
     assert not caplog.messages
-    made._compare_with_plan(Executable(3 * 10**9, 0))
-    made._compare_with_plan(Executable(4 * 10**9, 0))
+    build(3, 3 * 10**9, 0)
+    build(4, 4 * 10**9, 0)
     [message] = caplog.messages
     assert "Compiled programs take 2.80 GiB of a device's memory, more than" in message
     assert "the planned 2.63 GiB" in message
@@ -740,7 +697,7 @@ def test_compiled_program_reports_its_temporaries(monkeypatch):
 
     def lower(program: Any, shape: StepShape, forms: Any) -> Any:
         shapes.append(shape)
-        return SimpleNamespace(compile=lambda options: Executable(12_345, 0))
+        return SimpleNamespace(compile=lambda options: executable(12_345, 0))
 
     monkeypatch.setattr(probe, "lower_step", lower)
     config = config_of()
@@ -757,15 +714,3 @@ def test_compiled_program_reports_its_temporaries(monkeypatch):
     many = dict(max_num_batched_tokens=4096, max_num_seqs=16, max_model_len=512)
     probe.compiled_temporaries(config_of(**many), mesh)
     assert shapes[-1].name == "16x2+4096_sampled"
-
-
-def test_runner_compares_its_programs_with_the_plan(monkeypatch):
-    made = make_runner(config_of())
-    built = SimpleNamespace(executable=Executable(5, 7))
-    monkeypatch.setattr(made.cache, "build", lambda *_: built)
-    made.memory = plan_for(pair(), "h100")
-    for num_seqs in (1, 2):
-        made.executable(
-            StepShape(num_seqs=num_seqs, num_draft_tokens=0, max_prompt_tokens=0)
-        )
-    assert (made.temporary_bytes, made.code_bytes) == (5, 14)

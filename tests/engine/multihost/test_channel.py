@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,18 +128,18 @@ def ends() -> Iterator[Ends]:
         yield make
 
 
-class Kept:
-    """A fake socket that records the data that it is given to send."""
-
-    def __init__(self, sent: list[bytes]):
-        self._sent = sent
-
-    def sendall(self, data: bytes) -> None:
-        self._sent.append(data)
+def record(connection: Any) -> list[bytes]:
+    """Record a connection's messages instead of sending them."""
+    sent: list[bytes] = []
+    connection._stream = SimpleNamespace(sendall=sent.append)
+    return sent
 
 
 def test_messages_arrive_in_order_with_their_vectors(ends: Ends):
     leader, follower, _ = ends(b"s" * 16)
+    # Each direction has its own key.
+    assert leader._sends != leader._receives
+    assert (leader._sends, leader._receives) == (follower._receives, follower._sends)
     vector = np.array([0, -1, 2**31 - 1, -(2**31)], np.int32)
     leader.send({"a": 1}, vector.astype("<i4").tobytes())
     leader.send({"a": 2})
@@ -165,14 +166,10 @@ def test_different_secret_is_rejected_on_both_sides(ends: Ends):
 @pytest.mark.parametrize("place", [0, 7, 12, -1])
 def test_changed_byte_is_rejected(ends: Ends, place: int):
     leader, follower, stream = ends(b"s" * 16)
-    sent: list[bytes] = []
-    kept: Any = leader
-    kept._stream = Kept(sent)
+    sent = record(leader)
     leader.send({"launch": 1})
     changed = bytearray(sent[0])
     changed[place] ^= 1
-    if place == 12:
-        assert changed != sent[0]
     follower.set_timeout(0.2)
     stream.sendall(bytes(changed))
     with pytest.raises((HostsError, TimeoutError)):
@@ -181,9 +178,7 @@ def test_changed_byte_is_rejected(ends: Ends, place: int):
 
 def test_repeated_or_omitted_message_is_rejected(ends: Ends):
     leader, follower, stream = ends(b"s" * 16)
-    sent: list[bytes] = []
-    kept: Any = leader
-    kept._stream = Kept(sent)
+    sent = record(leader)
     for number in range(3):
         leader.send({"n": number})
     stream.sendall(sent[0])
@@ -236,12 +231,6 @@ def test_slow_sender_times_out(ends: Ends):
     assert isinstance(result, TimeoutError) and took_s[0] < 2
 
 
-def test_each_direction_of_a_connection_has_its_own_key(ends: Ends):
-    leader, follower, _ = ends(b"s" * 16)
-    assert leader._sends != leader._receives
-    assert (leader._sends, leader._receives) == (follower._receives, follower._sends)
-
-
 def test_commands_reach_all_and_answers_are_by_rank(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         vector = np.arange(5, dtype=np.int32)
@@ -286,13 +275,17 @@ def test_all_followers_receive_the_same_order(
         assert first == second == [*range(1, 61)]
 
 
-def test_end_of_a_follower_is_reported_and_ends_waits(hosts: Any):
+@pytest.mark.parametrize("reason", ["no memory is left", ""])
+def test_end_of_a_follower_is_reported_and_ends_waits(hosts: Any, reason: str):
     with three(hosts) as (followers, leaders, losses):
         number = followers.send("compile", {})
+        if reason:
+            leaders[1].fail(reason)
         leaders[1].close()
+        assert losses.has_one.wait(10)
+        assert "node_rank=2" in losses[0] and reason in losses[0]
         with pytest.raises(EngineDeadError, match=r"node_rank=2 \(127.0.0.1:\d+\) has"):
             followers.wait(number)
-        assert losses.has_one.wait(10)
         with pytest.raises(EngineDeadError, match="node_rank=2"):
             followers.send("launch", {})
 
@@ -352,13 +345,6 @@ def test_silent_host_is_detected_by_both_sides(hosts: Any):
             assert idle + interval * count == 3 * channel.HEARTBEAT_S
 
 
-def test_process_reports_why_it_ends(hosts: Any):
-    with three(hosts) as (followers, leaders, losses):
-        leaders[0].fail("no memory is left")
-        assert losses.has_one.wait(10)
-        assert "node_rank=1" in losses[0] and "no memory is left" in losses[0]
-
-
 def test_failure_is_reported_as_end_of_its_process(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -383,29 +369,25 @@ def test_failure_is_reported_as_end_of_its_process(
         assert len(losses) == 1 and "node_rank=2" in losses[0]
 
 
-def test_leaders_own_failure_is_not_a_loss(hosts: Any):
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_leaders_own_failure_closes_all_connections(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+):
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
     with three(hosts) as (followers, leaders, losses):
-        followers.break_off("no memory is left", may_be_loss=True)
+        if is_interrupted:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(followers._changed, "wait_for", interrupt)
+                followers.break_off("no memory is left", may_be_loss=True)
+        else:
+            followers.break_off("no memory is left", may_be_loss=True)
         for leader in leaders:
             with pytest.raises(EOFError):
                 leader.receive()
         with pytest.raises(EngineDeadError, match="no memory is left"):
             followers.send("launch", {})
-        assert not losses
-
-
-def test_interrupt_closes_all_connections(hosts: Any, monkeypatch: pytest.MonkeyPatch):
-    with three(hosts) as (followers, leaders, losses):
-
-        def interrupt(*arguments: Any) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(followers._changed, "wait_for", interrupt)
-            followers.break_off("a launch failed", may_be_loss=True)
-        for leader in leaders:
-            with pytest.raises(EOFError):
-                leader.receive()
         assert not losses
 
 
@@ -500,7 +482,19 @@ def test_silent_leader_is_not_reported_as_wrong_secret(
         assert time.monotonic() - start > 0.9
 
 
-def test_difference_is_reported_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("rank", "changes", "messages"),
+    [
+        (
+            *(2, {"max_model_len": "64"}),
+            ("node_rank=2", "max_model_len: 64 there, and 128 at the leader"),
+        ),
+        (1, {}, ("Two processes have node_rank=1: 127.0.0.1:",)),
+    ],
+)
+def test_difference_or_duplicate_rank_is_reported_to_all(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch, rank: int, changes: Any, messages: Any
+):
     accept, has_one = channel._accept, threading.Event()
 
     def accepted(*arguments: Any) -> None:
@@ -509,7 +503,7 @@ def test_difference_is_reported_to_all(hosts: Any, monkeypatch: pytest.MonkeyPat
 
     def find_last() -> Leader:
         assert has_one.wait(10)
-        return Leader.find(hosts(2), FACTS | {"max_model_len": "64"})
+        return Leader.find(hosts(rank), FACTS | changes)
 
     monkeypatch.setattr(channel, "_accept", accepted)
     results = together(
@@ -519,19 +513,7 @@ def test_difference_is_reported_to_all(hosts: Any, monkeypatch: pytest.MonkeyPat
     )
     for result in results:
         assert isinstance(result, ConfigError), result
-        assert "node_rank=2" in str(result)
-        assert "max_model_len: 64 there, and 128 at the leader" in str(result)
-
-
-def test_rejects_duplicate_rank(hosts: Any):
-    results = together(
-        lambda: Followers.gather(hosts(0), FACTS),
-        lambda: Leader.find(hosts(1), FACTS),
-        lambda: Leader.find(hosts(1), FACTS),
-    )
-    for result in results:
-        assert isinstance(result, ConfigError), result
-        assert "Two processes have node_rank=1: 127.0.0.1:" in str(result)
+        assert all(message in str(result) for message in messages)
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
@@ -621,9 +603,6 @@ def test_missing_ranks_are_named_with_the_address(hosts: Any):
         ConfigError, match=f"After 1 s no process listens on {where}: .*ref"
     ):
         Leader.find(hosts(1, timeout_s=1), FACTS)
-
-
-def test_rejects_address_of_another_host(hosts: Any):
     with pytest.raises(
         ConfigError, match=r"cannot listen on 192\.0\.2\.1:.*master_addr"
     ):

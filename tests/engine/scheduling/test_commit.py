@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.scheduling.commit import commit
-from jaxspec.engine.scheduling.launch import Advance, Launch
+from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stats import EngineStats
@@ -101,30 +101,6 @@ def test_tokens_of_rounds_are_added_to_their_requests():
     once, all_three = acceptance.of_rows(left)
     assert once[0] > once[1] < all_three[1]
     assert (acceptance.of_rows(np.array([1])) == acceptance.mean()).all()
-
-
-def test_preempted_request_gets_tokens_in_flight():
-    rows, requests = admit(1)
-    launch = make_launch(rows, requests, [], [])
-    rows.release(requests[0])
-    requests[0].status = Status.WAITING
-    assert requests[0].num_unread == 1
-    (part,) = commit(launch, make_result([3]), rows, EngineStats(), no_rates()).parts
-    assert part.token_ids == requests[0].output_token_ids == [0, 1, 2]
-    assert requests[0].num_unread == 0
-
-
-def test_result_does_not_change_the_next_request_in_its_row():
-    rows, requests = admit(1)
-    launch = make_launch(rows, requests, [], [])
-    requests[0].status = Status.FINISHED
-    rows.release(requests[0])
-    heir = make_request()
-    rows.admit(heir, longest=30)
-    advance = commit(launch, make_result([3]), rows, EngineStats(), no_rates())
-    assert advance == Advance()
-    assert rows.num_tokens[heir.row] == 3
-    assert rows.ahead[heir.row] == 0
 
 
 def tile(start: int, count: int, *, is_last: bool) -> Tile:

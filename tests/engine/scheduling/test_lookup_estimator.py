@@ -332,8 +332,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
         features=Features(all_greedy=True),
     ):
         loop.scheduler.add(request)
-    while loop.step():
-        pass
+    loop.run()
     assert len(loop.finished) == 2 * config.max_num_seqs
     for request in loop.finished:
         loop.assert_said_the_truth(request)

@@ -83,9 +83,7 @@ def test_private_pages_have_no_events():
     events = PageEvents()
     loop = Loop(config, 0, page_events=events)
     (request,) = make_requests(config, 1, cache_salt="mine")
-    loop.scheduler.add(request)
-    while loop.step():
-        pass
+    loop.run([request])
     assert loop.scheduler.pool._page_of
     assert events.take() == [PagesCleared()]
     # Private pages cause no events when they are removed, either.

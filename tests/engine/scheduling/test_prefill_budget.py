@@ -252,49 +252,38 @@ def test_untimed_programs_are_tried(known, chunk):
     assert CHUNKS[pacer.fastest(96, ROUNDS)] == chunk
 
 
-def test_last_tokens_of_prompts_use_a_small_program():
-    """A program with room for 512 tokens is not used for the last 160."""
-    config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
-    loop = Loop(config, seed=0)
-    loop.prompt_token_s, first = 1 / 32, 0
+def last_chunks(loop: Loop, num_prompts: int) -> list[int]:
+    """Run the same prompts four times; return the chunk sizes of the last time."""
+    first = 0
     for _ in range(4):
         first = len(loop.launches)
-        # Seven prompts of three tiles each, 672 tokens in all.
-        for request in make_requests(config, 7, can_read_prefix_cache=False):
-            loop.scheduler.add(request)
-        while loop.step():
-            pass
+        loop.run(make_requests(loop.config, num_prompts, can_read_prefix_cache=False))
     shapes = [one.shape for one in loop.launches[first:]]
-    chunks = [
+    return [
         one.max_prompt_tokens
         for one in shapes
         if one.max_prompt_tokens and not one.is_draft_prefill
     ]
-    # The program for 128 tokens has one decoding row, which suffices: no request
-    # decodes yet.
-    assert chunks == [512, 128, 64]
+
+
+def test_last_tokens_of_prompts_use_a_small_program():
+    """A program with room for 512 tokens is not used for the last 160."""
+    config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
+    loop = Loop(config, seed=0)
+    loop.prompt_token_s = 1 / 32
+    # Seven prompts of three tiles each have 672 tokens in all. The program for 128
+    # tokens has one decoding row, which suffices: no request decodes yet.
+    assert last_chunks(loop, 7) == [512, 128, 64]
 
 
 def test_single_sequence_program_is_not_used_if_more_requests_wait():
     """After its first launch several requests decode, but it has one decoding row."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
-    loop, first = Loop(config, seed=0), 0
+    loop = Loop(config, seed=0)
     costs = {64: 1.0, 128: 1.2, 512: 4.0}
     loop.cost = lambda launch: costs.get(launch.shape.max_prompt_tokens, 0.5)
-    for _ in range(4):
-        first = len(loop.launches)
-        for request in make_requests(config, 4, can_read_prefix_cache=False):
-            loop.scheduler.add(request)
-        while loop.step():
-            pass
-    shapes = [one.shape for one in loop.launches[first:]]
-    chunks = [
-        one.max_prompt_tokens
-        for one in shapes
-        if one.max_prompt_tokens and not one.is_draft_prefill
-    ]
     # Three launches of 128 tokens would take 3.6 seconds for the 384 tokens.
-    assert chunks == [512]
+    assert last_chunks(loop, 4) == [512]
 
 
 def test_several_rounds_fit_the_longest_launch():

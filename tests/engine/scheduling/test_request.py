@@ -6,14 +6,10 @@ from jaxspec.engine.scheduling.request import Status
 from tests.support.requests import make_request
 
 
-def test_new_request_waits_and_has_its_prompt():
-    request = make_request()
-    assert request.status is Status.WAITING
-    assert (request.num_prompt_tokens, request.num_tokens) == (3, 3)
-
-
 def test_tokens_span_prompt_and_output():
     request = make_request(output_token_ids=[8, 9])
+    assert request.status is Status.WAITING
+    assert (request.num_prompt_tokens, request.num_tokens) == (3, 5)
     whole = [5, 6, 7, 8, 9]
     for start in range(6):
         for end in range(start, 6):
@@ -27,9 +23,3 @@ def test_inconsistent_token_counts_fail_a_check(broken):
     make_request().check()
     with pytest.raises(AssertionError):
         make_request(**broken).check()
-
-
-def test_requests_share_no_lists():
-    first, second = make_request(), make_request()
-    for name in ("output_token_ids", "pages", "page_keys", "tokens_to_prefill"):
-        assert getattr(first, name) is not getattr(second, name)

@@ -22,9 +22,8 @@ from jaxspec.engine.scheduling.stages import LaunchPlan
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.loss_budget import LossBudget
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
-from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.sampling_params import RequestOutputKind
 from tests.support.fake_device import FakeDevice
 from tests.support.loops import (
     MODEL,
@@ -36,6 +35,7 @@ from tests.support.loops import (
     run_traffic,
 )
 
+FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 CONFIGS = {
     "base": {},
     "one_row": dict(max_num_seqs=1),
@@ -182,10 +182,9 @@ def test_planning_stages_change_no_state(changes, monkeypatch):
     check(loop.scheduler._draft_prefill, "next_turn")
     for number in range(10):
         request = make_request(number, random, config)
-        request.params.output_kind = RequestOutputKind.DELTA
+        request.params.output_kind = DELTA
         loop.scheduler.add(request)
-    while loop.step():
-        pass
+    loop.run()
     rounds = [one for one in plans if isinstance(one, LaunchPlan)]
     assert any(one.admissions.admitted for one in rounds)
     accounts = [one.budget.account for one in rounds if one.budget.account]
@@ -197,37 +196,14 @@ def test_planning_stages_change_no_state(changes, monkeypatch):
     loop.assert_idle()
 
 
-def run_together(config: EngineConfig, count: int, **changes) -> Loop:
+def run_together(config: EngineConfig, count: int, **changes: Any) -> Loop:
     """Run `count` equal requests, with 4 prompt tokens and 12 to generate."""
-    loop = Loop(config, seed=0)
-    for number in range(count):
-        values: dict[str, Any] = dict(
-            request_id=str(number),
-            prompt=None,
-            prompt_token_ids=[1, 2, 3, 4],
-            params=SamplingParams(max_tokens=12),
-            max_total=16,
-            num_draft_tokens=config.num_draft_tokens,
-            seed=(number, 0),
-            rule=0,
-            stop_ids=(),
-            stats=RequestStateStats(),
-            spec_metrics=None,
-        )
-        loop.scheduler.add(Request(**(values | changes)))
-    while loop.step():
-        pass
-    return loop
-
-
-def test_requests_are_admitted_first_come_first_served():
-    loop = run_together(make_config(max_num_seqs=2), 7)
-    admitted = [
-        admission.seed[0]
-        for launch in loop.launches
-        for admission in launch.plan.admissions
-    ]
-    assert admitted == list(range(7))
+    values: dict[str, Any] = dict(
+        prompt_token_ids=[1, 2, 3, 4],
+        max_total=16,
+        num_draft_tokens=config.num_draft_tokens,
+    )
+    return run_traffic(config, make_requests(config, count, **(values | changes)))
 
 
 def test_decoding_does_not_wait_for_prompts():
@@ -252,11 +228,6 @@ def test_decoding_does_not_wait_for_prompts():
     both = loop.launches[before : before + 3]
     assert [len(launch.plan.tiles) for launch in both] == [1, 1, 1]
     assert [launch.decoding for launch in both] == [[first]] * 3
-
-
-def test_a_chunk_holds_no_more_than_the_budget():
-    loop = run_together(make_config(max_num_seqs=8, num_pages=200), 8)
-    assert max(len(launch.plan.tiles) for launch in loop.launches) == 64 // TILE
 
 
 def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
@@ -290,8 +261,7 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
     loop.step()
     assert len(loop.launches[-1].plan.tiles) == 4
     assert loop.launches[-1].shape == larger
-    while loop.step():
-        pass
+    loop.run()
     assert len(loop.finished) == 8
     for request in requests:
         loop.assert_said_the_truth(request)
@@ -299,24 +269,16 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
 
 def test_drafting_stops_above_batch_size_and_resumes():
     config = make_config(max_num_seqs=4, disable_by_batch_size=2)
-    loop = Loop(config, seed=0)
-    random = np.random.default_rng(0)
-    requests = [make_request(i, random, config) for i in range(4)]
+    requests = make_requests(config, 4, prompt_token_ids=[1, 2, 3], num_draft_tokens=3)
     for request, budget in zip(requests, (60, 14, 14, 14), strict=True):
-        request.prompt_token_ids, request.max_total = [1, 2, 3], 3 + budget
-        request.num_draft_tokens, request.stop_ids = 3, ()
-        loop.scheduler.add(request)
-    while loop.step():
-        pass
-    drafts = [int(launch.drafts.max()) for launch in loop.launches if launch.decoding]
+        request.max_total = 3 + budget
+    loop = run_traffic(config, requests)
+    decoding = [launch for launch in loop.launches if launch.decoding]
+    drafts = [int(launch.drafts.max()) for launch in decoding]
     assert 3 in drafts[-4:]  # the last rounds of texts have no room for K drafts
-    crowded = [
-        int(launch.drafts.max()) for launch in loop.launches if len(launch.decoding) > 2
-    ]
-    assert crowded
-    assert set(crowded) == {0}
+    crowded = [one for one in decoding if len(one.decoding) > 2]
+    assert {int(launch.drafts.max()) for launch in crowded} == {0}
     assert any(launch.shape.is_draft_prefill for launch in loop.launches)
-    loop.assert_said_the_truth(requests[0])
 
 
 def test_sequences_decode_during_draft_prefill():
@@ -329,17 +291,16 @@ def test_sequences_decode_during_draft_prefill():
         model_config=dataclasses.replace(MODEL, max_position_embeddings=512),
     )
     loop = Loop(config, seed=0)
-    first, second, third, fourth = make_requests(config, 4, num_draft_tokens=3)
-    for request in (first, second, third, fourth):
-        request.prompt_token_ids, request.max_total = [1] * 5, 390
+    options: dict[str, Any] = dict(num_draft_tokens=3, max_total=390)
+    requests = make_requests(config, 4, prompt_token_ids=[1] * 5, **options)
+    for request in requests:
         loop.scheduler.add(request)
     for _ in range(200):
         loop.step()
     begun = len(loop.launches)
-    for request in (third, fourth):
+    for request in requests[2:]:
         loop.scheduler.finish(request, "abort", None)
-    while loop.step():
-        pass
+    loop.run()
     launches = loop.launches[begun:]
     turns = [launch.shape.is_draft_prefill for launch in launches]
     # Two rows lack the draft keys of 400 tokens each, and a launch prefills up to 64.
@@ -350,42 +311,26 @@ def test_sequences_decode_during_draft_prefill():
     between = [set(one.drafts.tolist()) for one in launches[:last] if one.decoding]
     assert {0, 3} in between, "both waited for the slower one"
     assert all(set(one.drafts.tolist()) != {0} for one in launches[last + 1 : last + 9])
-    for request in (first, second):
+    for request in requests[:2]:
         loop.assert_said_the_truth(request)
 
 
-def test_first_token_does_not_wait_for_the_draft_prefill():
+@pytest.mark.parametrize("kind", [FINAL_ONLY, DELTA])
+def test_first_token_does_not_wait_for_the_draft_prefill(kind):
     """The draft model prefills a prompt one launch later; then all rows get drafts."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
-    loop = Loop(config, seed=0)
-    first, second = make_requests(config, 2, num_draft_tokens=3)
-    for token, request in enumerate((first, second), 1):
-        request.prompt_token_ids, request.max_total = [token] * 60, 90
-        loop.scheduler.add(request)
-    while loop.step():
-        pass
-    prompts = [one.num_prefilled for one in loop.launches[:4]]
-    is_draft_prefill = [one.shape.is_draft_prefill for one in loop.launches[:4]]
+    requests = make_requests(config, 2, num_draft_tokens=3, max_total=90)
+    for token, request in enumerate(requests, 1):
+        request.prompt_token_ids, request.params.output_kind = [token] * 60, kind
+    loop = run_traffic(config, requests)
     # The second prompt is prefilled in one launch, before the rest of the first one.
-    assert prompts[:2] == [60, 60]
+    assert [one.num_prefilled for one in loop.launches[:2]] == [60, 60]
+    if kind is DELTA:
+        return  # draft prefill is limited while texts are streamed
+    is_draft_prefill = [one.shape.is_draft_prefill for one in loop.launches[:4]]
     assert is_draft_prefill == [False, False, True, True]
     drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
     assert all(3 in one for one in drafts)
-    for request in (first, second):
-        loop.assert_said_the_truth(request)
-
-
-def test_first_token_does_not_wait_for_streams_in_draft_prefill():
-    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
-    loop = Loop(config, seed=0)
-    first, second = make_requests(config, 2, num_draft_tokens=3)
-    for token, request in enumerate((first, second), 1):
-        request.prompt_token_ids, request.max_total = [token] * 60, 90
-        request.params.output_kind = RequestOutputKind.DELTA
-        loop.scheduler.add(request)
-    while loop.step():
-        pass
-    assert [one.num_prefilled for one in loop.launches[:2]] == [60, 60]
 
 
 def test_shared_pages_are_draft_prefilled_once():
@@ -403,16 +348,11 @@ def test_draft_prefill_follows_admission_order():
     config = make_config(
         max_num_seqs=4, num_pages=200, max_model_len=400, max_num_batched_tokens=64
     )
-    loop = Loop(config, seed=0)
     requests = make_requests(config, 4, num_draft_tokens=3)
-    for token, (request, length) in enumerate(
-        zip(requests, (300, 40, 40, 40), strict=True)
-    ):
-        request.prompt_token_ids = [token] * length
-        request.max_total = length + 20
-        loop.scheduler.add(request)
-    while loop.step():
-        pass
+    for token, request in enumerate(requests):
+        length = 40 if token else 300
+        request.prompt_token_ids, request.max_total = [token] * length, length + 20
+    loop = run_traffic(config, requests)
     reading = [one for one in loop.launches if one.shape.is_draft_prefill]
     read = [request for launch in reading for request in launch.tiled]
     num_tiles = -(-300 // TILE)
@@ -420,9 +360,7 @@ def test_draft_prefill_follows_admission_order():
     assert len(read) == num_tiles + 3 * 2
 
 
-@pytest.mark.parametrize(
-    "kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
-)
+@pytest.mark.parametrize("kind", [FINAL_ONLY, DELTA])
 def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
     """Else the first rows would need draft prefill again before the last have it."""
     config = make_config(
@@ -463,15 +401,13 @@ def test_draft_prefill_does_not_delay_streams():
     loop.prompt_token_s = 1 / 256  # 64 tokens take 1/4 round, 512 two
     stream, late = make_requests(config, 2, num_draft_tokens=3)
     stream.prompt_token_ids, stream.max_total = [1] * 20, 400
-    stream.params.output_kind = RequestOutputKind.DELTA
+    stream.params.output_kind = DELTA
     late.prompt_token_ids, late.max_total = [2] * 400, 440
     loop.scheduler.add(stream)
     for _ in range(8):
         loop.step()
     before = len(loop.launches)
-    loop.scheduler.add(late)
-    while loop.step():
-        pass
+    loop.run([late])
     sizes = [
         one.shape.max_prompt_tokens
         for one in loop.launches[before:]
@@ -493,23 +429,18 @@ def test_draft_model_is_unused_without_its_program():
     controller = SpeculationPolicy(config.speculative)
     loop.scheduler = Scheduler(config, controller, programs=FailedPrograms())
     (request,) = make_requests(config, 1, num_draft_tokens=3)
-    loop.scheduler.add(request)
-    while loop.step():
-        pass
+    loop.run([request])
     assert controller.is_stopped
     assert not any(launch.drafts.any() for launch in loop.launches)
     loop.assert_said_the_truth(request)
 
 
 def test_no_draft_prefill_for_requests_that_get_no_drafts():
-    loop = Loop(make_config(num_pages=200), seed=0)
-    (request,) = make_requests(loop.config, 1, num_draft_tokens=3)
-    request.prompt_token_ids, request.max_total = [1] * 60, 62
-    loop.scheduler.add(request)
-    while loop.step():
-        pass
+    config = make_config(num_pages=200)
+    options: dict[str, Any] = dict(num_draft_tokens=3, max_total=62)
+    requests = make_requests(config, 1, prompt_token_ids=[1] * 60, **options)
+    loop = run_traffic(config, requests)
     assert not any(launch.shape.is_draft_prefill for launch in loop.launches)
-    loop.assert_said_the_truth(request)
 
 
 def time_plain_rounds(policy: SpeculationPolicy) -> None:
@@ -738,23 +669,19 @@ def test_preempted_request_finds_its_own_pages():
     assert min(starts[1:]) > 0
 
 
-def test_priorities_decide_admission_and_preemption():
+@pytest.mark.parametrize(
+    ("policy", "order"), [("priority", [3, 2, 1, 0]), ("fcfs", [0, 1, 2, 3])]
+)
+def test_priorities_decide_admission_and_preemption(policy, order):
     config = make_config(
-        max_num_seqs=2, num_pages=30, scheduling_policy="priority", num_draft_tokens=0
+        max_num_seqs=2, num_pages=30, scheduling_policy=policy, num_draft_tokens=0
     )
     requests = make_requests(config, 4)
     for number, request in enumerate(requests):
-        request.prompt_token_ids = [number] * 40
-        request.priority = -number
-    loop = run_traffic(config, requests)
-    assert [int(request.request_id) for request in loop.finished] == [3, 2, 1, 0]
-    assert requests[3].stats.num_preemptions == 0
-    fcfs = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
-    again = make_requests(fcfs, 4)
-    for number, request in enumerate(again):
         request.prompt_token_ids, request.priority = [number] * 40, -number
-    loop = run_traffic(fcfs, again)
-    assert [int(request.request_id) for request in loop.finished] == [0, 1, 2, 3]
+    loop = run_traffic(config, requests)
+    assert [int(request.request_id) for request in loop.finished] == order
+    assert requests[order[0]].stats.num_preemptions == 0
 
 
 def test_launch_has_features_of_all_its_requests():
@@ -820,8 +747,7 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
     for request in requests:
         request.params.temperature = 0.0  # otherwise acceptance cannot be estimated
         loop.scheduler.add(request)
-    while loop.step():
-        pass
+    loop.run()
     assert policy.num_probes >= 3
     for request in requests:
         loop.assert_said_the_truth(request)

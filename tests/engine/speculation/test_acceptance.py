@@ -64,20 +64,15 @@ def test_rate_is_the_weighted_mean_of_rounds(rounds):
             # counts.
             own = [observed([one[row]]) for one in rounds if one[row][0]]
             assert rates[row, position] == pytest.approx(weighted(own, prior))
-
-
-@given(rounds=st.lists(ROUND, max_size=30))
-def test_drafts_are_compared_up_to_the_first_rejection(rounds):
-    acceptance = make_rates()
-    for sequences in rounds:
-        record(acceptance, sequences)
+    # Drafts are compared up to the first rejection.
     flat = [one for sequences in rounds for one in sequences]
-    reached = [min(accepted + 1, drafts) for drafts, accepted in flat]
-    assert acceptance.num_compared == sum(reached)
-    assert acceptance.num_agreed == sum(accepted for _, accepted in flat)
+    num_compared = sum(min(accepted + 1, drafts) for drafts, accepted in flat)
+    num_agreed = sum(accepted for _, accepted in flat)
+    assert acceptance.num_compared == num_compared
+    assert acceptance.num_agreed == num_agreed
     acceptance.record_probabilities(0, np.array([0.25, 0.5]))
-    assert acceptance.num_compared == sum(reached) + 2
-    assert acceptance.num_agreed == sum(accepted for _, accepted in flat) + 0.75
+    assert acceptance.num_compared == num_compared + 2
+    assert acceptance.num_agreed == num_agreed + 0.75
     acceptance.check()
 
 
@@ -97,20 +92,6 @@ def test_missing_draft_of_a_lookup_counts_as_rejected():
     assert (acceptance.num_compared, acceptance.num_agreed) == (80, 60)
 
 
-def test_new_request_in_a_row_starts_with_the_mean_rate():
-    acceptance = make_rates()
-    for _ in range(20):
-        record(acceptance, [(3, 3), (3, 0)])
-    lucky, unlucky = acceptance.of_rows(np.array([0, 1]))[:, 0]
-    assert lucky > 0.85
-    assert unlucky < 0.15
-    mean = acceptance.mean()
-    acceptance.admit(0)
-    acceptance.check()
-    assert acceptance.of_rows(np.array([0]))[0] == pytest.approx(mean)
-    assert (acceptance.mean() == mean).all()
-
-
 def test_mean_of_each_kind_excludes_masked_requests():
     acceptance = make_rates()
     acceptance.admit(0, Kind.GREEDY)
@@ -123,8 +104,12 @@ def test_mean_of_each_kind_excludes_masked_requests():
     assert seeded == pytest.approx(CONSTANTS.prior_acceptance)
     assert sampled < 0.2
     assert acceptance.of_rows(np.array([2]))[0, 0] > 0.8
+    before = acceptance.mean()
     acceptance.admit(0, Kind.SAMPLED)
-    assert acceptance.of_rows(np.array([0]))[0, 0] == pytest.approx(sampled)
+    acceptance.check()
+    rates = acceptance.of_rows(np.array([0]))[0]
+    assert rates == pytest.approx(acceptance.mean(Kind.SAMPLED))
+    assert (acceptance.mean() == before).all()
     assert acceptance.is_unseeded(np.array([0])).all()
     acceptance.admit(1, Kind.SEEDED)
     assert not acceptance.is_unseeded(np.array([1])).any()
@@ -146,15 +131,9 @@ def test_probed_tokens_count_as_first_drafts(count):
     assert acceptance.mean() == pytest.approx(plain.mean())
 
 
-def test_rate_follows_a_change_within_four_half_lives():
-    acceptance = make_rates()
-    for accepted in [4] * 500 + [0] * int(4 * CONSTANTS.half_life_rounds):
-        record(acceptance, [(4, accepted)])
-    assert acceptance.mean()[0] < 0.2
-
-
 def test_side_tokens_are_a_share_of_the_main_chain():
-    acceptance = AcceptanceRates(2, 3)
+    acceptance = AcceptanceRates(2, 3, prior=0.1)
+    assert acceptance.mean().tolist() == pytest.approx([0.1] * 3)
     assert acceptance.side_tokens == 0
     for _ in range(200):
         acceptance.record_side_branches(np.array([2, 4]), np.array([1, 2]))
@@ -203,8 +182,3 @@ def test_match_run_shifts_positions_of_lookup_drafts():
     assert after[2].tolist() == [before[2, 3]] * DRAFTS
     acceptance.admit(2)
     assert acceptance.of_rows(rows)[2].tolist() == acceptance.mean().tolist()
-
-
-def test_prior_is_the_rate_of_every_position_without_data():
-    acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=DRAFTS, prior=0.1)
-    assert acceptance.mean().tolist() == pytest.approx([0.1] * DRAFTS)

@@ -6,22 +6,16 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.loss_budget import LossBudget
 
 
-def test_budget_earns_a_share_of_the_time():
+def test_budget_earns_a_share_of_the_time_and_is_emptied_by_payments():
     budget = LossBudget()
     assert not budget.can_pay(1e-9)
     budget.earn(10.0)
     assert budget.can_pay(10 * CONSTANTS.max_loss)
     assert not budget.can_pay(11 * CONSTANTS.max_loss)
-
-
-def test_payment_empties_the_budget():
-    budget = LossBudget()
     budget.earn(1000.0)
     budget.pay(1.0)
     assert not budget.can_pay(1e-9)
-
-
-def test_deficit_is_repaid_before_an_exploration():
+    # A deficit is repaid first.
     budget = LossBudget()
     budget.add(-0.03, plain_s=0.01)
     budget.earn(3.0)

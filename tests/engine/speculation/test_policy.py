@@ -57,24 +57,32 @@ def estimates(
 def test_every_k_runs_in_a_compiled_length(configured):
     policy = make_policy(configured)
     assert policy.compiled_drafts == (0, configured)
-    assert policy.compiled_for(0) == 0
-    for k in range(1, configured + 1):
-        assert policy.compiled_for(k) == configured
+    compiled = [policy.compiled_for(k) for k in range(configured + 1)]
+    assert compiled == [0] + [configured] * configured
 
 
-def test_plain_engine_never_drafts():
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_policy_without_drafts_or_stopped_never_drafts(is_stopped):
     policy = SpeculationPolicy(None)
-    assert policy.compiled_drafts == (0,)
-    assert policy.max_draft_tokens(1) == 0
+    if is_stopped:
+        world = World(TIMES, 0.9)
+        world.round()
+        policy = world.policy
+        policy.stop("the draft is broken")
+    else:
+        assert policy.compiled_drafts == (0,)
+        assert not policy.can_follow_lookups
+    assert policy.max_draft_tokens(1) == policy.num_draft_tokens == 0
     assert not policy.can_probe()
     assert not policy.is_due(1, 0)
 
 
-def test_max_draft_tokens_is_zero_above_the_batch_size():
-    policy = make_policy(3, threshold=4)
-    maxima = [policy.max_draft_tokens(running) for running in (1, 4, 5, 100)]
-    assert maxima == [3, 3, 0, 0]
-    assert make_policy(3).max_draft_tokens(10_000) == 3
+@pytest.mark.parametrize(
+    ("threshold", "num_running", "most"),
+    [(4, 1, 3), (4, 4, 3), (4, 5, 0), (4, 100, 0), (None, 10_000, 3)],
+)
+def test_max_draft_tokens_is_zero_above_the_batch_size(threshold, num_running, most):
+    assert make_policy(3, threshold=threshold).max_draft_tokens(num_running) == most
 
 
 def test_fixed_k_is_never_reconsidered():
@@ -100,29 +108,15 @@ def test_rates_are_expected_tokens_over_seconds():
     one, two = 0.5 + 0.25, 0.5 + 0.5 * 0.8 + 0.25
     expected = [2 / 0.010, (2 + one) / 0.012, (2 + two) / 0.016]
     assert known.rates(1)[0] == pytest.approx(expected)
-
-
-def test_side_branches_add_a_share_of_the_chains_tokens():
-    known = estimates(0.5, [0.010, 0.012], side_tokens=0.2, chain_seconds=[0.01, 0.011])
-    expected = [[100, 1.6 / 0.012], [100, 1.5 / 0.011]]
-    assert known.rates(1) == pytest.approx(np.array(expected))
-
-
-def test_draft_prefill_is_charged_only_without_drafts():
-    known = estimates(0.5, [0.010, 0.012], draft_prefill_s=0.004)
+    # Side branches add a share of the chain's tokens.
+    times = [0.010, 0.012]
+    known = estimates(0.5, times, side_tokens=0.2, chain_seconds=[0.01, 0.011])
+    rates = np.array([[100, 1.6 / 0.012], [100, 1.5 / 0.011]])
+    assert known.rates(1) == pytest.approx(rates)
+    # Draft prefill is charged only if there are no drafts yet.
+    known = estimates(0.5, times, draft_prefill_s=0.004)
     assert known.rates(0)[0] == pytest.approx([100, 1.5 / 0.016])
     assert known.rates(1)[0] == pytest.approx([100, 1.5 / 0.012])
-
-
-@pytest.mark.parametrize(("rate", "best"), [(0.05, 0), (0.3, 0), (0.5, 3), (0.9, 3)])
-def test_tree_is_drafted_whole_or_not_at_all(rate, best):
-    """K is 0 or the whole tree, even at rate 0.3, where one level would look best.
-
-    One level takes two thirds of the whole tree's time.
-    """
-    times = [0.010, 0.0105, 0.016, 0.017]
-    known = estimates(rate, times, is_whole_tree=True)
-    assert best_choice(known, Choice()).num_draft_tokens == best
 
 
 @pytest.mark.parametrize(
@@ -138,17 +132,32 @@ def test_best_choice_has_the_most_tokens_per_second(rate, best):
     assert choice.gain == pytest.approx(rates[choice.num_draft_tokens] / rates[0] - 1)
 
 
+# One level of this tree takes two thirds of the whole tree's time.
+TREE: Any = dict(times=[0.010, 0.0105, 0.016, 0.017], is_whole_tree=True)
+
+
+@pytest.mark.parametrize(
+    ("known", "best"),
+    [
+        # A tree is drafted whole or not at all, even where one level would look best.
+        (estimates(0.05, **TREE), 0),
+        (estimates(0.3, **TREE), 0),
+        (estimates(0.5, **TREE), 3),
+        (estimates(0.9, **TREE), 3),
+        # Until every time is known, K is as configured.
+        (estimates(0.0, [None, *TIMES[1:]]), 5),
+    ],
+)
+def test_choice_for_trees_and_unknown_times(known, best):
+    assert best_choice(known, Choice()).num_draft_tokens == best
+
+
 def test_choice_changes_only_beyond_the_hysteresis():
     times = [1.0, 1.5, 1.0 * 1.97 / 1.03]
     known = estimates(0.6, times, acceptance=np.array([[0.6, 0.616]]))
     assert best_choice(known, Choice(num_draft_tokens=0)).num_draft_tokens == 1
     rates = known.rates(1)[0]
     assert 1 < rates.max() / rates[0] < 1.08
-
-
-def test_drafts_as_configured_until_every_time_is_known():
-    known = estimates(0.0, [None, *TIMES[1:]])
-    assert best_choice(known, Choice()).num_draft_tokens == 5
 
 
 # The policy chooses K before each round.
@@ -273,21 +282,19 @@ def test_loss_is_bounded_for_any_estimates(data):
     assert saved == pytest.approx(world.plain_s - world.now, abs=1e-6)
 
 
-def test_wrong_estimates_lose_at_most_one_percent():
+@pytest.mark.parametrize("has_budget", [True, False])
+def test_wrong_estimates_lose_at_most_one_percent(has_budget, monkeypatch):
     """The estimates say that all drafts will be accepted, but none is."""
     world = World(TIMES, 0.0, estimate=lambda: 1.0)
+    if not has_budget:
+        monkeypatch.setattr(world.policy._budgets[1], "add", lambda *_: None)
+        world.run_until(20)
+        assert world.now / world.plain_s > 1.9, "the budget bounds nothing"
+        return
     world.run_until(600)
     assert world.policy.num_stops > 2
     assert world.now / world.plain_s <= 1 + 1.2 * CONSTANTS.max_loss
     assert world.policy.lost_s == pytest.approx(world.now - world.plain_s)
-
-
-def test_loss_is_unbounded_without_the_budget(monkeypatch):
-    world = World(TIMES, 0.0, estimate=lambda: 1.0)
-    for budget in [world.policy._budgets[1]]:
-        monkeypatch.setattr(budget, "add", lambda *_: None)
-    world.run_until(20)
-    assert world.now / world.plain_s > 1.9
 
 
 def test_draft_model_is_probed_for_a_share_of_the_time():
@@ -330,20 +337,20 @@ def test_drafts_are_tried_where_acceptance_is_not_observable():
     assert set(observable.chosen[CONSTANTS.look_rounds :]) == {0}
 
 
-def test_trial_has_all_drafts_that_take_no_more_time():
-    """A trial uses more drafts if they take no more time.
-
-    With lookups, for example, one draft or five may be verified in the same time.
-    """
-    world = World([1e-3, 2.0e-3, 2.01e-3, 2.02e-3, 2.05e-3, 4e-3], 0.0)
-    world.run_until(20, is_observable=False)
-    assert {k for k in world.chosen[100:] if k} == {4}
-
-
-def test_trial_of_a_whole_tree_is_whole():
-    world = World(TIMES, 0.0)
-    world.run_until(20, is_observable=False, is_whole_tree=True)
-    assert {k for k in world.chosen[100:] if k} == {5}
+@pytest.mark.parametrize(
+    ("times", "is_whole_tree", "num_tried"),
+    [
+        # With lookups, for example, one draft or four may be verified in the same time.
+        ([1e-3, 2.0e-3, 2.01e-3, 2.02e-3, 2.05e-3, 4e-3], False, 4),
+        (TIMES, True, 5),
+    ],
+)
+def test_trial_has_a_whole_tree_or_drafts_that_take_no_more_time(
+    times, is_whole_tree, num_tried
+):
+    world = World(times, 0.0)
+    world.run_until(20, is_observable=False, is_whole_tree=is_whole_tree)
+    assert {k for k in world.chosen[100:] if k} == {num_tried}
 
 
 def test_plain_rounds_are_timed_for_a_share_of_the_time():
@@ -374,44 +381,35 @@ def test_prompts_end_an_exploration():
     assert not world.policy.is_timing_plain and world.round() == 5
 
 
-def test_stopped_policy_never_drafts_again():
-    world = World(TIMES, 0.9)
-    world.round()
-    world.policy.stop("the draft is broken")
-    assert world.policy.max_draft_tokens(1) == 0
-    assert world.policy.num_draft_tokens == 0
-    assert not world.policy.can_probe()
-
-
 DEARER = [TIMES[0], *(1.4 * one for one in TIMES[1:])]
 
 
-def settle(side_tokens: float, seconds: Any, chain: Any) -> Choice:
-    """Return the choice after alternatives have been measured."""
+UNTIMED = [TIMES[0], *[None] * 5]
+ONE_LEVEL = [0.010, 0.0105, *[0.05] * 4], [0.010, 0.0104, 0.02, 0.03, 0.04, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("side_tokens", "seconds", "chain", "num_draft_tokens", "has_side"),
+    [
+        (0.05, DEARER, TIMES, (4, 5), False),
+        (0.9, DEARER, TIMES, (4, 5), True),
+        (0.0, DEARER, TIMES, (4, 5), False),
+        # Side branches remain until the chain is timed.
+        (0.0, DEARER, UNTIMED, range(6), True),
+        (0.0, DEARER, None, range(6), True),
+        # K is chosen together with the shape.
+        (0.5, *ONE_LEVEL, (1,), True),
+    ],
+)
+def test_side_branches_are_drafted_where_they_pay(
+    side_tokens, seconds, chain, num_draft_tokens, has_side
+):
     policy = make_policy(5)
     known = estimates(0.8, seconds, side_tokens=side_tokens, chain_seconds=chain)
-    for _ in range(4):
+    for _ in range(4):  # meanwhile the alternatives are measured
         policy.choose(known)
-    return policy.choice
-
-
-@pytest.mark.parametrize(("side", "has_side"), [(0.05, False), (0.9, True)])
-def test_side_branches_are_drafted_where_they_pay(side, has_side):
-    choice = settle(side, DEARER, TIMES)
-    assert choice.num_draft_tokens >= 4 and choice.has_side_branches == has_side
-
-
-def test_side_branches_remain_until_the_chain_is_timed():
-    assert settle(0.0, DEARER, [TIMES[0], *[None] * 5]).has_side_branches
-    assert not settle(0.0, DEARER, TIMES).has_side_branches
-    assert settle(0.0, DEARER, None).has_side_branches
-
-
-def test_k_is_chosen_together_with_the_draft_shape():
-    leaves = [0.010, 0.0105, *[0.05] * 4]
-    chain = [0.010, 0.0104, 0.02, 0.03, 0.04, 0.05]
-    choice = settle(0.5, leaves, chain)
-    assert (choice.num_draft_tokens, choice.has_side_branches) == (1, True)
+    assert policy.choice.num_draft_tokens in num_draft_tokens
+    assert policy.choice.has_side_branches == has_side
 
 
 def test_side_branches_are_measured_again():
@@ -427,26 +425,24 @@ def test_side_branches_are_measured_again():
 @pytest.mark.parametrize(
     ("changes", "can_follow"),
     [
-        ({"method": "suffix", **SUFFIX_DEFAULTS}, True),
-        ({"method": "suffix", "controller": FIXED, **SUFFIX_DEFAULTS}, False),
-        ({"method": "suffix+draft_model", "model": "m", **SUFFIX_DEFAULTS}, False),
+        ({}, True),
+        ({"controller": FIXED}, False),
+        ({"method": "suffix+draft_model", "model": "m"}, False),
         # With forced acceptance, acceptance does not depend on the text.
         (
             {
-                "method": "suffix",
                 "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_length": 2.0,
-                **SUFFIX_DEFAULTS,
             },
             False,
         ),
-        ({"model": "m"}, False),
     ],
 )
 def test_lookup_estimates_are_used_only_without_a_draft_model(changes, can_follow):
+    changes = {"method": "suffix", **SUFFIX_DEFAULTS} | changes
     policy = SpeculationPolicy(SpeculativeConfig(**changes))
     assert policy.can_follow_lookups == can_follow
-    assert not SpeculationPolicy(None).can_follow_lookups
+    assert not make_policy(3).can_follow_lookups
 
 
 # The tests below compare the policy with the best fixed K.

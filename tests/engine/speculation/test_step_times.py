@@ -94,10 +94,7 @@ def test_rounds_of_the_engine_are_recorded():
     """Recorded acceptance and times equal those of the fake device."""
     config = make_config(max_num_seqs=4, num_pages=200)
     loop = Loop(config, seed=0)
-    for request in make_requests(config, 4, num_draft_tokens=3):
-        loop.scheduler.add(request)
-    while loop.step():
-        pass
+    loop.run(make_requests(config, 4, num_draft_tokens=3))
     times, device = loop.scheduler.step_times, loop.device
     acceptance = loop.scheduler.acceptance
     assert set(times.seconds) == {

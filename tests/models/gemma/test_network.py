@@ -162,7 +162,8 @@ def test_eight_devices_equal_one(num_q_heads, num_kv_heads, is_tied):
     assert ("head" in params) is not is_tied
     for name in {"embedding", "head"} & params.keys():
         shape = params[name].values.addressable_shards[0].data.shape
-        assert shape[0] == params[name].shape[0] // 8
+        rows, features = params[name].shape
+        assert shape == (rows // 8, features)
     logits = one_shot(PagedModel(model_config(reference), params))
     assert np.abs(logits - hf_logits(reference, PROMPT)).max() <= atol
 

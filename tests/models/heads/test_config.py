@@ -52,9 +52,17 @@ def test_default_layers_of_a_head(num_layers, layers):
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
-        (dict(norm_before_fc=True), UnsupportedError, "must be False, got True"),
+        (
+            dict(norm_before_fc=True),
+            UnsupportedError,
+            "norm_before_fc must be False, got True",
+        ),
         (dict(hidden_act="gelu"), UnsupportedError, "hidden_act must be 'silu'"),
-        (dict(num_hidden_layers=2), UnsupportedError, "must be 1, got 2"),
+        (
+            dict(num_hidden_layers=2),
+            UnsupportedError,
+            "num_hidden_layers must be 1, got 2",
+        ),
         (
             dict(rope_scaling=dict(rope_type="llama3")),
             UnsupportedError,

@@ -61,14 +61,13 @@ def test_reads_names_of_vllm_and_of_the_paper(tmp_path, prefix):
     config, found = our_logits(tmp_path)
     assert (config.lm_heads, config.has_bias) == (HEADS, is_papers)
     for head in range(HEADS):
+        blocks, name = blocks_of(tensors, head), f"lm_heads.{head}.weight"
         if is_papers:
             names = [f"{head}.{n}.linear" for n in range(BLOCKS)]
             blocks = [
                 (tensors[f"{one}.weight"], tensors[f"{one}.bias"]) for one in names
             ]
             name = f"{head}.{BLOCKS}.weight"
-        else:
-            blocks, name = blocks_of(tensors, head), f"lm_heads.{head}.weight"
         wanted = theirs.medusa_logits(ROWS, blocks, tensors[name])
         np.testing.assert_allclose(found[head], wanted, atol=1e-4)
 

@@ -1,6 +1,6 @@
 """N-gram lookups equal a search in Python, on random and chosen texts."""
 
-import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,42 +11,28 @@ from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.program.propose import ngram, ngram_match
 from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
-from tests.support.lookups import JUNK, PAGE_SIZE, TABLE_LEN, in_pages, search_ngram
-
-DRAFTS = 4
+from tests.support.lookups import (
+    DRAFTS,
+    JUNK,
+    PAGE_SIZE,
+    TABLE_LEN,
+    drafts_of,
+    in_pages,
+    search_ngram,
+)
 
 
 def found_in(
-    texts: list[list[int]],
-    lookup: ngram.NGram,
-    *,
-    num_draft_tokens: int = DRAFTS,
-    is_active: list[bool] | None = None,
+    texts: list[list[int]], lookup: ngram.NGram, **given: Any
 ) -> list[list[int]]:
     """Return the valid drafts of each sequence."""
-    active, pages = in_pages(texts, np.random.default_rng(0))
-    if is_active is not None:
-        active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
-    # Jit a new function: a cached trace would not contain a mutant.
-    look_up = jax.jit(
-        lambda active, pages: ngram.look_up(
-            active,
-            pages,
-            longest=lookup.longest,
-            shortest=lookup.shortest,
-            tree=Tree.chain(num_draft_tokens),
-        ),
-        compiler_options=UNOPTIMISED,
+    tree = Tree.chain(given.get("num_draft_tokens", DRAFTS))
+    sizes = dict(longest=lookup.longest, shortest=lookup.shortest)
+    return drafts_of(
+        texts,
+        lambda active, pages: ngram.look_up(active, pages, **sizes, tree=tree),
+        **given,
     )
-    found = look_up(active, jnp.asarray(pages))
-    assert found.tokens.shape == (len(texts), num_draft_tokens)
-    assert found.probs is None
-    return [
-        row[:count].tolist()
-        for row, count in zip(
-            np.asarray(found.tokens), np.asarray(found.num_drafts), strict=True
-        )
-    ]
 
 
 def check_chosen_texts() -> None:

@@ -8,16 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.backend import Backend
 from jaxspec.program import history
-from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose import Pard, ProposerContext
+from jaxspec.program.propose import Pard
 from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.distributions import filtered_distribution
 from tests.support.engines import make_micro
 from tests.support.oracles import PagedModel, hf_logits, load_ours, model_config
-from tests.support.rows import make_active
+from tests.support.rows import make_active, make_context
 
 MASK, DRAFTS = 15, 3
 
@@ -39,13 +37,7 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
         paged.run(tokens[:num_known])
     # Leave the keys and values of masks of an earlier round.
     paged.run(np.full(2, MASK))
-    pool = PoolShape(
-        num_rows=1,
-        num_pages=paged.num_pages,
-        page_size=paged.page_size,
-        max_model_len=paged.num_pages * paged.page_size,
-        vocab_size=paged.config.vocab_size,
-    )
+    pool = paged.pool
     table = jnp.asarray(paged.page_table)
     place = jnp.arange(length, dtype=jnp.int32)[None]
     token_pages = history.write(
@@ -61,15 +53,12 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
     )
 
     def run(params: Any, pages: Any, token_pages: Any, active: Any) -> Any:
-        context = ProposerContext(
-            active=active,
+        context = make_context(
+            active,
+            Tree.chain(DRAFTS),
+            pool,
             token_pages=token_pages,
-            tree=Tree.chain(DRAFTS),
             wanted_levels=jnp.array([wanted_levels], jnp.int32),
-            pool=pool,
-            prompts=None,
-            backend=lambda axes: Backend(),
-            adjuster=lambda axes: None,
         )
         return Pard(config=paged.config).propose(params, pages, context, None)
 
@@ -88,12 +77,10 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
 )
 def test_each_draft_follows_its_own_distribution(length, num_known):
     found, logits, *_ = propose(length, num_known, temperature=0.8, top_p=0.95)
-    distributions = [
-        filtered_distribution(row, 0.8, top_p=np.float32(0.95)) for row in logits
-    ]
+    distributions = filtered_distribution(logits, 0.8, top_p=np.float32(0.95))
     np.testing.assert_allclose(found.probs[0], distributions, atol=1e-4)
     drafts = np.asarray(found.tokens[0])
-    assert (np.array(distributions)[np.arange(DRAFTS), drafts] > 0).all()
+    assert (distributions[np.arange(DRAFTS), drafts] > 0).all()
     assert found.num_drafts.tolist() == [DRAFTS]
     assert not found.is_broken.any()
 

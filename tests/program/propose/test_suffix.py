@@ -1,28 +1,23 @@
 """Suffix drafts equal those counted in Python, on random and chosen texts."""
 
-import dataclasses
 import math
 from fractions import Fraction
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.config.lookups import NUM_MATCHES, WHOLE, draft_limits
 from jaxspec.program.propose import ngram_match, suffix
-from tests.kernels.oracle import UNOPTIMISED
 from tests.support.lookups import (
+    DRAFTS,
     PAGE_SIZE,
     TABLE_LEN,
     TRUSTING,
     Limits,
-    in_pages,
+    drafts_of,
     search_suffix,
 )
-
-DRAFTS = 4
 
 
 def found_in(
@@ -35,15 +30,11 @@ def found_in(
     is_active: list[bool] | None = None,
 ) -> list[list[int]]:
     """Return the valid drafts of each sequence."""
-    active, pages = in_pages(texts, np.random.default_rng(0))
-    if is_active is not None:
-        active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
     most = draft_limits(*limits, num_draft_tokens)
     min_share = math.ceil(min_prob * WHOLE)
 
-    # Jit a new function that calls through the modules: a cached trace would not
-    # contain a mutant.
-    def propose(active, pages):
+    # Call through the modules, in which a mutant replaces the functions.
+    def propose(active: Any, pages: Any) -> Any:
         found = ngram_match.find_matches(
             active,
             pages,
@@ -54,16 +45,8 @@ def found_in(
         )
         return suffix.choose(found, limits=most, min_share=min_share)
 
-    run = jax.jit(propose, compiler_options=UNOPTIMISED)
-    found = run(active, jnp.asarray(pages))
-    assert found.tokens.shape == (len(texts), num_draft_tokens)
-    assert found.probs is None
-    return [
-        row[:count].tolist()
-        for row, count in zip(
-            np.asarray(found.tokens), np.asarray(found.num_drafts), strict=True
-        )
-    ]
+    given: Any = dict(num_draft_tokens=num_draft_tokens, is_active=is_active)
+    return drafts_of(texts, propose, **given)
 
 
 # 1, 2, 3 three times, with a different continuation each time.

@@ -72,6 +72,7 @@ def check_moves(
     rest: int = 0,
 ) -> None:
     config = config_of(turns, rest)
+    assert sum(config.layers_of_pools) == 2 * turns + rest
     before, after, table = kept(config, list(rows), list(is_active))
     size = POOL.page_size
     for count, old, new in zip(config.layers_of_pools, before, after, strict=True):
@@ -92,19 +93,23 @@ def check_moves(
         np.testing.assert_array_equal(new, expected)
 
 
-@pytest.mark.parametrize("turns", [1, 3])
-@pytest.mark.parametrize("rows", [(8, 7, 3, 5), (0, 4, 6, 8), (1, 2, 3, 7)])
-def test_only_the_accepted_path_is_moved(turns: int, rows: tuple[int, ...]):
-    check_moves(turns, rows)
+ALL, SOME = (True,) * 4, (True, False, True, False)
 
 
-def test_pages_of_separate_layers_are_moved():
-    assert config_of(3, 1).layers_of_pools == (3, 3, 1)
-    check_moves(3, (8, 7, 3, 5), rest=1)
-
-
-def test_inactive_rows_are_unchanged():
-    check_moves(1, (8, 7, 6, 5), (True, False, True, False))
+@pytest.mark.parametrize(
+    ("turns", "rows", "is_active", "rest"),
+    [
+        *(
+            (turns, rows, ALL, 0)
+            for turns in (1, 3)
+            for rows in [(8, 7, 3, 5), (0, 4, 6, 8), (1, 2, 3, 7)]
+        ),
+        (3, (8, 7, 3, 5), ALL, 1),
+        (1, (8, 7, 6, 5), SOME, 0),
+    ],
+)
+def test_only_accepted_paths_of_active_rows_are_moved(turns, rows, is_active, rest):
+    check_moves(turns, rows, is_active, rest)
 
 
 def test_a_chain_has_nothing_to_move():

@@ -1,4 +1,4 @@
-"""Rounds over draft trees follow the target's distribution, or its exact tokens.
+"""Rounds over draft trees give the tokens of plain decoding, if a seed determines them.
 
 The target and the draft are Markov chains over a few tokens, so that thousands of
 sequences run at once. The draft model's own code fills the trees.
@@ -7,7 +7,7 @@ sequences run at once. The draft model's own code fills the trees.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,13 @@ import numpy as np
 import pytest
 
 from jaxspec.config.token_tree import leaf_paths, parents_of
-from jaxspec.models.backend import Backend
-from jaxspec.program.plan import RULES
-from jaxspec.program.propose import Proposal, draft_sampling
-from jaxspec.program.rows import Active
-from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
-from jaxspec.program.tree.verify import verify_tree
 from tests.kernels.oracle import UNOPTIMISED
+from tests.support import round_models
 from tests.support.distributions import check_counts
-from tests.support.round_models import DRAFT, TARGET
-from tests.support.rows import make_active
+from tests.support.round_models import DRAFT, FAR, LENGTH, TARGET, VOCAB, Found
 
-VOCAB, LENGTH, SEQS = len(TARGET), 4, 16_000
-FAR = 1000  # a length limit past all slots
+SEQS = 4_000
 PLAIN = Tree.chain(0)
 LEAVES = Tree(parents_of(leaf_paths(2, 1)))
 MANY_LEAVES = Tree(parents_of(leaf_paths(3, 2)))
@@ -43,93 +36,15 @@ TREES: dict[str, Tree] = {
     "branched": BRANCHED,
     "aside": ASIDE,
 }
-# Rules and trees whose distribution `make test` checks.
-SOME = ("standard", "many leaves"), ("block", "branched")
-
-
-class Found(NamedTuple):
-    """Result of a round."""
-
-    num_accepted: Any
-    row: Any
-    depth: Any
-
-
-def start(rule: str, *, temperature: float = 1.0) -> Active:
-    seeds = np.random.default_rng(1).integers(0, 2**32, (SEQS, 2), dtype=np.uint32)
-    return make_active(
-        SEQS,
-        num_tokens=1,
-        num_prompt=1,
-        temperature=temperature,
-        rule=RULES[rule],
-        seed=seeds,
-    )
-
-
-def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
-    """Return the proposal of a draft model that reads only the last token."""
-    drafts, probs = jnp.zeros((SEQS, tree.num_nodes), jnp.int32), []
-    for level in range(tree.num_levels):
-        known = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
-        scores = draft[known[:, tree.branching[level]]]
-        token, distribution = sample_draft(scores[:, 0], level, active, Backend())
-        if not active.all_greedy:
-            scores = draft_sampling._add_noise(scores, level, active)
-        drafts = draft_sampling._fill_level(tree, level, drafts, token, scores)
-        probs.append(distribution)
-    distributions = None if active.all_greedy else jnp.stack(probs, axis=1)
-    return Proposal(drafts, active.num_tokens, distributions)
-
-
-def play_round(
-    active: Active,
-    history: jax.Array,
-    num_draft_tokens: jax.Array,
-    distributions: tuple[jax.Array, jax.Array],
-    *,
-    tree: Tree,
-    max_model_len: int,
-) -> tuple[Active, jax.Array, Found]:
-    """Run a round of the Markov chain; return sequences, history and the result."""
-    target, draft = map(jnp.log, distributions)
-    inputs, proposal = active.last_tokens[:, 1:], None
-    if tree.num_nodes:
-        proposal = grow(tree, draft, active)
-        inputs = jnp.concatenate([inputs, proposal.tokens], axis=1)
-    found = verify_tree(
-        tree,
-        proposal,
-        inputs,
-        target[inputs].reshape(-1, VOCAB),
-        num_draft_tokens,
-        active,
-        Backend(),
-        adjust=None,
-        forced_acceptance=None,
-        max_model_len=max_model_len,
-    )
-    depth = jnp.asarray(tree.depths)[found.tree_row]
-    count = depth + 1
-    offset = jnp.arange(tree.max_emitted, dtype=jnp.int32)[None]
-    place = active.num_tokens[:, None] - 1 + offset
-    place = jnp.where(offset < count[:, None], place, history.shape[1])
-    seq = jnp.arange(SEQS, dtype=jnp.int32)[:, None]
-    history = history.at[seq, place].set(found.tokens, mode="drop")
-    newest = jnp.take_along_axis(found.tokens, count[:, None] - 1, axis=1)
-    active = dataclasses.replace(
-        active,
-        num_tokens=active.num_tokens + count,
-        last_tokens=jnp.repeat(newest, 2, axis=1),
-    )
-    return active, history, Found(found.num_accepted, found.tree_row, depth)
 
 
 @functools.cache
 def program_of(tree: Tree, max_model_len: int) -> Callable[..., Any]:
     """Compile a round of a tree; rule, distributions and draft lengths are data."""
     return jax.jit(
-        functools.partial(play_round, tree=tree, max_model_len=max_model_len),
+        functools.partial(
+            round_models.play_round, tree=tree, max_model_len=max_model_len
+        ),
         compiler_options=UNOPTIMISED,
     )
 
@@ -145,58 +60,32 @@ def play(
     max_model_len: int = FAR,
     few: bool = False,
 ) -> tuple[np.ndarray, list[Found]]:
-    """Return words of `LENGTH` tokens of all sequences, and the rounds.
+    """Return the prompt and the next tokens of all sequences, and the rounds.
 
     Args:
         draft: "same" drafts with the target itself, "other" with another model.
         few: Whether sequences want different numbers of levels.
     """
-    active = start(rule, temperature=temperature)
-    first = jnp.asarray(np.arange(SEQS) % VOCAB if all_greedy else np.zeros(SEQS, int))
-    first = jnp.repeat(first.astype(jnp.int32)[:, None], 2, axis=1)
-    active = dataclasses.replace(active, last_tokens=first, all_greedy=all_greedy)
-    history = jnp.zeros((SEQS, LENGTH + tree.max_emitted), jnp.int32)
+    active, tokens = round_models.start(rule, SEQS, temperature=temperature)
+    if all_greedy:
+        first = jnp.arange(SEQS, dtype=jnp.int32)[:, None] % VOCAB
+        last = jnp.repeat(first, 2, axis=1)
+        active = dataclasses.replace(active, last_tokens=last, all_greedy=True)
     distributions = TARGET, TARGET if draft == "same" else DRAFT
-    given = tuple(
-        jnp.asarray(distribution, jnp.float32) for distribution in distributions
-    )
+    given = tuple(jnp.asarray(one, jnp.float32) for one in distributions)
     run = program_of(tree, FAR if tree.is_chain else max_model_len)
     num_draft_tokens, rounds = jnp.full(SEQS, tree.num_levels, jnp.int32), []
     if few:
         num_draft_tokens = jnp.arange(SEQS, dtype=jnp.int32) % (tree.num_levels + 1)
     for _ in range(LENGTH):
-        active, history, found = run(active, history, num_draft_tokens, given)
+        active, tokens, found = run(active, tokens, num_draft_tokens, given)
         rounds.append(jax.tree.map(np.asarray, found))
-    return np.asarray(history)[:, :LENGTH], rounds
+    return np.asarray(tokens)[:, : 1 + LENGTH], rounds
 
 
 def num_side_drafts(found: Found) -> np.ndarray:
     """Return the number of accepted drafts on side branches."""
     return found.depth - found.num_accepted
-
-
-def check_tree_distribution(rule: str, name: str) -> None:
-    """Check words of four tokens, over rounds of which many accept side branches."""
-    play.cache_clear()
-    tree = TREES[name]
-    words, rounds = play(tree, rule)
-    assert (num_side_drafts(rounds[0]) > 0).mean() > 0.05
-    cell = words @ (VOCAB ** np.arange(LENGTH)[::-1])
-    distribution = TARGET[0]
-    for _ in range(LENGTH - 1):
-        last = np.arange(distribution.size) % VOCAB
-        distribution = (distribution[:, None] * TARGET[last]).reshape(-1)
-    counts = np.bincount(cell, minlength=VOCAB**LENGTH)
-    check_counts(counts, distribution, (rule, name))
-    # Also check pairs of adjacent tokens: an error in few pairs is too small among all
-    # words.
-    shape = (VOCAB,) * LENGTH
-    for place in range(LENGTH - 1):
-        others = tuple({*range(LENGTH)} - {place, place + 1})
-        found, wanted = (
-            one.reshape(shape).sum(axis=others) for one in (counts, distribution)
-        )
-        check_counts(found, wanted, (rule, name, place))
 
 
 def check_same_words(name: str, **changes: Any) -> None:
@@ -209,22 +98,6 @@ def check_same_words(name: str, **changes: Any) -> None:
     num_side = num_side_drafts(rounds[0])
     assert (num_side > 0).mean() > 0.02
     assert (num_side >= 0).all()
-
-
-@pytest.mark.parametrize(
-    ("rule", "name"),
-    [
-        pytest.param(
-            rule,
-            name,
-            marks=() if (rule, name) in SOME else pytest.mark.slow,
-        )
-        for rule in ("standard", "block", "coupled")
-        for name in TREES
-    ],
-)
-def test_words_follow_the_distribution_of_the_target(rule: str, name: str):
-    check_tree_distribution(rule, name)
 
 
 @pytest.mark.parametrize("name", ["many leaves", "branched"])
@@ -272,10 +145,19 @@ def test_draft_equal_to_the_target_is_fully_accepted(rule: str, name: str):
         assert (found.num_accepted == tree.main_chain.num_nodes).all()
 
 
-def test_side_leaves_raise_the_number_of_accepted_tokens():
-    """This holds for every rule."""
-    for rule in ("standard", "block", "coupled"):
-        chain = play(Tree.chain(3), rule)[1][0]
-        leaves = play(MANY_LEAVES, rule)[1][0]
-        np.testing.assert_array_equal(leaves.num_accepted, chain.num_accepted)
-        assert num_side_drafts(leaves).mean() > 0.1
+@pytest.mark.parametrize(
+    ("rule", "name"), [("standard", "many leaves"), ("block", "branched")]
+)
+def test_words_follow_the_distribution_of_the_target(rule: str, name: str):
+    words, rounds = play(TREES[name], rule)
+    assert (num_side_drafts(rounds[0]) > 0).mean() > 0.05
+    expected = round_models.word_distribution()
+    check_counts(round_models.count_words(words), expected, (rule, name))
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+def test_side_leaves_raise_the_number_of_accepted_tokens(rule: str):
+    chain = play(Tree.chain(3), rule)[1][0]
+    leaves = play(MANY_LEAVES, rule)[1][0]
+    np.testing.assert_array_equal(leaves.num_accepted, chain.num_accepted)
+    assert num_side_drafts(leaves).mean() > 0.1

@@ -28,15 +28,15 @@ def respond(**body: Any) -> SamplingParams:
 PASSED_ON: dict[str, Any] = {
     "n": 3,
     "temperature": 0.5,
-    "top_p": 0.5,
+    "top_p": 0.6,
     "top_k": 5,
     "min_p": 0.1,
     "seed": 7,
     "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
+    "frequency_penalty": 0.7,
     "repetition_penalty": 1.5,
     "stop": ["a", "b"],
-    "stop_token_ids": [5],
+    "stop_token_ids": [6],
     "include_stop_str_in_output": True,
     "ignore_eos": True,
     "min_tokens": 2,
@@ -44,7 +44,7 @@ PASSED_ON: dict[str, Any] = {
     "spaces_between_special_tokens": False,
     "allowed_token_ids": [5],
     "bad_words": ["a"],
-    "prompt_logprobs": 2,
+    "prompt_logprobs": 4,
 }
 
 

@@ -11,6 +11,7 @@ from jaxspec.serve.requests.protocol import ChatBody, ResponseBody
 from jaxspec.serve.requests.response_input import (
     add_answer,
     as_chat,
+    call_of,
     flat_tool_names,
     messages_of,
 )
@@ -276,3 +277,14 @@ def test_continued_conversation():
     text = PROMPTS.of_chat(read, 4).get("prompt")
     assert text == turns("Be kind.\n\nHello", "Well", "And?")
     assert messages[0] == USER
+
+
+def test_continues_answer_with_calls():
+    first = ResponseBody(input="Hello", tools=[F])
+    earlier = add_answer(first, messages_of(first), "Well", [call_of("1", "f", "{}")])
+    then = ResponseBody(input=[RESULT])
+    messages = messages_of(then, earlier)
+    text = PROMPTS.of_chat(as_chat(then, messages), 4).get("prompt")
+    called = 'Well\n[{"name": "f", "parameters": {}}]'
+    assert text == turns("Hello", called, '{"name": "f", "result": "7"}')
+    assert earlier[-1]["content"] == "Well"

@@ -55,6 +55,7 @@ def test_logprobs_and_token_ids(is_stream: bool):
     answer: dict[str, Any] = {}
     if is_stream:
         answer = writer.of_prompt(part)
+        assert answer == {"prompt_token_ids": [2, 3, 4]}
         (choice,) = writer.deltas(0, completion, part)
     else:
         choice = writer.choice(0, completion, part)
