@@ -161,6 +161,6 @@ def test_tree_without_embedding_or_layers_is_an_error():
         read_tree(Path("folder"), {})
     layers = {path: None for path in LEAVES if "layer_" in path}
     with pytest.raises(
-        CheckpointError, match="no tensor of a layer, such such as transformer/"
+        CheckpointError, match="no tensor of a layer, such as transformer/"
     ):
         changed(LEAVES, layers)
