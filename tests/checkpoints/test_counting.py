@@ -119,7 +119,7 @@ def test_a_tokenizer_of_another_model_or_none_is_refused(tmp_path):
     write_tiny(tmp_path / "small", family="2b")
     model = tmp_path / "small" / "tokenizer.model"
     for change, message in (
-        (lambda: None, "makes token .* they are not of one"),
+        (lambda: None, "gives token id .* belongs to another"),
         (lambda: model.write_bytes(b"no model"), "the tokenizer of .* cannot be read"),
         (model.unlink, "no tokenizer.model and no tok"),
     ):

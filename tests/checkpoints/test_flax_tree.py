@@ -79,7 +79,7 @@ def test_published_trees_have_pad_rows(num_rows):
 
 LINEAR = "layer_1/mlp/linear"
 ROWS = r"'transformer/embedder/input_embedding' has {} rows, expected vocab_size=512"
-SHAPE = r"has shape \(72, 288\).* asks for \(288, 72\)"
+SHAPE = r"has shape \(72, 288\).* requires \(288, 72\)"
 UNKNOWN = "is not part of the model"
 
 
@@ -160,5 +160,7 @@ def test_tree_without_embedding_or_layers_is_an_error():
     with pytest.raises(CheckpointError, match="found: no tensor"):
         read_tree(Path("folder"), {})
     layers = {path: None for path in LEAVES if "layer_" in path}
-    with pytest.raises(CheckpointError, match="no tensor of a layer, as transformer/"):
+    with pytest.raises(
+        CheckpointError, match="no tensor of a layer, such as transformer/"
+    ):
         changed(LEAVES, layers)

@@ -155,10 +155,10 @@ BAD: list[tuple[bytes, str]] = [
         b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(64),
         "it is big-endian: .*gguf-con",
     ),
-    (build([], [], version=1), "its version is 1, and 2 and 3 are read"),
+    (build([], [], version=1), "its version is 1, but only 2 and 3 are supported"),
     (build([], [], version=4), "its version is 4"),
-    (build([], [], num_tensors=10**9), "1,000,000,000 tensors, at most"),
-    (build([], [], num_entries=2**63), "metadata keys, at most"),
+    (build([], [], num_tensors=10**9), "1,000,000,000 tensors, but at most"),
+    (build([], [], num_entries=2**63), "metadata keys, but at most"),
     (build([], [], num_entries=9, data=b""), "within its header"),
     (
         build([struct.pack("<Q", 2**60)], [], num_entries=1),
@@ -169,21 +169,24 @@ BAD: list[tuple[bytes, str]] = [
     (with_array(STRING, 2, text("a") + text(b"\xc3")), "'k', string 1, is not UTF-8"),
     (
         with_value("k" * 2**20, U8, b"\0"),
-        "a metadata key has 1,048,576 bytes, at most 65,536 are read",
+        "a metadata key has 1,048,576 bytes, but at most 65,536 are supported",
     ),
     (with_tensor("k" * 2**20, [8]), "a tensor's name has 1,048,576 bytes"),
     (
         with_value("general.alignment", STRING, text("k" * 2**18)),
         "must be a power of two, got 'k{60}'$",
     ),
-    (build([ALIGN, ALIGN], []), "'general.alignment' is there twice"),
-    (build([], [tensor("a", [8])] * 2), "tensor 'a' is there twice"),
+    (build([ALIGN, ALIGN], []), "'general.alignment' appears twice"),
+    (build([], [tensor("a", [8])] * 2), "tensor 'a' appears twice"),
     (with_value("k", 13, b""), "type 13, which does not exist"),
-    (with_array(99, 1), "are of type 99, which is not read"),
-    (with_array(ARRAY, 1, array(U8, 1, b"\0")), "are of an array, which is not read"),
-    (with_array(STRING, 10**9), "announces 1,000,000,000 values, and at most"),
+    (with_array(99, 1), "are of type 99, which is not supported"),
+    (
+        with_array(ARRAY, 1, array(U8, 1, b"\0")),
+        "are of an array, which is not supported",
+    ),
+    (with_array(STRING, 10**9), "has 1,000,000,000 values, but at most"),
     (with_array(STRING, 10**6), "1,000,000 strings, more than the file has room for"),
-    (with_array(F64, 2**62), "values, and at most"),
+    (with_array(F64, 2**62), "values, but at most"),
     (with_array(F64, 10**6), "within its header"),
     (with_array(STRING, 1, struct.pack("<Q", 2**40)), "within its header"),
     (with_value("general.alignment", U32, bytes(4)), "must be a power of two, got 0"),
@@ -248,7 +251,7 @@ def test_limits_on_the_whole_header(tmp_path, monkeypatch):
     content = with_array(STRING, 3, text("a") * 3)
     path = write(tmp_path / "m.gguf", content)
     for limits, message in (
-        (dict(_MAX_STRINGS=2), "announces more than 2 strings"),
+        (dict(_MAX_STRINGS=2), "has more than 2 strings"),
         (
             dict(_MAX_STRINGS=3, _PIECE_BYTES=8, _MAX_HEADER_BYTES=40),
             "header has more than 40 bytes",
@@ -262,8 +265,8 @@ def test_limits_on_the_whole_header(tmp_path, monkeypatch):
 
 def test_impossible_names_of_shards_are_refused(tmp_path):
     for name, message in (
-        ("m-00003-of-00002.gguf", "no name of a shard"),
-        ("m-00000-of-00002.gguf", "no name of a shard"),
+        ("m-00003-of-00002.gguf", "not named like a shard"),
+        ("m-00000-of-00002.gguf", "not named like a shard"),
         ("m-00001-of-99999.gguf", "at most 1024 shards"),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -40,7 +40,7 @@ def test_trim_writes_a_map_next_to_the_weights(tmp_path, capsys):
     write_tiny(draft, family="2b", vocab_size=8192)
     (tmp_path / "some.txt").write_text("some words, some more words")
     assert main(["trim", str(draft), texts]) == 0
-    assert "draft_vocab_size   2,048 has 100.00 %" in capsys.readouterr().out
+    assert "draft_vocab_size   2,048 covers 100.00 %" in capsys.readouterr().out
     made = draft / TOKEN_MAP
     assert len(read_token_map(made, 8192)) == 8192
     assert main(["trim", str(draft), texts]) == 1
@@ -49,7 +49,7 @@ def test_trim_writes_a_map_next_to_the_weights(tmp_path, capsys):
     write_gguf(tmp_path / "m.gguf")
     source, other = str(tmp_path / "m.gguf"), tmp_path / "other.json"
     assert main(["trim", source, texts]) == 1
-    assert "is a file: name the map's file with --output" in capsys.readouterr().err
+    assert "give its file as --output" in capsys.readouterr().err
     for model in (str(draft), source):
         assert main(["trim", model, texts, "--output", str(other)]) == 0
         assert other.read_bytes() == made.read_bytes()

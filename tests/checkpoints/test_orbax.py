@@ -102,26 +102,29 @@ def of_record(**changes: Any) -> Any:
             (lambda manifest, given=given: manifest.update(given), expected)
             for given, expected in [
                 (dict(version=2), "a newer jaxspec: its version is 2, this one"),
-                (dict(version=0), "must say version 1, got 0"),
-                (dict(version="1"), "must say version 1, got '1'"),
-                (dict(version=True), "must say version 1, got True"),
-                (dict(version=None), "must say version 1, got None"),
-                (dict(format="other"), "must say format 'jaxspec', got 'other'"),
+                (dict(version=0), "must have version 1, got 0"),
+                (dict(version="1"), "must have version 1, got '1'"),
+                (dict(version=True), "must have version 1, got True"),
+                (dict(version=None), "must have version 1, got None"),
+                (dict(format="other"), "must have format 'jaxspec', got 'other'"),
                 (dict(tensors=[1]), r"must list `tensors`, got \[1\]"),
             ]
         ),
         (
             of_record(shape=[1, 2]),
-            rf"{NAME}.*has shape \[64, 144\] in .*recorded in .* is \[1, 2\]",
+            rf"{NAME}.*has shape \[64, 144\] in .*but .* records \[1, 2\]",
         ),
-        (of_record(shape=None), rf"{NAME}.*recorded in .* is None"),
+        (of_record(shape=None), rf"{NAME}.*but .* records None"),
         (
             of_record(dtype="float32"),
-            f"{NAME}.*has dtype bfloat16 in .*recorded in .* is float32",
+            f"{NAME}.*has dtype bfloat16 in .*but .* records float32",
         ),
         (of_record(sha256="12"), f"a sha256 of 64 digits for .*{NAME}.* got '12'"),
         (of_record(sha256=None), f"a sha256 of 64 digits for .*{NAME}.* got None"),
-        (of_tensors(lambda tensors: tensors.update({NAME: 3})), f"{NAME}.* is None"),
+        (
+            of_tensors(lambda tensors: tensors.update({NAME: 3})),
+            f"{NAME}.* records None",
+        ),
         (
             of_tensors(lambda tensors: tensors.pop(NAME)),
             f"holds tensor '{NAME}', which .* not",

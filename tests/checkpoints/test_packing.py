@@ -293,7 +293,7 @@ def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
         (
             "plain",
             lambda shape: ({"weight": torch.zeros(shape)}, torch.zeros(1)),
-            "is not quantized, and config.json says",
+            "is not quantized, but config.json says",
         ),
         ("coarse", compressed_packed(4, None, has_zeros=False), r"needs \(64, 4\)"),
     ):
@@ -372,7 +372,7 @@ def test_impossible_conversion_is_refused(tmp_path):
     for options, message in (
         (dict(to="hf"), "is quantized already"),
         (dict(to="kaggle"), "no place for scales"),
-        (dict(to="hf", dtype="float32"), "two types for the same"),
+        (dict(to="hf", dtype="float32"), "both set the type of the"),
     ):
         options: Any = options | dict(quantization="int8", progress=False)
         with pytest.raises(CheckpointError, match=message):

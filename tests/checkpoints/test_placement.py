@@ -101,7 +101,7 @@ def test_rows_are_read_once_checked_and_copied():
     wrong = dataclasses.replace(source, sha256="0" * 64)
     with pytest.raises(CheckpointError, match="weights:part: the bytes have sha256"):
         put([wrong])
-    with pytest.raises(CheckpointError, match="recorded was 000"):
+    with pytest.raises(CheckpointError, match="but 000"):
         wrong.whole()
 
 

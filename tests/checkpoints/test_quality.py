@@ -46,7 +46,7 @@ def test_inspect_shows_the_measurement_or_the_command(tmp_path, capsys):
         assert write_quality(packed, measured) == packed / QUALITY
         assert read_quality(packed) == measured
     assert [path.name for path in packed.glob(f"*{QUALITY}*")] == [QUALITY]
-    line = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token, 93.1% the same"
+    line = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token"
     assert f"quality       {line}" in inspected(packed, capsys)
     # A model that is not quantized has no loss of quality to report.
     assert "quality" not in inspected(whole, capsys)
@@ -100,5 +100,5 @@ def test_a_damaged_file_is_an_error_that_names_the_key(tmp_path, changes, named)
     else:
         del content[named]
     (tmp_path / QUALITY).write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=f"wrong here: {named}"):
+    with pytest.raises(CheckpointError, match=f"wrong or missing: {named}"):
         read_quality(tmp_path)

@@ -61,7 +61,7 @@ SERVICES = {
         (file_download, "http_get"),
         point_hub_to,
         ("main", "model-00002-of-00003.safetensors"),
-        "busy or out of order",
+        "busy or fails",
         (OSError, "418"),
     ),
     "kaggle": Service(
@@ -70,7 +70,7 @@ SERVICES = {
         (kagglehub.clients, "_download_file"),
         point_kaggle_to,
         ("GetModelInstance", "DownloadModelInstanceVersion"),
-        "Kaggle is busy or out of order",
+        "Kaggle is busy or fails",
         (kagglehub.exceptions.KaggleApiHTTPError, "out of order"),
     ),
 }
@@ -209,8 +209,14 @@ class MirrorStandIn(HubStandIn):
     ("kind", "expected"),
     [
         (XetStandIn, "the download broke off (Task error"),
-        (PortalStandIn, "does not answer like a hub: check HF_ENDPOINT"),
-        (MirrorStandIn, "does not answer like a hub: check HF_ENDPOINT"),
+        (
+            PortalStandIn,
+            "does not respond like the Hugging Face Hub: check HF_ENDPOINT",
+        ),
+        (
+            MirrorStandIn,
+            "does not respond like the Hugging Face Hub: check HF_ENDPOINT",
+        ),
     ],
 )
 def test_answers_of_other_servers_are_reported(

@@ -69,7 +69,7 @@ def test_many_files_arrive_as_an_archive(kaggle: KaggleStandIn, origin: Path):
     # sent.
     kaggle.files = files_of(origin) | {name: whole[: len(whole) // 2]}
     for _ in range(2):
-        assert "what arrived is damaged" in fetch_message(HANDLE)
+        assert "the download is damaged" in fetch_message(HANDLE)
     kaggle.files[name] = whole
     check_same(fetch(HANDLE), origin)
     assert kaggle.fetched == {name}

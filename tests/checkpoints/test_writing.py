@@ -122,9 +122,9 @@ def test_existing_destination_is_rejected(tmp_path, source, to):
             dict(to="hf", dtype="int8"),
             "dtype must be one of float32, .* got 'int8'",
         ),
-        ("no/model", dict(to="hf"), "no is not a folder: make it first"),
-        ("there/source/model", dict(to="orbax"), "within the checkpoint that is read"),
-        ("there/source/./model", dict(to="hf"), "within the checkpoint that is read"),
+        ("no/model", dict(to="hf"), "no is not a folder: create it first"),
+        ("there/source/model", dict(to="orbax"), "is inside the source checkpoint"),
+        ("there/source/./model", dict(to="hf"), "is inside the source checkpoint"),
     ],
 )
 def test_wrong_arguments_are_rejected(tmp_path, source, name, options, expected):
@@ -146,7 +146,7 @@ def test_full_disk_is_reported_before_writing(
     with monkeypatch.context() as patch:
         patch.setattr(writing.tempfile, "TemporaryDirectory", None)
         with pytest.raises(
-            CheckpointError, match=r"needs 0.00\d GB, and .* free: make"
+            CheckpointError, match=r"needs 0.00\d GB, and .* free: free"
         ):
             convert(source, tmp_path / "model", "hf", dtype=dtype)
     free[0] = int(needed * 1.02)

@@ -139,15 +139,15 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
 
 
 def test_larger_chunk_is_requested_while_a_small_one_serves():
-    base = make_config(
+    long = make_config().model_config
+    config = make_config(
         max_num_seqs=1,
         num_pages=200,
         max_num_batched_tokens=512,
         max_model_len=600,
         num_draft_tokens=0,
+        model_config=dataclasses.replace(long, max_position_embeddings=1024),
     )
-    long = dataclasses.replace(base.model_config, max_position_embeddings=1024)
-    config = dataclasses.replace(base, model_config=long)
     (request,) = make_requests(config, 1)
     request.prompt_token_ids, request.max_total = [3] * 500, 510
     programs = ComingPrograms(pause=10**9)

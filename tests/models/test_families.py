@@ -125,7 +125,7 @@ def test_second_family_is_read_by_its_own_module(tmp_path):
     tensors = llama.tensor_shapes(Sizes.from_config(dict(SIZES, num_hidden_layers=1)))
     declared = llama.param_specs(config).values()
     assert sorted(tensors) == sorted(name for one in declared for name in one.tensors)
-    expected = "'gemma3', 'llama', the architectures of this engine, got 'x'"
+    expected = "'gemma3', 'llama', which are the supported architectures, got 'x'"
     with pytest.raises(ConfigError, match=expected):
         config_from_hf({"model_type": "x"})
 

@@ -197,7 +197,7 @@ def test_scales_are_read_with_values_or_alone():
     assert made.num_bytes == 9 * 32 * 4
     np.testing.assert_array_equal(made.head(2).whole(), made.whole()[:2])
     damaged = replace(tensor, sha256="0" * 64)
-    with pytest.raises(CheckpointError, match="was damaged"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         quantized(damaged, SCHEMES[0]).values.whole()
 
 

@@ -252,11 +252,11 @@ def with_text_marker() -> bytes:
         ("tokenizer.model", b"no model", "must be a SentencePiece model"),
         ("tokenizer.model", MODEL[:-1000], "must be a SentencePiece model"),
         ("tokenizer.model", with_text_marker(), "neither control nor symbol"),
-        ("tokenizer.json", b"", "must be a tokenizer of Gemma's kind"),
-        ("tokenizer.json", b"{}", "must be a tokenizer of Gemma's kind"),
+        ("tokenizer.json", b"", "must be a tokenizer like Gemma's"),
+        ("tokenizer.json", b"{}", "must be a tokenizer like Gemma's"),
         ("tokenizer.json", broken_json("another kind"), "not a BPE model"),
         ("tokenizer.json", broken_json("no bytes"), "not a BPE model"),
-        ("tokenizer.json", broken_json("no end"), "no bos or no eos piece"),
+        ("tokenizer.json", broken_json("no end"), "no bos piece or no eos piece"),
     ],
 )
 def test_rejects_invalid_file(tmp_path: Path, name: str, content: Any, reason: str):

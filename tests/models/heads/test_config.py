@@ -87,7 +87,11 @@ def test_default_layers_of_a_head(num_layers, layers):
             )
             for layers in ([1, 2], "all")
         ),
-        (dict(target_hidden_size=32), ConfigError, "no embed_tokens.weight.* 32 wide"),
+        (
+            dict(target_hidden_size=32),
+            ConfigError,
+            "no embed_tokens.weight.* must be 32",
+        ),
     ],
 )
 def test_unsupported_variants_and_wrong_numbers_are_named(change, error, named):

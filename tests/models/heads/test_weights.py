@@ -89,17 +89,17 @@ D2T = torch.zeros(19, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("d2t", None, "no tensor 'd2t', which maps the head's 20"),
+        ("d2t", None, "no tensor 'd2t', which maps its 20"),
         ("norm.weight", None, "the head has no tensor 'norm.weight'"),
         (
             "fc.weight",
             torch.zeros(24, 48),
-            r"'fc.weight' has shape \(24, 48\), config.json asks for \(24, 72\)",
+            r"'fc.weight' has shape \(24, 48\), but config.json requires \(24, 72\)",
         ),
         (
             "lm_head.weight",
             torch.zeros(50, 24),
-            r"asks for \(20, 24\) \(a vocabulary trimmed to 20\)",
+            r"requires \(20, 24\) \(a vocabulary trimmed to 20\)",
         ),
         (
             "layers.1.mlp.up_proj.weight",
@@ -109,14 +109,14 @@ D2T = torch.zeros(19, dtype=torch.int64)
         (
             "norm.weight",
             torch.zeros(24, dtype=torch.int64),
-            "'norm.weight' has type int64, expected floats",
+            "'norm.weight' has type int64, expected a float type",
         ),
         (
             "d2t",
             torch.full((20,), 40),
-            "'d2t' names token 50; the target has 50, from 0",
+            "'d2t' has token id 50, but ids go from 0 to vocab_size=50 - 1",
         ),
-        ("d2t", -torch.arange(20), "'d2t' names a token of the target twice"),
+        ("d2t", -torch.arange(20), "'d2t' has a token id of the target twice"),
         ("d2t", D2T, r"'d2t' has type int64 and shape \(19,\)"),
     ],
 )
