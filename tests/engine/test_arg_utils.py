@@ -323,7 +323,7 @@ def test_draft_stops_at_the_shortest_limit(
     ("arguments", "message", "name", "value"),
     [
         ({"dtype": "half"}, "'half' is taken as 'bfloat16'", "dtype", "bfloat16"),
-        ({"dtype": "float16"}, "'bfloat16'.*of Gemma 2 leave", "dtype", "bfloat16"),
+        ({"dtype": "float16"}, "'bfloat16'.*of Gemma 2 exceed", "dtype", "bfloat16"),
         *(
             (arguments, f"is not given: {count}", "num_draft_tokens", count)
             for arguments, count in (
@@ -386,7 +386,7 @@ CONFIG_ERRORS: list[tuple[Any, ...]] = [
     ({"model": "empty"}, "found: an empty folder"),
     ({"seed": "x"}, "'x'", "an integer"),
     ({"speculative_model_quantization": "int8"}, "was given without a draft model"),
-    ({"model": "gemma-3-270m-it", "dtype": "float16"}, "dtype", "exceeds 65,504"),
+    ({"model": "gemma-3-270m-it", "dtype": "float16"}, "dtype", "exceed 65,504"),
     (
         {"num_gpu_blocks_override": 64, "max_num_seqs": 65},
         "got 65",
@@ -435,7 +435,7 @@ CONFIG_ERRORS: list[tuple[Any, ...]] = [
         "speculative_model 'hydra': ",
         "a head, wh",
     ),
-    ({"model": "gemma-3-270m-it", "dtype": "half"}, "dtype", "exceeds 65,504"),
+    ({"model": "gemma-3-270m-it", "dtype": "half"}, "dtype", "exceed 65,504"),
 ]
 # Unsupported values: the message names the argument.
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [

@@ -138,7 +138,7 @@ async def test_abort_ends_the_stream(serving, num_texts):
 async def test_bad_requests_are_rejected_without_side_effects(serving):
     running = asyncio.ensure_future(outputs_of(serving, "a", max_tokens=30))
     await asyncio.sleep(0.01)
-    with pytest.raises(RequestError, match="'a' is running already"):
+    with pytest.raises(RequestError, match="'a' is already running"):
         await outputs_of(serving, "a")
     bad: Any = 7
     for given in ((PROMPT, SamplingParams(), bad), ([], SamplingParams(), "b")):
@@ -208,7 +208,7 @@ async def test_rejected_sleep_leaves_requests_and_wake_up_restores_parts(serving
     assert await serving.get_num_unfinished_requests() == 1
     await serving.sleep()
     assert (await asked)[-1].outputs[0].finish_reason == "abort"
-    with pytest.raises(RequestError, match=r"sleeps.* call wake_up\(\)"):
+    with pytest.raises(RequestError, match=r"is asleep.* call wake_up\(\)"):
         await outputs_of(serving, "b")
     await serving.wake_up(["weights"])
     assert await serving.is_sleeping()

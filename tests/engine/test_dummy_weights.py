@@ -157,7 +157,7 @@ def test_log_warns_that_texts_are_meaningless(tmp_path, caplog):
     assert "load_format='dummy': weights are random" in caplog.text
     assert "'synthetic': drafts are accepted at random" in caplog.text
     assert "(1.0, 0.5)" in caplog.text
-    assert "has no tokenizer file: prompts are token ids" in caplog.text
+    assert "has no tokenizer file: prompts must be token ids" in caplog.text
 
 
 def test_existing_tokenizer_is_read_unless_skipped():

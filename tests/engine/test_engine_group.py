@@ -94,7 +94,7 @@ def test_calls_between_steps_reach_every_engine():
     assert run_all(group) == {"a": long, "c": long, "d": short}
     group.sleep()
     assert [engine.is_sleeping() for engine in engines] == [True] * COUNT
-    with pytest.raises(RequestError, match="sleeps"):
+    with pytest.raises(RequestError, match="is asleep"):
         group.add_request("e", PROMPT, SamplingParams())
     group.wake_up()
     assert not group.is_sleeping()
@@ -171,7 +171,7 @@ async def test_streams_from_several_engines_are_complete(serving, engines):
     while sum(unfinished(engines)) < 2 * COUNT:
         await asyncio.sleep(0.001)
     assert unfinished(engines) == [2] * COUNT
-    with pytest.raises(RequestError, match="'5' is running already"):
+    with pytest.raises(RequestError, match="'5' is already running"):
         await text_of(serving, "5")
     load = await serving.get_load()
     assert load.num_running + load.num_waiting == 2 * COUNT

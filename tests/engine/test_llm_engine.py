@@ -286,7 +286,7 @@ def test_shutdown_reads_launches_in_flight():
     assert kinds.count("launch") == kinds.count("fetch")
     assert_idle(engine)
     assert kinds[-2:] == ["drop_pages", "drop_weights"]
-    with pytest.raises(RequestError, match="sleeps"):
+    with pytest.raises(RequestError, match="is asleep"):
         engine.add_request("late", PROMPT, SamplingParams())
 
 
@@ -389,7 +389,7 @@ def test_metrics_can_be_disabled(caplog: pytest.LogCaptureFixture):
     engine, _ = make_fake_engine(disable_log_stats=True)
     caplog.set_level(logging.INFO, "jaxspec")
     run_one(engine, SamplingParams(max_tokens=3))
-    with pytest.raises(ConfigError, match=r"Stat logging disabled: .*=False"):
+    with pytest.raises(ConfigError, match=r"Stat logging is disabled: .*=False"):
         engine.get_metrics()
     engine.do_log_stats()
     assert not caplog.messages

@@ -370,7 +370,7 @@ def test_rejects_sleep_of_running_requests_and_unknown_levels_or_tags(
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (1, "node_rank=1 has no engine of its own"),
+        (1, "node_rank=1 is a follower, which has no engine"),
         (0, "hosts_secret_file 'missing' cannot be read"),
     ],
 )

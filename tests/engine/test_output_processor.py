@@ -130,8 +130,8 @@ def test_rejects_ids_of_running_requests_and_texts():
     engine.add_request("a", PROMPT, several(DELTA))
     engine.add_request("0_b", PROMPT, SamplingParams(max_tokens=5))
     for name, params, message in (
-        ("a", SamplingParams(), "'a' is running already"),
-        ("1_a", SamplingParams(), "'1_a' is running already"),
+        ("a", SamplingParams(), "'a' is already running"),
+        ("1_a", SamplingParams(), "'1_a' is already running"),
         ("b", several(), "'0_b' is running already"),
     ):
         with pytest.raises(RequestError, match=message):

@@ -232,7 +232,11 @@ NO_MODEL = "without a draft model"
         ),
         (
             config(suffix_decoding_max_tree_depth=8) | {"spec_method": "ngram"},
-            ["suffix_decoding_max_tree_depth=8", "method 'ngram' takes no", "'suffix'"],
+            [
+                "suffix_decoding_max_tree_depth=8",
+                "no effect with method 'ngram'",
+                "'suffix'",
+            ],
         ),
     ],
     ids=str,
@@ -253,12 +257,12 @@ def test_rejects_bad_arguments(arguments: dict[str, Any], texts: list[str]):
         (config(model="[eagle]"), "speculative_model='[eagle]'"),
         (
             config(SAME, kv_cache_dtype="fp8"),
-            "must be left out or 'auto', which the target has, got 'fp8'. The draft's "
-            "keys and values have the target's type",
+            "must be left out or 'auto', as for the target, got 'fp8'. The draft's "
+            "keys and values are stored in the same type as the target's",
         ),
         (
             config(SAME, kv_cache_dtype="auto") | {"kv_cache_dtype": "int8"},
-            "left out or 'int8', which the target has, got 'auto'",
+            "left out or 'int8', as for the target, got 'auto'",
         ),
         (
             config(SAME, parallel_drafting=True) | {"spec_method": "eagle3"},

@@ -43,7 +43,7 @@ def test_sleep_and_wake_up():
         assert is_sleeping()
         (choice,) = asked.result()["choices"]
         assert choice["finish_reason"] == "abort"
-        assert "sleeps" in http.refusal(COMPLETIONS, BODY)["message"]
+        assert "is asleep" in http.refusal(COMPLETIONS, BODY)["message"]
         # The server is healthy, and its metrics report the sleep state.
         assert http.get("/health").status_code == 200
         state = 'vllm:engine_sleep_state{.*sleep_state="weights_offloaded".*} 1.0'
