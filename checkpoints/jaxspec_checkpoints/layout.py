@@ -156,7 +156,10 @@ class Layout:
         return next(found, None)
 
     def is_model_first(self, sizes: Sizes) -> bool:
-        """Return whether a size's `gating_einsum` in Flax is (2, model, hidden)."""
+        """Return whether Flax checkpoints store `gating_einsum` as (2, model, hidden).
+
+        This depends on the size of the model.
+        """
         return self.flax is not None and (
             self.published_name(sizes) in self.flax.model_first
         )

@@ -205,7 +205,10 @@ class GrammarState:
         return None
 
     def sync(self, num_tokens: int, newest: Sequence[int]) -> None:
-        """Advance to the known tokens; roll back where they differ from earlier ones.
+        """Advance the grammar's state to the known tokens.
+
+        The state is rolled back first where the tokens differ from those of earlier
+        calls.
 
         Args:
             num_tokens: Known tokens of the sequence, its prompt included.

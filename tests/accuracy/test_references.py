@@ -128,7 +128,8 @@ def make_llm(target: Path, draft: Path | None = None) -> LLM:
         model=str(draft), num_speculative_tokens=NUM_DRAFT, controller="fixed"
     )
     with pytest.MonkeyPatch.context() as patch:
-        # Prompts are ids: the bundled tokenizer has a larger vocabulary.
+        # Prompts are given as token ids, so a stub is enough. The vocabulary of the
+        # bundled tokenizer is larger than that of this model.
         tokenizer = StubTokenizer(references.reference("2b").config.vocab_size)
         patch.setattr(llm_engine, "read_tokenizer", lambda config: tokenizer)
         llm = LLM(

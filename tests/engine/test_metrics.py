@@ -20,7 +20,7 @@ from tests.support.loops import make_config
 from tests.support.memory_plans import make_plan
 from tests.support.requests import make
 
-# vLLM's names, copied from the reference.
+# Names of vLLM's metrics without the prefix `vllm:`, written out as vLLM has them.
 COUNTERS = """
 prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens
 prompt_tokens_cached request_success spec_decode_num_drafts spec_decode_num_draft_tokens

@@ -454,8 +454,8 @@ def test_shows_calls_and_json(browser: Browser, site: Site, width: int):
         page.locator(one).evaluate(ends) for one in (".foot", "#composer")
     )
     assert 0 < foot["top"] < foot["bottom"] <= composer["top"]
-    # With a schema, the answer is JSON. The request contains the call in the earlier
-    # answer.
+    # With a schema, the answer is JSON. The request includes the tool call of the
+    # previous answer.
     page.click("#example-schema")
     schema = json.loads(page.locator("#schema").input_value())
     assert is_bounded(schema)

@@ -484,7 +484,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop
 
     def restart(self) -> None:
-        """Preempt all running requests: pages and launches on the device are lost."""
+        """Preempt all running requests, whose pages and launches have been lost."""
         self._draft_prefill.restart()
         for request in list(self.running):
             self._preempt(request)

@@ -36,7 +36,7 @@ from jaxspec.sharding import replicated
 
 @dataclass(frozen=True)
 class Suffix(Lookup):
-    """A lookup of the most frequent continuation, and the drafts a match may give.
+    """A lookup that drafts the most frequent continuation of a match.
 
     Attributes:
         limits: Maximum number of drafts after a match of 0, 1, ... tokens; longer
