@@ -237,7 +237,7 @@ def test_other_folders_are_not_kaggle_checkpoints(tmp_path):
         (
             None,
             "no config.json, and its shapes fit no published .*"
-            "hidden_size=72.*Put the model's config.json next to it",
+            "hidden_size=72.*Put the model's config.json into ",
         ),
     ],
 )
