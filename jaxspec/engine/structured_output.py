@@ -540,7 +540,7 @@ class TokenMasks:
         return self._worker
 
 
-# Ids are unique in the process: the callback does not know the program's engine.
+# Ids are unique in the process, as the callback does not know which engine runs.
 _grammar_ids = itertools.count(1)
 _all_masks: weakref.WeakSet[TokenMasks] = weakref.WeakSet()
 

@@ -393,7 +393,7 @@ class Followers:
             connection.close()
 
     def break_off(self, reason: str, *, may_be_loss: bool = False) -> None:
-        """End all followers at once: the leader has not run a command that it sent.
+        """End all followers at once, as the leader has not run a command that it sent.
 
         Args:
             may_be_loss: The failure may come from the end of another process. Its
@@ -606,7 +606,7 @@ def _accept(
 
 
 def _drop_gone(connected: dict[int, tuple[Connection, str]]) -> None:
-    """Remove processes that have ended meanwhile: they may be started again."""
+    """Remove processes that have ended meanwhile, so that they may be started again."""
     gone = [rank for rank, (connection, _) in connected.items() if connection.is_gone()]
     for rank in gone:
         connection, address = connected.pop(rank)

@@ -172,7 +172,7 @@ class Scheduler:
     def _next_round(self) -> Launch | None:
         """Plan a launch of decoding rows and prompts, and apply the plan."""
         plan = self._plan_round(self._update())
-        # Applied even if it launches nothing: its preemptions free pages for the retry.
+        # Applied even if nothing is launched, as preemptions free pages for the retry.
         launch = self.apply_plan(plan)
         if plan.is_deferred:
             # Prefill was deferred to protect decode latency, but no decoding row could

@@ -158,7 +158,7 @@ class TreeModel(DraftModel):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """No layers: it observes rounds only to learn the accepted path."""
+        """No layers, because it observes rounds only to learn the accepted path."""
         return ()
 
     def observe(

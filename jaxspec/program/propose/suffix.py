@@ -104,7 +104,7 @@ class CachedSuffix(Suffix):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """No layers: it observes rounds only for their tokens."""
+        """No layers, because it observes rounds only for their tokens."""
         return ()
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
