@@ -63,7 +63,7 @@ def kv_widths(kv_cache_dtype: str, dtype_bytes: int) -> tuple[int, int]:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class GivenSizes:
-    """The sizes that the user has set; None if a size is chosen for the devices.
+    """The sizes that the user has set; None if the engine chooses for the devices.
 
     Attributes:
         num_pages: `num_gpu_blocks_override`.

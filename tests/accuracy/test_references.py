@@ -41,7 +41,7 @@ NUM_DRAFT = 3
 
 @functools.cache
 def our_model(size: str) -> PagedModel:
-    """Return the model of a size, compiled once.
+    """Return the model of a published size, compiled once.
 
     `our_logits` changes its parameters.
     """

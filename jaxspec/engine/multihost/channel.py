@@ -179,7 +179,7 @@ class Connection:
             self._stream.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close it; a thread that receives gets EOFError."""
+        """Close the connection; a thread that receives gets EOFError."""
         with suppress(OSError):  # the other side may have closed it
             self._stream.shutdown(socket.SHUT_RDWR)
         self._stream.close()
@@ -514,7 +514,7 @@ class _Arrival:
         self.connection = connection
 
     def close(self, reason: str) -> None:
-        """Close it; send the reason if the other side has the secret."""
+        """Close the connection; send the reason if the other side has the secret."""
         with suppress(OSError):  # it may have gone
             if self.connection is None:
                 self._stream.shutdown(socket.SHUT_RDWR)  # ends the thread

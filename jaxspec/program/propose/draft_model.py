@@ -45,7 +45,7 @@ class DraftModel(Model):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "DraftModel":
-        """Build it from an engine's configuration."""
+        """Build the proposer from an engine's configuration."""
         assert config.speculative is not None
         assert config.draft_model_config is not None
         template = template_of(config.speculative)

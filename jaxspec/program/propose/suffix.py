@@ -54,7 +54,7 @@ class Suffix(Lookup):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Suffix":
-        """Build it from an engine's configuration."""
+        """Build the proposer from an engine's configuration."""
         speculative = config.speculative
         assert speculative is not None
         rule = LookupRule.of(speculative)
