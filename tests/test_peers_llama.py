@@ -113,7 +113,7 @@ def test_servers_of_two_batch_sizes(tmp_path):
     assert one.split()[-4:-2] == ["--spec-type", "draft-simple"]
 
 
-def test_plain(tmp_path):
+def test_plain_server_makes_no_drafts(tmp_path):
     child = start(tmp_path, "plain")
     try:
         counts = {"drafted": 0, "accepted": 0, "rounds": 0}

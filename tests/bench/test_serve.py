@@ -370,7 +370,7 @@ def test_times_between_requests_follow_the_distribution(burstiness):
 
 
 @pytest.mark.parametrize("limit", [None, 1, 3])
-def test_max_concurrency(limit):
+def test_concurrent_requests_are_limited(limit):
     running: list[int] = [0]
 
     async def ask(prompt: Prompt) -> Answer:

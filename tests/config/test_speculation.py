@@ -36,7 +36,9 @@ FORCED = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length":
         ("medusa", {"model": "head"}, False, False),
     ],
 )
-def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool):
+def test_methods_determine_drafts_and_weights(
+    method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool
+):
     info = SpeculativeConfig(method=method, **keys).method_info
     assert bool(info.lookup) is has_lookup
     assert info.has_draft_model is has_draft_model
@@ -140,7 +142,9 @@ def forced(rule: str = "synthetic", **given: Any) -> SpeculativeConfig:
         ({"length": 4}, (1.0, 1.0, 1.0)),
     ],
 )
-def test_forced_acceptance(given: dict[str, Any], probabilities: tuple[float, ...]):
+def test_forced_length_becomes_acceptance_rates(
+    given: dict[str, Any], probabilities: tuple[float, ...]
+):
     """A length becomes conditional rates: whole drafts, and a share of the next."""
     assert forced(**given).forced_acceptance == pytest.approx(probabilities)
 

@@ -147,7 +147,7 @@ def test_padding_rows_of_target_or_draft_are_dropped(tmp_path, role, is_tied):
     assert padded is not None and ("head" in padded) is not is_tied
 
 
-def test_rows_beyond_the_tokenizer(tmp_path):
+def test_rows_beyond_the_tokenizer_are_kept(tmp_path):
     """A single model's unused rows are kept: as in HuggingFace, nothing marks them."""
     write_padded(tmp_path / "padded", 8192 + 129, 0.0)
     assert configure(tmp_path / "padded").model_config.vocab_size == 8192 + 129

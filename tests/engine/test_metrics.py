@@ -150,7 +150,7 @@ def test_memory_plan_is_reported():
     assert found["sequences_lost"] == planned.sequences_lost > 0
 
 
-def test_draft_metrics():
+def test_drafts_and_accepted_tokens_are_counted():
     metrics, stats = make_metrics(num_draft_tokens=3)
     # Rounds of 3, 3 and 2 drafts, of which 2, 0 and 2 were accepted, and a round
     # without drafts.
@@ -169,7 +169,7 @@ def test_draft_metrics():
     }
 
 
-def test_load_metrics():
+def test_load_is_reported():
     sizes = GivenSizes(num_pages=48, gpu_memory_utilization=0.5)
     metrics, stats = make_metrics(given=sizes)
     stats.num_preemptions, stats.num_prefix_queries, stats.num_prefix_hits = 1, 9, 4

@@ -89,7 +89,7 @@ def test_ten_thousand_texts_have_huggingface_ids(tokenizer: Tokenizer, hf: Any):
     assert not any(special.intersection(token_ids) for token_ids in ours)
 
 
-def test_round_trip(tokenizer: Tokenizer):
+def test_decoding_inverts_encoding(tokenizer: Tokenizer):
     given = texts()[::3]
     back = [
         tokenizer.decode(

@@ -117,7 +117,7 @@ def test_stream_metrics_come_last():
             assert all(chunk["choices"] for chunk in http.ask(path, **given, **asked))
 
 
-def test_usage_by_setting():
+def test_usage_follows_the_settings():
     settings: dict[str, Any] = {"enable_prompt_tokens_details": True}
     with server(**settings, enable_force_include_usage=True) as http:
         given: dict[str, Any] = {"prompt": [2, 3, 4] * 6, "max_tokens": 3}
