@@ -218,7 +218,9 @@ def test_template_that_splits_messages():
         ("a" * 300, ConfigError, "No such file exists"),
     ],
 )
-def test_template_errors(template: str, error: type[Exception], words: str):
+def test_template_errors_are_reported(
+    template: str, error: type[Exception], words: str
+):
     with pytest.raises(error) as caught:
         chat(template, [("system", "a")], strict_roles=True)
     assert words in str(caught.value)
