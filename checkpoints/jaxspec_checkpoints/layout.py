@@ -251,7 +251,10 @@ def check_tensors(
         )
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"the checkpoint has no tensor {missing[0]!r}{more}")
+        raise CheckpointError(
+            f"the checkpoint has no tensor {missing[0]!r}{more}: it is incomplete, "
+            "fetch or export it again"
+        )
 
 
 def _unknown(name: str, tensor: Tensor, layout: Layout, sizes: Sizes) -> str:

@@ -113,7 +113,10 @@ class Connection:
         stream.sendall(MAGIC + own_nonce)
         greeting = self._read(len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
-            raise HostsError("the other process does not run jaxspec of this version")
+            raise HostsError(
+                "the other process does not run this version of jaxspec; install the "
+                "same version on all hosts"
+            )
         other = greeting[len(MAGIC) :]
         nonces = own_nonce + other if is_leader else other + own_nonce
         down = _sign(secret, b"from the leader" + nonces)
