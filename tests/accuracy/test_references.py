@@ -123,7 +123,7 @@ def share_executables(size: str, runner: Runner) -> None:
 
 
 def make_llm(target: Path, draft: Path | None = None) -> LLM:
-    # Draft in every round: the controller's measured times mean nothing here.
+    # Draft in every round, because the controller's measured times are useless here.
     speculative = draft and dict(
         model=str(draft), num_speculative_tokens=NUM_DRAFT, controller="fixed"
     )

@@ -148,7 +148,7 @@ def remove_array(folder: Path) -> None:
 
 
 def enlarge_chunks(folder: Path) -> None:
-    """Describe chunks larger than the array: a reader must not allocate gigabytes."""
+    """Describe chunks larger than the array, which a reader must not allocate."""
     path = folder / "c.w" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [70, 5000]}))
 

@@ -499,7 +499,7 @@ def test_levels_and_parts_of_a_sleep_are_checked_first():
     run_one(engine, SamplingParams(max_tokens=9))
     with pytest.raises(RequestError, match="level"):
         engine.sleep(0)
-    # The rejected calls changed nothing: the prompt's pages are still prefix hits.
+    # The rejected calls changed nothing, so the prompt's pages are still prefix hits.
     engine.add_request("again", PROMPT * 4, SamplingParams(max_tokens=9))
     run_all(engine)
     wrong: Any = "weights"

@@ -601,7 +601,7 @@ def test_one_long_sequence_fills_a_gpu():
 
 @pytest.mark.parametrize("name", REAL_CASES)
 def test_splits_run_at_once_on_a_gpu(name):
-    """All thread blocks run at once: a second wave would double the time."""
+    """All thread blocks run at once, because a second wave would double the time."""
     case = REAL_CASES[name]
     tiles = tiles_of(case)
     rows = case.queries * case.q_heads // case.kv_heads
