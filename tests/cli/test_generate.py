@@ -158,7 +158,7 @@ def test_table_has_medians_and_spread_of_repeats():
     assert found["tokens/s"] == ["40.0", "20.0"]
     assert found["speed-up"] == ["2.00x"]
     assert found["least, most"] == ["0.80x, 2.50x"]
-    assert table.splitlines()[-1].startswith("medians of 3 runs in turn; ")
+    assert table.splitlines()[-1].startswith("medians of 3 alternating runs; ")
     other = [*plain[:2], decoded([*tokens[:-1], 99], 1.0)]
     assert rows(comparison(ours, other))["texts"] == ["differs at token 21"]
 
