@@ -89,7 +89,7 @@ def ask(child: Child, size: int, first: int = 7) -> dict[str, Any]:
     return child.ask(request, 60.0)
 
 
-def test_servers_of_two_batch_sizes(tmp_path):
+def test_servers_run_two_batch_sizes(tmp_path):
     child = start(tmp_path, "draft")
     try:
         assert child.about["version"] == "9 (abc)"

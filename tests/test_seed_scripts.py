@@ -242,7 +242,7 @@ def test_metrics_of_drafts_are_read():
 
 
 @pytest.mark.slow
-def test_streams_of_the_asynchronous_engine():
+def test_streams_of_the_asynchronous_engine_are_read():
     expected = "num_speculative_tokens is not given", "dtype='half' is taken"
     text = run_script(ASYNC_SCRIPT, ASYNC_CHECKS, expected=expected)
     assert len(text.strip()) > 2

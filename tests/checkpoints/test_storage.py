@@ -198,7 +198,7 @@ def with_zeros(folder: Path, store: dict[str, Any]) -> None:
     (folder / "_METADATA").write_text('{"tree_metadata": {}}')
 
 
-def test_chunks_of_zeros_omitted_by_older_versions(tmp_path):
+def test_omitted_chunks_are_read_as_zeros_in_databases(tmp_path):
     """The database's index lists its chunks, so the omitted ones are zeros."""
     base = {"driver": "file", "path": f"{tmp_path}/"}
     with_zeros(tmp_path, {"driver": "ocdbt", "base": base, "path": "a/"})

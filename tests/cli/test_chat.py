@@ -270,7 +270,7 @@ class Screen:
         return self.process.wait(60)
 
 
-def test_keys_and_colors_of_terminal():
+def test_terminal_shows_colors_and_reads_keys():
     with site_of() as site:
         site.delay_s = 0.1
         screen = Screen("--url", site.url, "--max-tokens", "60")

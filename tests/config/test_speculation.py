@@ -209,7 +209,7 @@ def test_rejects_impossible_forced_acceptance(given: dict[str, Any], message: st
     ],
     ids=["chain", "leaves", "tree", "tree that is a chain"],
 )
-def test_parents_of_leaves_and_trees(keys: Any, parents: Any, num_levels: int):
+def test_leaves_and_trees_give_parents(keys: Any, parents: Any, num_levels: int):
     config = SpeculativeConfig(**DRAFT | keys)
     assert (config.parents, config.num_levels) == (parents, num_levels)
     assert config.num_nodes == len(parents or range(num_levels))

@@ -351,7 +351,7 @@ def test_metric_uses_the_prediction_made_before_the_round_was_timed(
     assert found["error_seconds"] == pytest.approx(error)
 
 
-def test_metrics_of_the_choice_of_k():
+def test_choice_of_k_is_reported():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     policy, acceptance = engine.policy, engine.acceptance
 

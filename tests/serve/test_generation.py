@@ -101,7 +101,7 @@ def test_stream_has_text_of_whole_response(slow_http: Client, path: str):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_indices_of_several_prompts_and_texts(slow_http: Client, is_stream: bool):
+def test_choices_have_indices_by_prompt_and_text(slow_http: Client, is_stream: bool):
     prompts = [[2, 3, 4], [2, 3], [2, 3, 4, 5]]
     asked: dict[str, Any] = {"n": 2, "max_tokens": 6, "stream": is_stream}
     found = slow_http.ask(COMPLETIONS, prompt=prompts, **asked)

@@ -97,7 +97,7 @@ def test_client_reads_refusal_of_long_body(site: Site, has_length: bool):
     assert b"4194304 bytes" in answer
 
 
-def test_body_time_limit_with_any_protocol():
+def test_body_time_limit_holds_with_any_protocol():
     # The limit also holds if another program handles the connections, like the proxy of
     # Ray Serve.
     with site_of(timeout_read_body=0.3) as site:

@@ -73,7 +73,7 @@ def test_command_line_equals_file():
     assert read_arguments(named)[1].max_ongoing_requests == 40
 
 
-def test_bundle_of_process_resources():
+def test_bundle_has_the_resources_of_processes():
     def bundle(hosts: Any, **needs: Any) -> dict[str, float]:
         given = (
             {"hosts": hosts, "ray_actor_options": needs} if needs else {"hosts": hosts}

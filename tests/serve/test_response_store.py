@@ -260,7 +260,7 @@ def test_full_disk_does_not_fail_requests(caplog):
 A, B = ("", "a"), ("", "b")
 
 
-def test_background_tasks():
+def test_background_tasks_run_and_are_cancelled():
     async def run() -> None:
         background, seen = Background(lambda _: []), list[str]()
 

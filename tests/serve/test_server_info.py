@@ -170,7 +170,7 @@ def test_version_and_load_are_reported(slow_http: Client):
     assert max(loads) == 2
 
 
-def test_tokenize_and_detokenize(http: Client):
+def test_text_is_tokenized_and_detokenized(http: Client):
     found = http.ask("/tokenize", prompt=PROMPT, model="model")
     sizes = {"count": 3, "max_model_len": 96}
     assert found == sizes | {"tokens": [2, 3, 4], "token_strs": None}

@@ -480,7 +480,7 @@ def result_of(call: Any) -> Any:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_cut_off_call_of_response(stage: Stage, is_stream: bool):
+def test_cut_off_call_is_incomplete(stage: Stage, is_stream: bool):
     stage.script.say(said(ROME))
     response, _ = respond(stage, is_stream, max_output_tokens=NUM_BEGUN)
     assert response.status == "incomplete"

@@ -267,7 +267,7 @@ def written(folder: Path, chat_template: str | None = None) -> Any:
     return tokenizer.apply_chat_template(messages_of([("user", "x")]), tokenize=False)
 
 
-def test_template_search_order(tmp_path: Path):
+def test_templates_are_searched_in_order(tmp_path: Path):
     gemmas = GemmaTurns().write(
         read_messages(messages_of([("user", "x")])),
         marks=None,

@@ -110,7 +110,7 @@ def test_model_file_encodes_like_sentencepiece(reference: Any):
     assert first_difference(given, ours, reference.encode(given)) is None
 
 
-def test_differences_of_huggingface_from_sentencepiece(hf, exported, reference):
+def test_huggingface_differs_from_sentencepiece_as_recorded(hf, exported, reference):
     pieces = {
         " " * 17: (["\u2581" * 16, "\u2581"], ["\u2581" * 8, "\u2581" * 9]),
         "\n" * 5: (["\n" * 4, "\n"], ["\n" * 2, "\n" * 3]),

@@ -55,7 +55,7 @@ def test_fields_are_passed_on(make: Any):
         assert getattr(params, name) == value != getattr(defaults, name), name
 
 
-def test_defaults_of_model_then_openai():
+def test_defaults_are_the_models_then_openais():
     plain = completion()
     assert (plain.temperature, plain.top_p, plain.max_tokens) == (1.0, 1.0, 16)
     model = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 40}
