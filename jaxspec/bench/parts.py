@@ -281,6 +281,7 @@ def verify_part(
         jnp.broadcast_to(active.is_active[:, None], tokens.shape),
         config.pool,
         tree=tree,
+        local_page_table=active.local_page_table,
     )
     target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
     output, pages = target.forward(region, state.target_pages)

@@ -5,6 +5,7 @@ again. Knows nothing about command lines, folders of model hubs or older argumen
 `jaxspec.engine.arg_utils` turns those into an `EngineConfig`.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
 MAX_LOGPROBS = 1024  # per token: every launch copies them to the host
 MAX_SCHEDULER_STEPS = 64  # a launch's result has room for all its rounds
+_TILE = 32  # least prompt tokens of a launch
 
 
 def draft_hint(target: ModelConfig) -> str:
@@ -102,7 +104,8 @@ class EngineConfig:
     Attributes:
         model: Folder of the target model.
         data_parallel_rank: Number of this engine among `data_parallel_size`, from 0.
-        num_pages: Pages of the pool that target and draft share.
+        num_pages: Pages of the pool that target and draft share; with `unit_pages`,
+            units of that number of pages.
         given: The sizes that the user has set. The others have defaults for a CPU until
             `jaxspec.engine.memory.probe` replaces them. None: all sizes are the user's.
         head_config: `HeadConfig` of a head (`jaxspec.models.heads.config`), if there is
@@ -133,6 +136,7 @@ class EngineConfig:
     disable_log_stats: bool
     compilation_cache_dir: str | None
     enable_prefix_caching: bool
+    disable_hybrid_kv_cache_manager: bool
     scheduling_policy: str
     max_logprobs: int
     batch_invariant: bool
@@ -162,7 +166,7 @@ class EngineConfig:
             SCHEDULING_POLICIES,
         )
         flags = "batch_invariant", "enable_prefix_caching", "skip_tokenizer_init"
-        for name in flags:
+        for name in (*flags, "disable_hybrid_kv_cache_manager"):
             check_flag(ConfigError, name, getattr(self, name))
         check_integer(
             ConfigError, "max_logprobs", self.max_logprobs, low=0, high=MAX_LOGPROBS
@@ -206,9 +210,9 @@ class EngineConfig:
             ConfigError,
             "num_gpu_blocks_override",
             self.num_pages,
-            low=self.pages_per_seq,
+            low=self.units_per_seq,
             hint=f"One sequence of max_model_len={self.max_model_len} tokens takes "
-            f"{self.pages_per_seq} pages of {self.page_size} tokens; give more pages "
+            f"{self.units_per_seq} pages of {self.page_size} tokens; give more pages "
             "or a smaller max_model_len.",
         )
         if self.given is None or self.given.num_pages is not None:
@@ -308,6 +312,78 @@ class EngineConfig:
     def pages_per_seq(self) -> int:
         """Pages of the longest sequence."""
         return math.ceil(self.max_model_len / self.page_size)
+
+    @functools.cached_property
+    def local_window(self) -> int | None:
+        """Tokens that layers with a sliding window keep; None if they keep all.
+
+        The longest window of target and draft model: their local layers share pages.
+        """
+        target = self.model_config
+        if self.disable_hybrid_kv_cache_manager or not target.num_local_per_global:
+            return None
+        models = target, self.draft_model_config
+        windows = [
+            model.window(layer)
+            for model in models
+            if model is not None
+            for layer in range(model.num_layers)
+        ]
+        longest = max(window for window in windows if window is not None)
+        return longest if longest < self.max_model_len else None
+
+    @property
+    def unit_pages(self) -> int | None:
+        """As for `PoolShape`: None if all layers use one page table."""
+        if self.local_window is None:
+            return None
+        return self.model_config.num_local_per_global
+
+    @property
+    def decode_local_pages(self) -> int:
+        """Most local pages that a sequence keeps while it decodes.
+
+        That is the window before its newest known token, and the drafts of two
+        launches.
+        """
+        num_nodes = self.speculative.num_nodes if self.speculative else 0
+        return self._local_pages(2 * self.num_scheduler_steps * (num_nodes + 1))
+
+    @property
+    def max_local_pages(self) -> int:
+        """`most_local_pages` of the engine's own launches."""
+        return self.most_local_pages(self.max_num_batched_tokens)
+
+    def most_local_pages(self, num_batched_tokens: int) -> int:
+        """Return the most local pages that a sequence needs at once.
+
+        It may have more, for a draft model that has not read them, while there are
+        enough.
+        """
+        in_prompt = self._local_pages(max(num_batched_tokens, _TILE))
+        return max(in_prompt, self.decode_local_pages)
+
+    def _local_pages(self, num_written: int) -> int:
+        """Return the local pages for a window and the positions that are written."""
+        if self.local_window is None:
+            return 0
+        num_pages = math.ceil((self.local_window + num_written) / self.page_size) + 2
+        return min(num_pages, self.pages_per_seq)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens of the longest sequences that fit the pool, together."""
+        if self.unit_pages is None:
+            return self.num_pages * self.page_size
+        num_local = min(self.pages_per_seq, self.decode_local_pages)
+        units = math.ceil(self.pages_per_seq / self.unit_pages) + num_local
+        return self.num_pages * self.max_model_len // units
+
+    @property
+    def units_per_seq(self) -> int:
+        """Units of the pool that the longest sequence needs: pages without units."""
+        num_global = math.ceil(self.pages_per_seq / (self.unit_pages or 1))
+        return num_global + self.max_local_pages
 
     @property
     def num_logprobs(self) -> int:

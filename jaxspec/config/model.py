@@ -4,10 +4,11 @@ A family's own values are in its subclass; `jaxspec.models.families` reads them.
 nothing about the engine that runs the network.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, no_type_check
+from typing import Any, ClassVar, NamedTuple, no_type_check
 
 from jaxspec.errors import ConfigError, check_flag, check_integer, wrong_argument
 from jaxspec_checkpoints import CheckpointError
@@ -26,6 +27,45 @@ SIZES = {
 }
 # Key of `mask_token_id` in a config.json: the name that AMD's models use, and vLLM.
 MASK_TOKEN = "pard_token"
+
+
+class KvLayer(NamedTuple):
+    """Where the keys and values of one layer are.
+
+    Attributes:
+        array: Index of the layer's array of pages.
+        is_local: The layer has a sliding window, and uses the local page table.
+        offset: Added to the page ids of the table.
+        divisor: Page ids of the table are divided by this.
+    """
+
+    array: int
+    is_local: bool = False
+    offset: int = 0
+    divisor: int = 1
+
+
+class KvArray(NamedTuple):
+    """One array of pages.
+
+    Attributes:
+        num_turns: Parts of equal size, one for each iteration of the loop over layers.
+        pages_per_unit: Pages that a part has for each unit of the pool.
+    """
+
+    num_turns: int = 1
+    pages_per_unit: int = 1
+
+
+class KvLayout(NamedTuple):
+    """The arrays of pages of a model.
+
+    Attributes:
+        layers: The layers of one iteration of the loop, then the separate layers.
+    """
+
+    layers: tuple[KvLayer, ...]
+    arrays: tuple[KvArray, ...]
 
 
 # The tests do not check it with jaxtyping: its own checks have better errors.
@@ -156,6 +196,53 @@ class ModelConfig(ABC):
         shared = (self.num_turns,) * min(self.period, self.num_scanned)
         return shared + (1,) * (self.num_layers - self.num_scanned)
 
+    def window(self, layer: int) -> int | None:
+        """Return the number of tokens that layer `layer` sees; None for all."""
+        return None
+
+    @property
+    def num_local_per_global(self) -> int:
+        """Layers with a sliding window for each layer without; 0 with one kind only."""
+        layers = range(min(self.period, self.num_layers))
+        num_local = sum(self.window(layer) is not None for layer in layers)
+        num_global = len(layers) - num_local
+        return max(num_local // num_global, 1) if num_local and num_global else 0
+
+    def kv_layout(self, unit_pages: int | None) -> KvLayout:
+        """Return the arrays of pages, and where each layer's pages are.
+
+        Args:
+            unit_pages: None: all layers use one page table, and none of the separate
+                layers share an array. Otherwise the layers with a sliding window
+                (local layers) use a table of their own: in each period of layers, every
+                global layer shares its array with `unit_pages` local layers, and the
+                local layers that remain have arrays of their own.
+        """
+        if unit_pages is None:
+            arrays = tuple(map(KvArray, self.layers_of_pools))
+            return KvLayout(tuple(map(KvLayer, range(len(arrays)))), arrays)
+        is_scanned = self.num_turns > 0
+        numbers = [*range(self.period)] if is_scanned else []
+        numbers += range(self.num_scanned, self.num_layers)
+        arrays, layers = list[KvArray](), dict[int, KvLayer]()
+        for turn, group in itertools.groupby(numbers, lambda one: one // self.period):
+            turns = self.num_turns if is_scanned and not turn else 1
+            period, shared = list(group), list[int]()
+            for number in period:
+                if self.window(number) is None:
+                    shared.append(len(arrays))
+                    layers[number] = KvLayer(len(arrays))
+                    arrays.append(KvArray(turns, unit_pages))
+            local = [number for number in period if number not in layers]
+            for index, number in enumerate(local):
+                place, offset = divmod(index, unit_pages)
+                if place < len(shared):
+                    layers[number] = KvLayer(shared[place], True, offset)
+                else:
+                    layers[number] = KvLayer(len(arrays), True, 0, unit_pages)
+                    arrays.append(KvArray(turns))
+        return KvLayout(tuple(layers[number] for number in numbers), tuple(arrays))
+
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of keys and values of one token in all layers.
 
@@ -165,6 +252,22 @@ class ModelConfig(ABC):
         """
         head_bytes = self.head_dim * dtype_bytes + scale_bytes
         return 2 * self.num_layers * self.num_kv_heads * head_bytes
+
+    def kv_unit_bytes(
+        self, unit_pages: int, dtype_bytes: int, scale_bytes: int = 0
+    ) -> int:
+        """Return the bytes that a unit takes for each token of a page.
+
+        Args:
+            unit_pages: As for `kv_layout`.
+            dtype_bytes, scale_bytes: As for `kv_bytes_per_token`.
+        """
+        num_pages = sum(
+            array.num_turns * array.pages_per_unit
+            for array in self.kv_layout(unit_pages).arrays
+        )
+        whole = self.kv_bytes_per_token(dtype_bytes, scale_bytes)
+        return whole // self.num_layers * num_pages
 
 
 def end_tokens(

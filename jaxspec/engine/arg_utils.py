@@ -193,6 +193,9 @@ class EngineArgs:
         distributed_timeout_seconds: Seconds that the processes wait for each other at
             the start. Default: 300.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
+        disable_hybrid_kv_cache_manager: Keep the keys and values of all tokens in all
+            layers (default). If false, layers with a sliding window keep only their
+            window: more and longer sequences fit. Texts are the same.
         speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
             model. Default: all of the target's, or fewer if an estimate shows that
             fewer are clearly faster and leave most of the pages.
@@ -272,6 +275,7 @@ class EngineArgs:
     hosts_secret_file: str | None = None
     distributed_timeout_seconds: int | None = None
     enable_prefix_caching: bool | None = None
+    disable_hybrid_kv_cache_manager: bool | None = None
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20
     load_format: str = "auto"
@@ -323,7 +327,6 @@ class EngineArgs:
     enable_sleep_mode: bool = False
     async_scheduling: bool | None = None
     disable_custom_all_reduce: bool = False
-    disable_hybrid_kv_cache_manager: bool | None = None
     distributed_executor_backend: Any = None
     max_seq_len_to_capture: int = 8192
     compilation_config: Any = None
@@ -365,6 +368,9 @@ class EngineArgs:
         if self.enable_prefix_caching is not None:
             name = "enable_prefix_caching"
             check_flag(ConfigError, name, self.enable_prefix_caching)
+        name = "disable_hybrid_kv_cache_manager"
+        if self.disable_hybrid_kv_cache_manager is not None:
+            check_flag(ConfigError, name, self.disable_hybrid_kv_cache_manager)
         check_choice(ConfigError, "dtype", self.dtype, tuple(_DTYPES))
         name = "kv_cache_dtype"
         check_choice(ConfigError, name, self.kv_cache_dtype, tuple(KV_CACHE_NAMES))
@@ -454,11 +460,10 @@ class EngineArgs:
             if draft_token_ids is not None:
                 draft = replace(draft, draft_vocab_size=len(draft_token_ids))
         num_pages = self.num_gpu_blocks_override
+        widths = kv_widths(
+            KV_CACHE_NAMES[self.kv_cache_dtype], MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
+        )
         if num_pages is None:
-            widths = kv_widths(
-                KV_CACHE_NAMES[self.kv_cache_dtype],
-                MAX_DTYPE_BYTES[_DTYPES[self.dtype]],
-            )
             num_bytes = model.kv_bytes_per_token(*widths)
             if draft is not None:
                 num_bytes += draft.kv_bytes_per_token(*widths)
@@ -500,6 +505,9 @@ class EngineArgs:
             draft_token_ids=draft_token_ids,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
+            disable_hybrid_kv_cache_manager=(
+                self.disable_hybrid_kv_cache_manager is not False
+            ),
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
             structured_outputs=StructuredOutputsConfig.read(
@@ -508,7 +516,28 @@ class EngineArgs:
             kv_events=KvEventsConfig.read(self.kv_events_config),
             hosts=self.read_hosts(),
         )
-        return EngineConfig(**values)
+        if (
+            self.num_gpu_blocks_override is not None
+            or values["disable_hybrid_kv_cache_manager"]
+        ):
+            return EngineConfig(**values)
+        most = 2 * math.ceil(max_model_len / sizes["block_size"])
+        config = EngineConfig(**values | dict(num_pages=most))
+        if config.unit_pages is None:
+            return replace(config, num_pages=num_pages)
+        unit_bytes = sum(
+            one.kv_unit_bytes(config.unit_pages, *widths)
+            for one in (model, draft)
+            if one is not None
+        )
+        if head is not None:
+            unit_bytes += config.unit_pages * head.kv_bytes_per_token(*widths)
+        num_units = default_cpu_pages(
+            config.units_per_seq,
+            config.max_num_seqs,
+            unit_bytes * config.page_size,
+        )
+        return replace(config, num_pages=num_units)
 
 
 @no_type_check

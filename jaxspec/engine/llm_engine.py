@@ -474,7 +474,7 @@ class LLMEngine:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_deferred=scheduler.num_deferred,
-            kv_usage=1 - pool.num_free / pool.num_pages,
+            kv_usage=1 - pool.num_free / pool.num_units,
             sleep_level=self._sleep.level,
             num_compiles=self.runner.num_compiles,
             compile_s=self.runner.compile_s,

@@ -417,7 +417,7 @@ class EngineMetrics:
         share = given and given.gpu_memory_utilization
         if share is None and self._memory is not None:
             share = self._memory.utilization
-        num_tokens = config.num_pages * config.page_size
+        num_tokens = config.num_kv_tokens
         labels = {
             "block_size": config.page_size,
             "cache_dtype": config.dtype,

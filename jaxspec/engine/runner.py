@@ -481,11 +481,12 @@ def pool_of(config: EngineConfig) -> PoolShape:
     """Return the sizes of an engine's state."""
     return PoolShape(
         num_rows=config.max_num_seqs,
-        num_pages=config.num_pages,
+        num_pages=config.num_pages * (config.unit_pages or 1),
         page_size=config.page_size,
         max_model_len=config.max_model_len,
         vocab_size=config.model_config.vocab_size,
         kv_cache_dtype=config.kv_cache_dtype,
+        unit_pages=config.unit_pages,
     )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxspec.config.model import ModelConfig
+from jaxspec.config.model import KvLayout, ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.cpu import NativeMatrix
 from jaxspec.models.matrices import Matrix
@@ -46,20 +46,28 @@ def run_layers(
     Returns:
         The input with the outputs of all layers, and the updated pages.
     """
-    layer_params = params[LAYERS]
-    streams, updated = [stream], []
+    layer_params, layout = params[LAYERS], config.kv_layout(batch.unit_pages)
+    assert len(kv_pages) == len(layout.arrays), (len(kv_pages), layout)
+    streams, pools, places = (stream,), [*kv_pages], layout.layers
     if config.num_turns:
-        scanned, pools = _scan(
-            config, layer_params, stream, batch, kv_pages[: config.period], layer
+        scanned = layout.layers[: config.period]
+        places = layout.layers[config.period :]
+        count = max(place.array for place in scanned) + 1
+        streams, pools[:count] = _scan(
+            config, layer_params, stream, batch, tuple(pools[:count]), layer, layout
         )
-        streams, updated = [*scanned], [*pools]
-        stream, kv_pages = streams[-1], kv_pages[config.period :]
     numbers = range(config.num_scanned, config.num_layers)
-    for number, pages in zip(numbers, kv_pages, strict=True):
-        stream, pages = layer(number, layer_params[str(number)], stream, batch, pages)
-        streams.append(stream)
-        updated.append(pages)
-    return tuple(streams), tuple(updated)
+    for number, place in zip(numbers, places, strict=True):
+        pages = pools[place.array]
+        stream, pools[place.array] = layer(
+            number,
+            layer_params[str(number)],
+            streams[-1],
+            batch.of_layer(place, pages.shape[1]),
+            pages,
+        )
+        streams = (*streams, stream)
+    return streams, tuple(pools)
 
 
 def _scan(
@@ -69,6 +77,7 @@ def _scan(
     batch: TokenBatch,
     kv_pages: KvPools,
     layer: Layer,
+    layout: KvLayout,
 ) -> tuple[tuple[Array, ...], KvPools]:
     """Run the layers as a loop; pools are its state, so it writes them in place."""
     turns, period = config.num_turns, config.period
@@ -78,14 +87,18 @@ def _scan(
     ) -> tuple[tuple[Array, KvPools], tuple[Array, ...]]:
         (stream, pools), (number, layer_params) = carry, inputs
         layer_params = _with_barriers(layer_params)
-        turn_batch = _batch_of(batch, number, turns, pools[0].shape)
-        streams, updated = [], []
-        for kind, pool in zip(range(period), pools, strict=True):
-            stream, pool = layer(
-                kind, layer_params[str(kind)], stream, turn_batch, pool
+        streams, updated = [], [*pools]
+        batches = dict[Any, TokenBatch]()
+        for kind, place in enumerate(layout.layers[:period]):
+            pool = updated[place.array]
+            key = place._replace(array=0), pool.shape
+            if key not in batches:
+                of_layer = batch.of_layer(place, pool.shape[1])
+                batches[key] = _batch_of(of_layer, number, turns, pool.shape)
+            stream, updated[place.array] = layer(
+                kind, layer_params[str(kind)], stream, batches[key], pool
             )
             streams.append(stream)
-            updated.append(pool)
         return (stream, tuple(updated)), tuple(streams)
 
     numbers = jnp.arange(turns, dtype=jnp.int32)

@@ -198,6 +198,9 @@ class PoolShape:
     Attributes:
         num_rows: Requests admitted at once; row `num_rows` is the pad.
         num_pages: Pages of the pool; page `num_pages` is the pad.
+        unit_pages: None: all layers use one page table. Otherwise layers with a sliding
+            window use a local page table: a local page takes this number of consecutive
+            page ids, and the table holds the first of them, a multiple of it.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
         vocab_size: Of the target and its draft.
@@ -211,11 +214,17 @@ class PoolShape:
     max_model_len: int
     vocab_size: int
     kv_cache_dtype: str = "auto"
+    unit_pages: int | None = None
 
     @property
     def table_len(self) -> int:
         """Pages that the longest sequence needs."""
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def num_units(self) -> int:
+        """Units of the pool: groups of `unit_pages` pages."""
+        return self.num_pages // (self.unit_pages or 1)
 
 
 @dataclass(frozen=True)
@@ -390,6 +399,7 @@ class StepPlan:
     Attributes:
         decode: (row, draft tokens) of every decoding sequence.
         pages: (row, index in the row's page table, page id).
+        local_pages: The same for the table of layers with a sliding window.
         num_rounds: Maximum number of rounds of these sequences; fewer run if one of
             them ends.
         grammars: By row, the object whose `grammar_id` names the grammar's state.
@@ -398,7 +408,8 @@ class StepPlan:
     decode: list[tuple[int, int]] = field(default_factory=list)
     tiles: list[Tile] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
-    pages: list[tuple[int, int, int]] = field(default_factory=list)
+    pages: list[PageUpdate] = field(default_factory=list)
+    local_pages: list[PageUpdate] = field(default_factory=list)
     num_rounds: int = 1
     grammars: dict[int, Any] = field(default_factory=dict)
 

@@ -45,6 +45,8 @@ class Rows(RequestValues):
     is_done: Bool[Array, " row"]
     page_table: Int[Array, "row table"]  # pads hold the number of pages
     controls: ControlRows
+    # The table of layers with a sliding window; None if they use the other one.
+    local_page_table: Int[Array, "row table"] | None = None
 
 
 @no_type_check
@@ -58,6 +60,7 @@ class Active(RequestValues):
     num_tokens: Int[Array, " seq"]
     last_tokens: Int[Array, "seq 2"]  # the two newest known tokens
     page_table: Int[Array, "seq table"]
+    local_page_table: Int[Array, "seq table"] | None = None
     # Static: no sequence of the launch samples.
     all_greedy: bool = field(default=False, metadata={"static": True})
 
@@ -87,12 +90,16 @@ def init_rows(pool: PoolShape) -> Rows:
         found = columns(record).items()
         return {name: one.of(rows, pool.vocab_size).empty() for name, one in found}
 
+    def page_table() -> np.ndarray:
+        return np.full((rows, pool.table_len), pool.num_pages, np.int32)
+
     controls: Any = ControlRows  # of numpy arrays, as the rows are
     form: Any = Rows
     return form(
         num_tokens=np.zeros((rows,), np.int32),
         is_done=np.ones((rows,), bool),
-        page_table=np.full((rows, pool.table_len), pool.num_pages, np.int32),
+        page_table=page_table(),
+        local_page_table=None if pool.unit_pages is None else page_table(),
         controls=controls(is_controlled=np.zeros((rows,), bool), **empty(ControlRows)),
         **empty(Rows),
     )
@@ -122,6 +129,7 @@ def dummy_rows(
         max_total=np.full_like(rows.max_total, pool.max_model_len),
         is_done=np.zeros_like(rows.is_done),
         page_table=table,
+        local_page_table=None if pool.unit_pages is None else table.copy(),
         temperature=np.full_like(rows.temperature, temperature),
     )
 
@@ -178,9 +186,15 @@ def apply_plan(
     )
     # A new request must not reach the pages of the row's previous request.
     no_pages = jnp.full((row.shape[0], pool.table_len), pool.num_pages, jnp.int32)
-    page_table = admit(rows.page_table, no_pages)
-    update_row, update_index, update_page = fields["page_update"]
-    page_table = page_table.at[update_row, update_index].set(update_page, mode="drop")
+
+    def update(page_table: Array, name: str) -> Array:
+        update_row, update_index, update_page = fields[name]
+        page_table = admit(page_table, no_pages)
+        return page_table.at[update_row, update_index].set(update_page, mode="drop")
+
+    page_table, local = update(rows.page_table, "page_update"), rows.local_page_table
+    if local is not None:
+        local = update(local, "local_page_update")
     token_pages = history.write(
         token_pages,
         page_table.at[tiles.row].get(mode="clip"),
@@ -188,7 +202,8 @@ def apply_plan(
         tiles.tokens,
         tiles.is_token & (tiles.row < pool.num_rows)[:, None],
     )
-    return dataclasses.replace(rows, page_table=page_table), token_pages
+    rows = dataclasses.replace(rows, page_table=page_table, local_page_table=local)
+    return rows, token_pages
 
 
 def _admit_controls(controls: ControlRows, fields: dict[str, Array]) -> ControlRows:
@@ -230,13 +245,14 @@ def gather(
     is_row = row < rows.num_tokens.shape[0]
     known = take(rows.num_tokens) if num_tokens is None else num_tokens
     newest = known[:, None] + jnp.array([[-2, -1]], jnp.int32)
-    page_table = take(rows.page_table)
+    page_table, local = take(rows.page_table), rows.local_page_table
     return Active(
         row=row,
         is_active=is_row & ~take(rows.is_done),
         num_tokens=known,
         last_tokens=history.read(token_pages, page_table, jnp.maximum(newest, 0)),
         page_table=page_table,
+        local_page_table=None if local is None else take(local),
         all_greedy=all_greedy,
         **{name: take(getattr(rows, name)) for name in columns(RequestValues)},
     )

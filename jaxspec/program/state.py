@@ -56,25 +56,27 @@ def page_forms(
 
     Each pool is an array, or `ScaledPages`.
 
-    In a pool that layers share, each layer's pages follow those of the layer before.
+    In a pool that scanned layers share, each layer's pages follow those of the layer
+    before. `ModelConfig.kv_layout` has the other arrays that layers share.
 
     Args:
         dtype: The type of the model's weights.
     """
+    arrays = config.kv_layout(pool.unit_pages).arrays
     forms = {
-        count: layer_pages(
+        array: layer_pages(
             num_q_heads=config.num_q_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            num_pages=count * pool.num_pages,
+            num_pages=array.num_turns * array.pages_per_unit * pool.num_units,
             pool=pool,
             dtype=dtype,
             mesh=mesh,
             mesh_axes=mesh_axes,
         )
-        for count in set(config.layers_of_pools)
+        for array in set(arrays)
     }
-    return tuple(forms[count] for count in config.layers_of_pools)
+    return tuple(forms[array] for array in arrays)
 
 
 def layer_pages(

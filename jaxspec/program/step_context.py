@@ -131,10 +131,20 @@ class StepContext:
             return None
         tiles, pool = self.tiles, self.pool
         page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
+        local = self.rows.local_page_table
+        if local is not None:
+            local = local.at[tiles.row].get(mode="clip")
         is_row = tiles.row < pool.num_rows
         is_written = tiles.is_token & is_row[:, None]
         kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
-        return make_token_batch(tiles.tokens, kv_len, page_table, is_written, pool)
+        return make_token_batch(
+            tiles.tokens,
+            kv_len,
+            page_table,
+            is_written,
+            pool,
+            local_page_table=local,
+        )
 
     def logprob_ids(self) -> Int[Array, "seq id"] | None:
         """Token ids whose logprobs requests return; see `logprobs.chosen_ids`."""

@@ -108,9 +108,16 @@ class TargetPass:
             tree = Tree.chain(width - 1)
         is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
         kv_len = active.num_tokens + width - 1
-        page_table = active.page_table
         batches = [
-            make_token_batch(inputs, kv_len, page_table, is_written, pool, tree=tree)
+            make_token_batch(
+                inputs,
+                kv_len,
+                active.page_table,
+                is_written,
+                pool,
+                tree=tree,
+                local_page_table=active.local_page_table,
+            )
         ]
         if prompts is not None:
             batches.append(prompts)

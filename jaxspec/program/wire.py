@@ -104,6 +104,8 @@ class PlanLayout(Layout):
             **records("tile", Tile, tiles),
             **records("admit", Admission, tiles),
         }
+        if pool.unit_pages is not None:
+            fields["local_page_update"] = fields["page_update"]
         if shape.max_controlled:
             fields |= records("control", ControlValues, shape.max_controlled)
         if shape.features.has_grammar:
@@ -122,11 +124,12 @@ class PlanLayout(Layout):
         Two launches may be planned before the first is read, so a sequence's bound
         can move by twice the lookahead. A prompt that shares a prefix with an earlier
         one reuses its pages at once, at most those of one sequence; if several such
-        prompts do not fit, some wait for the next launch.
+        prompts do not fit, some wait for the next launch. Pages are allocated in whole
+        units, which adds less than one unit.
         """
         size = self.pool.page_size
         lookahead = 2 * self.shape.max_rounds * self.shape.num_slots
-        per_seq = -(-lookahead // size) + 1
+        per_seq = -(-lookahead // size) + (self.pool.unit_pages or 1)
         tiles = self.shape.num_tiles
         prompts = tiles * (-(-TILE // size) + 1 + per_seq)
         shared = self.pool.table_len if tiles else 0
@@ -139,10 +142,14 @@ class PlanLayout(Layout):
             decode = np.array(plan.decode, np.int32)
             self.view(vector, "decode_row")[: len(decode)] = decode[:, 0]
             self.view(vector, "decode_num_draft_tokens")[: len(decode)] = decode[:, 1]
-        if plan.pages:
-            pages, count = np.array(plan.pages, np.int32), self.max_page_updates
-            assert len(pages) <= count, f"{len(pages)} page updates over {count}"
-            self.view(vector, "page_update")[:, : len(pages)] = pages.T
+        for name, updates in (
+            ("page_update", plan.pages),
+            ("local_page_update", plan.local_pages),
+        ):
+            if updates:
+                pages, count = np.array(updates, np.int32), self.max_page_updates
+                assert len(pages) <= count, f"{len(pages)} page updates over {count}"
+                self.view(vector, name)[:, : len(pages)] = pages.T
         if plan.tiles:
             lengths = [len(tile.tokens) for tile in plan.tiles]
             self.view(vector, "tile_length")[: len(lengths)] = lengths

@@ -87,6 +87,7 @@ class Cut:
         alone: Number of prompts at batch size 1, which takes many rounds.
         has_one_program: Use one program for prompts, drafts and plain rounds. Its
             rounds are slower, but a short run saves more time by compiling less.
+        has_local_pages: Layers with a sliding window keep only their window.
     """
 
     family: str = pair.GEMMA2
@@ -100,6 +101,7 @@ class Cut:
     is_optimized: bool = True
     has_one_program: bool = False
     dtype: str = "float32"
+    has_local_pages: bool = False
 
     @property
     def max_model_len(self) -> int:
@@ -218,6 +220,7 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
         runner=cut.runner,
         is_optimized=cut.is_optimized,
         dtype=cut.dtype,
+        disable_hybrid_kv_cache_manager=not cut.has_local_pages,
     )
 
 
@@ -231,7 +234,10 @@ def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
         # The device's page pool remains as large, but the scheduler uses a third of the
         # pages.
         batch = engine.config.max_num_seqs
-        changes["num_pages"] = max(cut.pages_per_seq, cut.pages_per_seq * batch // 3)
+        fewest = engine.config.units_per_seq
+        # Sequences that keep only windows take less than the most for one prompt.
+        share = fewest if cut.has_local_pages else fewest * batch // 3
+        changes["num_pages"] = max(fewest, share)
     config = replace(fresh.config, **changes)
     return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
 

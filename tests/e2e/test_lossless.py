@@ -54,6 +54,8 @@ GEMMA3 = replace(
 GEMMA3_SHAPES = replace(GEMMA3, proposers=tuple(SHAPED))
 GEMMA3_LARGEST = replace(GEMMA3, proposers=tuple(LARGE), drafts=(8,))
 GEMMA3_ROUNDED = replace(GEMMA3, dtype="bfloat16", is_optimized=True)
+# Layers with a sliding window keep only their window.
+LOCAL = dict(has_local_pages=True)
 SUITE = pytest.mark.long_suite(name="lossless")
 
 
@@ -73,6 +75,12 @@ SUITE = pytest.mark.long_suite(name="lossless")
         pytest.param(GEMMA3_SHAPES, id="gemma3, shapes", marks=SUITE),
         pytest.param(GEMMA3_LARGEST, id="gemma3, largest", marks=SUITE),
         pytest.param(GEMMA3_ROUNDED, id="gemma3, bfloat16", marks=SUITE),
+        pytest.param(replace(SHORT, **LOCAL), id="local pages", marks=SUITE),
+        pytest.param(replace(TREES, **LOCAL), id="local pages, trees", marks=SUITE),
+        pytest.param(replace(GEMMA3_SHORT, **LOCAL), id="gemma3, local pages"),
+        pytest.param(
+            replace(GEMMA3, **LOCAL), id="gemma3, all with local pages", marks=SUITE
+        ),
     ],
 )
 def test_every_path_equals_plain_decoding(cut):
@@ -118,6 +126,8 @@ def check(cut: Cut) -> None:
     for one in plays:
         assert one.num_prompts > 0.7 * min(cut.num_prompts, cut.alone)
         assert one.num_equal == one.num_prompts, one
-        assert (one.num_preemptions > 0) == (one.path == "preempted"), one
+        # Texts this short hardly need more pages if local layers keep their window.
+        if one.path != "preempted" or not cut.has_local_pages:
+            assert (one.num_preemptions > 0) == (one.path == "preempted"), one
         assert (one.num_cached_tokens > 0) == (one.path == "prefix"), one
         assert 0 < one.acceptance_rate < 1, one

@@ -210,3 +210,36 @@ def test_layers_after_whole_periods_are_separate():
     each = random_params(config, seed=3, **options)["layers"]
     for number in ("12", "13"):
         jax.tree.map(np.testing.assert_array_equal, scanned[number], each[number])
+
+
+@pytest.mark.parametrize("unit_pages", [1, 2, 5])
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("num_layers", [3, 6, 14])
+def test_layers_that_share_an_array_have_pages_of_their_own(
+    num_layers, scan_layers, unit_pages
+):
+    made = make_gemma3(num_hidden_layers=num_layers)
+    config = model_config(made, scan_layers=scan_layers)
+    layout = config.kv_layout(unit_pages)
+    # Page ids of two units, one with a global page for each id, one with a local page.
+    global_ids, local_id = range(unit_pages), unit_pages
+    numbers = [*range(config.period if config.num_turns else 0)]
+    numbers += range(config.num_scanned, config.num_layers)
+    used = list[tuple[int, int]]()
+    for number, layer in zip(numbers, layout.layers, strict=True):
+        assert layer.is_local == (config.window(number) is not None)
+        ids = [local_id // layer.divisor + layer.offset]
+        ids = ids if layer.is_local else global_ids
+        limit = 2 * layout.arrays[layer.array].pages_per_unit
+        assert all(0 <= one < limit for one in ids)
+        used += [(layer.array, one) for one in ids]
+    assert len(used) == len(set(used))
+    num_turns = [layout.arrays[layer.array].num_turns for layer in layout.layers]
+    expected = [config.num_turns if one < config.num_scanned else 1 for one in numbers]
+    assert num_turns == expected
+
+
+def test_gemma_3_wastes_no_page_of_a_whole_period():
+    layout = model_config(make_gemma3(num_hidden_layers=14)).kv_layout(5)
+    # Two periods with one array each, then two local layers.
+    assert [array.pages_per_unit for array in layout.arrays] == [5, 5, 1, 1]

@@ -17,4 +17,8 @@ DEFAULTS: dict[str, Any] = {
     item.name: item.default
     for item in dataclasses.fields(EngineArgs)
     if item.name in _REQUIRED and item.default is not dataclasses.MISSING
-} | dict(compilation_cache_dir=None, enable_prefix_caching=True)
+} | dict(
+    compilation_cache_dir=None,
+    enable_prefix_caching=True,
+    disable_hybrid_kv_cache_manager=True,
+)

@@ -5,6 +5,9 @@ keys and values were written. The hashes are compared before each read: if a pag
 two owners, is shared by sequences with different prefixes, or is missing, or if draft
 keys are missing, the launch that would read them fails. The function `truth` fixes the
 text of every request in advance.
+
+With local pages, both kinds of pages are in one array, as on the device: a local page
+overwrites all pages of its unit.
 """
 
 import dataclasses
@@ -33,6 +36,7 @@ from jaxspec.program.wire import (
     TokenLogprobs,
 )
 
+LOCAL = 0x5555  # marks the hashes in local pages
 JUNK = -7  # token of a rejected draft
 NOTHING = 0  # hash of the empty prefix
 
@@ -77,6 +81,7 @@ class Row:
         self.has_page = np.zeros(pool.table_len, bool)
         # Slot of each position; `num_slots` for positions without a page.
         self.slots = np.full(pool.table_len * pool.page_size, pool_size(pool))
+        self.local_slots = self.slots.copy()
         self.num_tokens = 0
         self.is_done = False
 
@@ -91,11 +96,22 @@ class Row:
 
     def add_page(self, index: int, page: int) -> None:
         assert 0 <= page < self._pool.num_pages
+        if index >= len(self.has_page):  # the rest of a unit
+            assert self._pool.unit_pages is not None
+            return
         assert not self.has_page[index]
         self.has_page[index] = True
+        self._set_slots(self.slots, index, page)
+
+    def add_local_page(self, index: int, page: int) -> None:
+        assert self._pool.unit_pages is not None
+        assert page % self._pool.unit_pages == 0
+        self._set_slots(self.local_slots, index, page)
+
+    def _set_slots(self, slots: np.ndarray, index: int, page: int) -> None:
         size = self._pool.page_size
         start = index * size
-        self.slots[start : start + size] = np.arange(page * size, (page + 1) * size)
+        slots[start : start + size] = np.arange(page * size, (page + 1) * size)
 
 
 def pool_size(pool: PoolShape) -> int:
@@ -112,8 +128,15 @@ class FakeDevice:
     """
 
     def __init__(
-        self, pool: PoolShape, truth: Truth, *, has_draft: bool, seed: int = 0
+        self,
+        pool: PoolShape,
+        truth: Truth,
+        *,
+        has_draft: bool,
+        seed: int = 0,
+        window: int | None = None,
     ):
+        self._window = window
         self.pool, self.truth, self.has_draft = pool, truth, has_draft
         self.rows: dict[int, Row] = {}
         # Prefix hashes and tokens by slot; the last entry is for missing pages.
@@ -135,7 +158,7 @@ class FakeDevice:
         if shape.is_draft_prefill:
             return self._draft_prefill(plan, shape)
         rows = [row for row, _ in plan.decode]
-        later, rest = [], dataclasses.replace(plan, pages=[])
+        later, rest = [], dataclasses.replace(plan, pages=[], local_pages=[])
         alive = self._alive(rows)
         first = last = self._run_round(plan, shape)
         while len(later) + 1 < plan.num_rounds:
@@ -154,6 +177,8 @@ class FakeDevice:
             self.rows[admission.row] = Row(admission, self.pool)
         for row, index, page in plan.pages:
             self.rows[row].add_page(index, page)
+        for row, index, page in plan.local_pages:
+            self.rows[row].add_local_page(index, page)
         self._share_tokens(plan)
         decoding = {row for row, _ in plan.decode}
         assert len(decoding) == len(plan.decode), "a row decodes twice"
@@ -216,6 +241,17 @@ class FakeDevice:
     def _num_right(self, row: Row, drafts: int) -> int:
         """Return how many drafts are accepted, a random number."""
         return int(self._random.integers(0, drafts + 1))
+
+    def spoil(self, pages: Sequence[int]) -> None:
+        """Overwrite the units of these local pages."""
+        if not pages:
+            return
+        assert self.pool.unit_pages is not None
+        size = self.pool.page_size * self.pool.unit_pages
+        for page in pages:
+            start = page * self.pool.page_size
+            for kv in (self.target_kv, self.draft_kv):
+                kv[start : start + size] = JUNK
 
     def forget(self) -> None:
         """Forget all sequences, as when the state is created again."""
@@ -280,7 +316,7 @@ class FakeDevice:
     def _run_tile(self, tile: Tile) -> tuple[int, bool]:
         """Run a prompt tile; return the sampled token and whether the row has ended."""
         row, end = self.rows[tile.row], tile.start + len(tile.tokens)
-        self._check(row, self.target_kv, end)
+        self._check(row, self.target_kv, end, tile.start)
         if not tile.is_last:
             return 0, True
         row.num_tokens = end
@@ -290,7 +326,7 @@ class FakeDevice:
     def _draft_prefill(self, plan: StepPlan, shape: StepShape) -> DraftPrefillResult:
         """Prefill the draft model; acceptance probabilities are random."""
         assert self.has_draft
-        assert not (plan.decode or plan.admissions or plan.pages)
+        assert not (plan.decode or plan.admissions or plan.pages or plan.local_pages)
         acceptance_probabilities = np.full((shape.num_tiles, TILE), -1, np.float32)
         for tile in plan.tiles:
             row, end = self.rows[tile.row], tile.start + len(tile.tokens)
@@ -299,7 +335,7 @@ class FakeDevice:
             self._write(row, self.draft_kv, tile.start, row.prefixes[tile.start : end])
         for index, tile in enumerate(plan.tiles):
             row, end = self.rows[tile.row], tile.start + len(tile.tokens)
-            self._check(row, self.draft_kv, end)
+            self._check(row, self.draft_kv, end, tile.start)
             count = len(tile.tokens) - (tile.next_token == NO_TOKEN)
             assert tile.next_token in (NO_TOKEN, row.tokens[end])
             first = TILE - len(tile.tokens)
@@ -325,15 +361,15 @@ class FakeDevice:
         ahead = self._drafted(row, accepted, lookahead)
         if lookahead and self.has_draft:
             if drafts:
-                self._check(row, self.draft_kv, known - 2)
+                self._check(row, self.draft_kv, known - 2, known - 2)
             newest = max(known - 2, 0)
             self._write(row, self.draft_kv, newest, row.prefixes[newest:known])
             self._write(row, self.draft_kv, known, ahead[: max(most - 1, 0)])
-        self._check(row, self.target_kv, known - 1)
+        self._check(row, self.target_kv, known - 1, known - 1)
         self._write(row, self.target_kv, known - 1, [row.prefix, *ahead])
         tokens = self._append(row, accepted + 1)
         # Accepted drafts have keys and values now; the target's token has none.
-        self._check(row, self.target_kv, row.num_tokens - 1)
+        self._check(row, self.target_kv, row.num_tokens - 1, known - 1)
         kept = min(accepted, len(tokens))
         self.num_accepted += kept
         self.num_proposed += drafts
@@ -368,11 +404,32 @@ class FakeDevice:
         count = max(min(len(prefixes), self.pool.max_model_len - start), 0)
         # As on a device, keys at positions without a page are dropped.
         kv[row.slots[start : start + count]] = prefixes[:count]
+        if self._window is not None:
+            for slots in self._local(row.local_slots[start : start + count]):
+                kv[slots] = np.array(prefixes[:count], np.int64) ^ LOCAL
         kv[-1] = NOTHING
 
-    def _check(self, row: Row, kv: np.ndarray, length: int) -> None:
-        """Assert that the first `length` slots hold hashes of the row's prefixes."""
+    def _local(self, slots: np.ndarray) -> list[np.ndarray]:
+        """Return the slots of each local layer."""
+        assert self.pool.unit_pages is not None
+        size = self.pool.page_size
+        offsets = range(0, self.pool.unit_pages * size, size)
+        return [np.minimum(slots + one, pool_size(self.pool)) for one in offsets]
+
+    def _check(self, row: Row, kv: np.ndarray, length: int, query: int) -> None:
+        """Assert that the first `length` slots hold hashes of the row's prefixes.
+
+        Args:
+            query: Position of the first query: local layers read only its window.
+        """
         length = max(length, 0)
+        if self._window is not None:
+            seen = slice(max(query - self._window + 1, 0), length)
+            for slots in self._local(row.local_slots[seen]):
+                assert (slots < pool_size(self.pool)).all(), "no local page"
+                assert (kv[slots] == row.prefixes[seen] ^ LOCAL).all(), (
+                    "a local slot holds other keys and values"
+                )
         slots = row.slots[:length]
         assert (slots < pool_size(self.pool)).all(), "a position has no page"
         assert (kv[slots] == row.prefixes[:length]).all(), (
@@ -384,9 +441,10 @@ class FakeRunner(Runner):
     """A runner over a `FakeDevice` that records its calls in order."""
 
     def __init__(self, config: EngineConfig, truth: Truth, *, seed: int = 0):
-        has_draft = config.draft_model_config is not None
-        pool = pool_of(config)
-        self.device = FakeDevice(pool, truth, has_draft=has_draft, seed=seed)
+        has_draft, window = config.draft_model_config is not None, config.local_window
+        self.device = FakeDevice(
+            pool_of(config), truth, has_draft=has_draft, seed=seed, window=window
+        )
         self.events: list[tuple[str, int]] = []
         self.plans: list[tuple[StepPlan, StepShape]] = []
         self.num_launches = 0

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,13 +49,23 @@ def make_config(**changes) -> EngineConfig:
         model_config=MODEL,
     )
     num_draft_tokens = changes.pop("num_draft_tokens", 3)
+    window, num_local = changes.pop("window", None), changes.pop("num_local", 1)
+    model = MODEL
+    if window is not None:
+        model = replace(
+            MODEL,
+            num_layers=num_local + 1,
+            local_pattern=(True,) * num_local + (False,),
+            sliding_window=window,
+        )
+        values |= dict(model_config=model, disable_hybrid_kv_cache_manager=False)
     threshold = changes.pop("disable_by_batch_size", None)
     longest_drafted = changes.pop("longest_drafted", None)
     forced = changes.pop("forced_acceptance", None)
     controller = changes.pop("controller", FIXED)
     keys = changes.pop("speculative_keys", {})
     if num_draft_tokens:
-        values["draft_model_config"] = MODEL
+        values["draft_model_config"] = model
         speculative = SpeculativeConfig(
             model="draft",
             num_speculative_tokens=num_draft_tokens,
@@ -143,11 +154,27 @@ class Loop:
             self.truth,
             has_draft=config.draft_model_config is not None,
             seed=seed,
+            window=config.local_window,
         )
+        self.freed: list[int] = []
+        if config.local_window is not None:
+            self._record_freed_pages()
         self.fastest_s, self.prompt_token_s = 1.0, 1 / 128
         self.launched: deque = deque()
         self.launches: list[Launch] = []
         self.finished: list[Request] = []
+
+    def _record_freed_pages(self) -> None:
+        """Record the local pages that can no longer be found once they are free."""
+        tables, pool = self.scheduler.tables, self.scheduler.pool
+        free = tables.free_behind
+
+        def free_behind(request: Request, first_local: int) -> None:
+            pages = request.local_pages[: first_local - request.first_local]
+            free(request, first_local)
+            self.freed += [page for page in pages if pool.is_blank(page)]
+
+        tables.free_behind = free_behind
 
     def run(self, requests: Iterable[Request] = ()) -> None:
         """Add requests, and run until all have ended."""
@@ -160,6 +187,9 @@ class Loop:
 
     def step(self) -> bool:
         launch = self.scheduler.plan()
+        # The plan may have allocated them again: then it also overwrites them.
+        self.device.spoil(self.freed)
+        self.freed = []
         if launch is not None:
             self.launches.append(launch)
             result = self.device.run(launch.plan, launch.shape)

@@ -22,6 +22,8 @@ MAX_CPU_KV_BYTES = 512 * MIB
 # Largest size of a quantized target of 2B or more, relative to bfloat16: the embedding
 # is not quantized, and matrices have scales (docs/quantization.md).
 QUANTIZED_SHARE = {"int8": 0.65, "int4": 0.45}
+# Lengths for which a plan with local pages has the concurrency.
+LENGTHS = 8192, 32768, 131072
 # Shortest context that an error suggests, in tokens.
 LEAST_CONTEXT = 512
 # Default sizes are reduced if temporaries exceed this share of the memory without
@@ -49,7 +51,8 @@ class ModelBytes:
     """Bytes of one model on one device.
 
     Attributes:
-        page_bytes: Keys and values of one page, in all layers.
+        page_bytes: Keys and values of one page, in all layers; with local pages
+            (`LocalPages`), of one unit.
         unread_bytes: Weights of which a pass reads only single rows: the embedding, if
             the head is a separate matrix.
         form: Description of quantized or trimmed matrices; "" if there are none.
@@ -59,6 +62,23 @@ class ModelBytes:
     page_bytes: int = 0
     unread_bytes: int = 0
     form: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPages:
+    """Sizes of local pages, if layers with a sliding window keep only their window.
+
+    A unit holds a local page, or `unit_pages` global ones.
+
+    Attributes:
+        unit_pages: As for `EngineConfig`.
+        decode_pages, max_pages: Most local pages of a sequence while it decodes, and at
+            any time.
+    """
+
+    unit_pages: int
+    decode_pages: int
+    max_pages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +175,8 @@ class MemoryFacts:
         kv_dtype: Type of the KV cache.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
+        local: Sizes of local pages; None if all layers keep all tokens. With it, all
+            numbers of pages in a memory plan are numbers of units.
         layer_page_values: Maximum number of values of one page in one array.
         compiled_bytes: Temporaries of the largest program, as compiled; None if they
             are estimated.
@@ -175,6 +197,7 @@ class MemoryFacts:
     kv_dtype: str
     page_size: int
     max_model_len: int
+    local: LocalPages | None = None
     layer_page_values: int = 1
     compiled_bytes: int | None = None
 
@@ -190,8 +213,30 @@ class MemoryFacts:
 
     @property
     def pages_per_seq(self) -> int:
-        """Pages of the longest sequence."""
-        return math.ceil(self.max_model_len / self.page_size)
+        """Pages of the longest sequence, at any time."""
+        num_pages = math.ceil(self.max_model_len / self.page_size)
+        if self.local is None:
+            return num_pages
+        num_local = min(num_pages, self.local.max_pages)
+        return math.ceil(num_pages / self.local.unit_pages) + num_local
+
+    def decode_pages(self, num_tokens: int) -> int:
+        """Return the pages of a sequence of `num_tokens` tokens that decodes."""
+        num_pages = math.ceil(num_tokens / self.page_size)
+        if self.local is None:
+            return num_pages
+        num_local = min(num_pages, self.local.decode_pages)
+        return math.ceil(num_pages / self.local.unit_pages) + num_local
+
+    def longest(self, num_pages: int) -> int:
+        """Return the tokens of the longest sequence that fits `num_pages` pages."""
+        if self.local is None:
+            return num_pages * self.page_size
+        unit, most = self.local.unit_pages, self.local.max_pages
+        short = num_pages * unit // (unit + 1)  # all its local pages fit
+        is_bounded = most < math.ceil(self.max_model_len / self.page_size)
+        long = (num_pages - most) * unit if is_bounded else 0
+        return max(short, long) * self.page_size
 
     @property
     def max_pages(self) -> int:
@@ -262,7 +307,7 @@ class MemoryPlan:
 
     def concurrency(self, num_tokens: int) -> float:
         """Return the number of sequences of `num_tokens` tokens that fit the pages."""
-        return self.num_pages / math.ceil(num_tokens / self.facts.page_size)
+        return self.num_pages / self.facts.decode_pages(num_tokens)
 
     @property
     def draft_bytes(self) -> int:
@@ -283,7 +328,8 @@ class MemoryPlan:
             num_pages = _pages_left(alone, self.sizes, budget)
         else:
             num_pages = min(self.kv_bytes // alone.page_bytes, facts.max_pages)
-        return max(num_pages - self.num_pages, 0) / facts.pages_per_seq
+        more = max(num_pages - self.num_pages, 0)
+        return more / facts.decode_pages(facts.max_model_len)
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Return each part: its name, its bytes on one device, and a remark."""
@@ -300,7 +346,10 @@ class MemoryPlan:
         seqs, tokens = self.sizes.num_seqs, facts.programs.num_prompt_tokens(self.sizes)
         remark = f"{how}, for {seqs} sequences and {tokens:,} prompt tokens"
         rows.append(("programs", self.workspace_bytes, remark))
-        each = f"{facts.page_bytes // size:,} bytes per token"
+        local, each = facts.local, f"{facts.page_bytes // size:,} bytes per token"
+        if local is not None:
+            each = f"{facts.page_bytes // size // local.unit_pages:,} bytes per token"
+            each += f" and {facts.page_bytes // size:,} per token in windows"
         if has_draft:
             each += f" (draft {draft.page_bytes // size:,})"
         each += f", {facts.page_bytes:,} per page"
@@ -328,8 +377,13 @@ class MemoryPlan:
     def notes(self) -> list[str]:
         """Return the lines on concurrency and on the cost of the draft model."""
         facts, length = self.facts, self.facts.max_model_len
-        concurrency = self.concurrency(length)
-        lines = [f"Maximum concurrency at {length:,} tokens: {concurrency:.2f}x"]
+        lengths = [length]
+        if facts.local is not None:
+            lengths += [one for one in LENGTHS if one < length]
+        lines = [
+            f"Maximum concurrency at {one:,} tokens: {self.concurrency(one):.2f}x"
+            for one in sorted(lengths)
+        ]
         if facts.draft != ModelBytes():
             lines.append(
                 f"The {facts.draft_name} takes {shown_bytes(self.draft_bytes)}: "
@@ -506,7 +560,7 @@ def _remedy(
 ) -> tuple[str, object]:
     """Return a setting with which one sequence fits, the least costly one."""
     facts, most = plan.facts, plan.facts.with_most()
-    num_tokens = _pages_left(facts, plan.sizes, budget) * facts.page_size
+    num_tokens = facts.longest(_pages_left(facts, plan.sizes, budget))
     if num_tokens >= facts.max_model_len // 4:
         return "max_model_len", num_tokens
     # Try each share: a larger share can raise the default sizes, which then need more
@@ -540,7 +594,7 @@ def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
             if needed - facts.target.weight_bytes * (1 - share) <= budget:
                 settings.append(f"quantization={kind!r}, which changes texts")
                 break
-    num_tokens = _pages_left(facts, plan.sizes, budget) * facts.page_size
+    num_tokens = facts.longest(_pages_left(facts, plan.sizes, budget))
     if num_tokens >= LEAST_CONTEXT:
         settings.append(f"max_model_len={num_tokens}")
     return settings

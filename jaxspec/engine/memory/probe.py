@@ -33,8 +33,10 @@ from jaxspec.engine.memory.draft_sharding import (
 )
 from jaxspec.engine.memory.plan import (
     ACCELERATOR_SIZES,
+    CPU_SIZES,
     DEFAULT_UTILIZATION,
     MIB,
+    LocalPages,
     MemoryFacts,
     MemoryPlan,
     ModelBytes,
@@ -58,6 +60,7 @@ from jaxspec.models.heads.weights import abstract_head
 from jaxspec.models.params import Params
 from jaxspec.models.trimmed import EMBEDDING, HEAD
 from jaxspec.models.weights import abstract_params
+from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose import proposers_of
 from jaxspec.program.state import page_forms
 from jaxspec.program.step import lower_step
@@ -273,12 +276,17 @@ def find_facts(
     is_gpu = first.platform not in ("cpu", "tpu")
     dtype = resolve_dtype(config.dtype, mesh)
 
+    def pool_with(count: int) -> PoolShape:
+        num_pages = count * (config.unit_pages or 1)
+        return dataclasses.replace(pool_of(config), num_pages=num_pages)
+
     def target_pages(count: int) -> Any:
-        pool = dataclasses.replace(pool_of(config), num_pages=count)
-        return page_forms(config.model_config, dtype, pool, mesh, TARGET_MESH_AXES)
+        return page_forms(
+            config.model_config, dtype, pool_with(count), mesh, TARGET_MESH_AXES
+        )
 
     def proposer_state(count: int) -> Any:
-        pool = dataclasses.replace(pool_of(config), num_pages=count)
+        pool = pool_with(count)
         return [one.state_forms(dtype, pool, mesh) for one in proposers_of(config)]
 
     target_params = abstract_params(config.model_config, dtype=dtype, mesh=mesh)
@@ -322,7 +330,25 @@ def find_facts(
         kv_dtype=dtype.name if kv_dtype == "auto" else kv_dtype,
         page_size=config.page_size,
         max_model_len=config.max_model_len,
-        layer_page_values=math.prod(_device_shape(jax.tree.leaves(target_pages(1))[0])),
+        local=_local_pages(config, given, first.platform),
+        layer_page_values=max(
+            math.prod(_device_shape(leaf)) for leaf in jax.tree.leaves(target_pages(1))
+        ),
+    )
+
+
+def _local_pages(
+    config: EngineConfig, given: GivenSizes, platform: str
+) -> LocalPages | None:
+    """Return the sizes of local pages with the most prompt tokens of a launch."""
+    if config.local_window is None or config.unit_pages is None:
+        return None
+    default = CPU_SIZES if platform == "cpu" else ACCELERATOR_SIZES
+    num_tokens = given.max_num_batched_tokens or default.num_batched_tokens
+    return LocalPages(
+        unit_pages=config.unit_pages,
+        decode_pages=config.decode_local_pages,
+        max_pages=config.most_local_pages(num_tokens),
     )
 
 

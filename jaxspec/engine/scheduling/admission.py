@@ -71,7 +71,7 @@ class Admitter:
             return NO_ADMISSIONS
         running, admitted = list(running), list[Admitted]()
         missing, num_controlled = list[StepShape | None](), 0
-        num_tiles = budget.num_tiles - room
+        num_tiles, lacks_pages = budget.num_tiles - room, False
         pages = promised = None
         while len(admitted) < len(self._rows.free) and (room > 0 or not budget.shapes):
             request = self._next(running, admitted, missing)
@@ -92,25 +92,33 @@ class Admitter:
                 promised = self._promise(running, claims, pages)
             cached = pages.find(request)
             # `PlanLayout` has room for the pages of one whole sequence.
-            num_found = sum(entry.num_found for entry in admitted) + len(cached)
+            own_found = len(cached.pages)
+            num_found = sum(entry.num_found for entry in admitted) + own_found
             if num_found > self._config.pages_per_seq:
                 break
             # Pages that running requests need next are reserved: without them, the new
             # request would be the next to be preempted.
             all_pages = self._tables.count(request.num_tokens + 1)
-            needed = all_pages - len(cached) + pages.num_revived(cached)
-            if needed + promised > pages.num_free:
-                break
-            start = len(cached) * self._config.page_size
+            start = own_found * self._config.page_size
             end = min(start + room * TILE, request.num_tokens)
+            first_pages = self._tables.count(end + 1)
+            needed = self._tables.num_needed(cached, first_pages, all_pages)
+            needed += pages.num_revived(cached)
+            if needed + promised > pages.num_free:
+                lacks_pages = True
+                break
             chunk = Chunk(request, start, end)
             pages.begin(request, cached, end)
             is_whole = end == request.num_tokens
-            promised += 1 if is_whole else all_pages - self._tables.count(end + 1)
+            promised += (
+                self._tables.num_per_page
+                if is_whole
+                else self._tables.num_left(cached.first_local, first_pages, all_pages)
+            )
             room, num_tiles = room - chunk.num_tiles, num_tiles + chunk.num_tiles
-            admitted.append(Admitted(len(cached), chunk))
+            admitted.append(Admitted(own_found, chunk, cached.first_local))
             running.append(request)
-        return Admissions(tuple(admitted), tuple(missing))
+        return Admissions(tuple(admitted), tuple(missing), lacks_pages)
 
     def _next(
         self,
@@ -154,7 +162,7 @@ class Admitter:
     ) -> int:
         """Plan the pages of running requests; return the number they need next.
 
-        That is the rest of every prompt, and one page per decoding request.
+        That is the rest of every prompt, and one more page per decoding request.
         """
         granted = {grant.request.row: grant.num_tokens for grant in claims.grants}
         ends = {chunk.request.row: chunk.end for chunk in claims.chunks}
@@ -168,8 +176,11 @@ class Admitter:
             is_prefilling = request.status is Status.PREFILL
             if is_prefilling and ends.get(request.row) != length:
                 have = self._tables.count(granted.get(request.row, 0))
-                all_pages = self._tables.count(length + 1)
-                promised += max(all_pages - max(have, len(request.pages)), 0)
+                promised += self._tables.num_left(
+                    request.first_local,
+                    max(have, self._tables.num_held(request)),
+                    self._tables.count(length + 1),
+                )
             else:
-                promised += 1
+                promised += self._tables.num_per_page
         return promised

@@ -197,7 +197,7 @@ class DraftPrefill:
             num_tiles -= len(tiles)
             draft_end = max(end, start)
             chunks.append(DraftChunk(request, tiles, max(end - before, 0), draft_end))
-            completed.update(request.pages[: draft_end // tables.page_size])
+            completed.update(tables.filled_pages(request, draft_end))
         return tuple(chunks)
 
     def apply_plan(self, plan: DraftPrefillPlan) -> Launch | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxspec.engine.scheduling.kv_cache import PageTables
+from jaxspec.engine.scheduling.kv_cache import NewPages, PageTables
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stages import Admitted, Chunk
@@ -18,7 +18,6 @@ from jaxspec.program.plan import (
     NO_TOKEN,
     TILE,
     Admission,
-    PageUpdate,
     StepPlan,
     StepShape,
     Tile,
@@ -155,7 +154,7 @@ class LaunchBuilder:
     """Collects a launch's tiles, admissions and new pages while a plan is applied.
 
     Attributes:
-        updates: Pages that requests get.
+        new_pages: Pages that requests get.
         tiled: The request of each tile.
         registered: Pages registered in the prefix cache.
     """
@@ -168,11 +167,16 @@ class LaunchBuilder:
         """
         self._rows, self._tables = rows, tables
         self._has_draft_model = has_draft_model
-        self.updates: list[PageUpdate] = []
+        self.new_pages = NewPages([], [])
         self.tiles: list[Tile] = []
         self.tiled: list[Request] = []
         self.admissions: list[Admission] = []
         self.registered: list[int] = []
+
+    def add_pages(self, new: NewPages) -> None:
+        """Add pages that a request got."""
+        self.new_pages.pages.extend(new.pages)
+        self.new_pages.local_pages.extend(new.local_pages)
 
     def begin(self, admitted: Admitted, longest: int) -> None:
         """Admit a request with its pages of the prefix cache, and prefill it.
@@ -182,15 +186,16 @@ class LaunchBuilder:
         """
         chunk, request = admitted.chunk, admitted.chunk.request
         request.tokens_to_prefill = request.tokens(0, request.num_tokens)
-        keys = self._tables.reusable_keys(request)[: admitted.num_found]
-        cached = self._tables.pool.find(keys)
-        assert len(cached) == admitted.num_found, "a planned page was evicted"
         self._rows.admit(request, longest)
-        self._tables.begin(request, cached)
+        self.add_pages(
+            self._tables.begin(request, admitted.num_found, admitted.first_local)
+        )
+        self._rows.first_local[request.row] = request.first_local
+        if self._has_draft_model and self._tables.lacks_local(request):
+            self._rows.num_draft_tokens[request.row] = 0
         request.status = Status.PREFILL
         self.admissions.append(_admission(request))
-        self.updates += [(request.row, i, page) for i, page in enumerate(cached)]
-        self.updates += self._tables.grow(request, chunk.end + 1)
+        self.add_pages(self._tables.grow(request, chunk.end + 1))
         self.prefill(chunk)
 
     def prefill(self, chunk: Chunk) -> None:
@@ -236,7 +241,8 @@ class LaunchBuilder:
             decode=list(zip(listed, drafts.tolist(), strict=True)),
             tiles=self.tiles,
             admissions=self.admissions,
-            pages=self.updates,
+            pages=self.new_pages.pages,
+            local_pages=self.new_pages.local_pages,
             num_rounds=num_rounds,
             grammars=grammars,
         )

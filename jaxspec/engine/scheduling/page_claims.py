@@ -115,7 +115,7 @@ class PageClaimer:
         return [
             Grant(request, length)
             for request, length in zip(requests, lengths.tolist(), strict=True)
-            if length > len(request.pages) * size
+            if length > self._tables.num_held(request) * size
         ]
 
 
@@ -159,7 +159,7 @@ def grant_by_rank(
         while missing > num_free and rank(left[-1]) > rank(request):
             victims.append(left.pop())
             preempted.add(victims[-1].row)
-            num_free += tables.pool.num_freed(victims[-1].pages, released)
+            num_free += tables.num_freed(victims[-1], released)
         is_granted = missing <= num_free
         num_free -= missing if is_granted else 0
         grants.append(Grant(request, claim.num_tokens, tuple(victims), is_granted))

@@ -45,6 +45,8 @@ class Request:
             a launch that is planned.
         num_draft_cached: Number of leading tokens for which the draft model has keys
             and values.
+        pages: Its global pages, from the first.
+        local_pages: Its local pages, from index `first_local` on.
         page_keys: Keys of its first full pages.
         num_registered: Leading pages that are in the prefix cache.
         num_unread: Number of unread rounds with tokens for a request that has lost its
@@ -80,12 +82,19 @@ class Request:
     num_draft_cached: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    local_pages: list[int] = field(default_factory=list)
+    first_local: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0
     num_unread: int = 0
     num_prompt_logprobs: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def local_end(self) -> int:
+        """Index after its last local page."""
+        return self.first_local + len(self.local_pages)
 
     @property
     def num_prompt_tokens(self) -> int:

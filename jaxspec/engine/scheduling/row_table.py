@@ -39,13 +39,15 @@ class RowTable:
         is_decoding: The whole prompt is prefilled, or is in a launch.
         is_streamed: The caller gets tokens as they are made.
         only_final_output: As for `Request`.
+        first_local: `Request.first_local`.
         num_tokens: Tokens whose values the host knows.
         num_unread: Rounds that add tokens and have not been read.
         num_unsure: Unread rounds that the device may not run.
         ahead: Upper bound on the tokens that unread rounds add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
-        num_draft_tokens: Maximum number of drafts per round that the request wants.
+        num_draft_tokens: Maximum number of drafts per round that the request wants; 0
+            if it has given up its drafts, to free local pages.
         num_draft_uncached: Draft lag: upper bound on the newest tokens that the draft
             model has no keys and values for, once all launches have run.
         kind: Index into `kinds`, the features that decoding needs.
@@ -83,6 +85,7 @@ class RowTable:
         self.is_decoding, self.is_streamed = flags(), flags()
         self.only_final_output = flags()
         self.has_grammar, self.is_slow, self.is_held = flags(), flags(), flags()
+        self.first_local = integers()
         self.num_tokens, self.num_unread = integers(), integers()
         self.num_unsure, self.ahead = integers(), integers()
         self.max_total, self.longest = integers(), integers()
@@ -160,6 +163,23 @@ class RowTable:
         """
         known = self.num_tokens[rows] + self.num_unread[rows] - self.num_unsure[rows]
         return np.minimum(known, self.max_total[rows])
+
+    def oldest_query(self, rows: np.ndarray, *, has_draft_model: bool) -> np.ndarray:
+        """Return a lower bound on the positions that later launches compute.
+
+        The first pass of a draft model computes its newest `max_draft_lag` tokens. If
+        it lags more, a draft prefill computes all that it lacks.
+
+        Args:
+            has_draft_model: Whether rows with drafts may need a draft prefill.
+        """
+        back = self.max_draft_lag
+        if has_draft_model:
+            has_drafts = self.num_draft_tokens[rows] > 0
+            has_drafts &= self.num_tokens[rows] < self._longest_drafted
+            lag = np.where(has_drafts, self.num_draft_uncached[rows], 0)
+            back = np.maximum(lag, back)
+        return self.fewest_tokens(rows) - back
 
     def decodable(self, max_draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that can decode now, and the maximum K of each.

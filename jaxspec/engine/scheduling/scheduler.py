@@ -187,12 +187,18 @@ class Scheduler:
         decode = self.select_decode(candidates)
         budget = self.budget_prefill(decode, is_paced=is_paced)
         claims = self.claim_pages(decode, budget)
+        while claims.is_tight and self._give_up_drafts():
+            claims = self.claim_pages(decode, budget)
         admissions = self.admit(budget, claims)
+        while self._frees_for(admissions) and self._give_up_drafts():
+            admissions = self.admit(budget, claims)
         return self.build_launch(decode, budget, claims, admissions)
 
     def _update(self) -> Candidates:
-        """Update held rows and K; return the rows that may decode."""
+        """Update held rows, local pages and K; return the rows that may decode."""
         self.masks.update(self.waiting)
+        if self.tables.has_local:
+            self._free_local_pages()
         candidates = self._candidates()
         rows, max_drafts = candidates.rows, candidates.max_drafts
         if self.policy.is_due(len(rows), candidates.num_draft_tokens):
@@ -202,6 +208,57 @@ class Scheduler:
             self.shapes.request_compile(*missing)
             self.policy.choose(self._estimator.estimate(rows, max_drafts, features))
         return candidates
+
+    def _free_local_pages(self) -> None:
+        """Free the pages of local layers that no later launch reads."""
+        rows, tables = self.rows, self.tables
+        decoding = rows.decoding
+        oldest = rows.oldest_query(decoding, has_draft_model=self._has_draft_model)
+        first = tables.first_local_of(oldest)
+        is_behind = rows.first_local[decoding] < first
+        behind = decoding[is_behind].tolist(), first[is_behind].tolist()
+        ends = dict(zip(*behind, strict=True))
+        for request in self._prefilling:
+            position = request.num_prefilled
+            if self._has_draft_model and rows.num_draft_tokens[request.row]:
+                position = min(position, request.num_draft_cached)
+            ends[request.row] = tables.first_local(position)
+        for row, end in ends.items():
+            (request,) = rows.owners_of([row])
+            tables.free_behind(request, max(end, request.first_local))
+            rows.first_local[row] = request.first_local
+
+    def _frees_for(self, admissions: Admissions) -> bool:
+        """Return whether running requests give up drafts for a waiting one.
+
+        Only if no drafts are made: otherwise it waits for draft prefill.
+        """
+        num_draft_tokens = min(self.policy.num_draft_tokens, self._max_draft_tokens)
+        return admissions.lacks_pages and not num_draft_tokens
+
+    def _give_up_drafts(self) -> bool:
+        """Free the local pages that one request keeps for the draft model.
+
+        The request with most of them gets no more drafts.
+
+        Returns:
+            False if no request keeps any.
+        """
+        rows, tables = self.rows, self.tables
+        if not (tables.has_local and self._has_draft_model):
+            return False
+        first, decoding = rows.first_local.copy(), rows.decoding
+        oldest = rows.oldest_query(decoding, has_draft_model=False)
+        first[decoding] = tables.first_local_of(oldest)
+        for request in self._prefilling:
+            first[request.row] = tables.first_local(request.num_prefilled)
+        num_kept = first - rows.first_local
+        row = int(num_kept.argmax())
+        if num_kept[row] <= 0:
+            return False
+        rows.num_draft_tokens[row] = 0
+        self._free_local_pages()
+        return True
 
     def _candidates(self) -> Candidates:
         max_draft_tokens = 0 if self.policy.is_idle else self._max_draft_tokens
@@ -364,7 +421,7 @@ class Scheduler:
             for request in grant.preempted:
                 self._preempt(request)
             if grant.is_granted:
-                batch.updates += self.tables.grow(grant.request, grant.num_tokens)
+                batch.add_pages(self.tables.grow(grant.request, grant.num_tokens))
         for chunk in claims.chunks:
             batch.prefill(chunk)
         self.shapes.request_compile(*admissions.missing)
@@ -448,7 +505,7 @@ class Scheduler:
         for part in advance.parts:
             if part.is_broken:
                 # No later request may reuse these pages.
-                self.pool.forget(part.request.pages)
+                self.tables.forget(part.request)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.policy.stop("the draft model's numbers are NaN or infinite")
         if self.policy.stop_reason is not None:
@@ -498,5 +555,5 @@ class Scheduler:
         assert not self.has_unfinished()
         self.pool.check()
         self.rows.check()
-        assert self.pool.num_free == self.pool.num_pages, "a page is in use"
+        assert self.pool.num_free == self.pool.num_units, "a page is in use"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"

@@ -146,17 +146,24 @@ class Admitted(NamedTuple):
     Attributes:
         num_found: Number of its pages found in the prefix cache.
         chunk: The part of its prompt that the launch prefills.
+        first_local: Index of its first local page.
     """
 
     num_found: int
     chunk: Chunk
+    first_local: int = 0
 
 
 class Admissions(NamedTuple):
-    """Waiting requests that begin to run, in order."""
+    """Waiting requests that begin to run, in order.
+
+    Attributes:
+        lacks_pages: The next request waits only for pages.
+    """
 
     admitted: tuple[Admitted, ...] = ()
     missing: Missing = ()
+    lacks_pages: bool = False
 
 
 class LaunchPlan(NamedTuple):

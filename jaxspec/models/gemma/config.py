@@ -133,7 +133,7 @@ class GemmaConfig(ModelConfig, ABC):
         return self.local_rope if self._is_local(layer) else self.global_rope
 
     def window(self, layer: int) -> int | None:
-        """Return the number of tokens that layer `layer` sees; None for all."""
+        """See `ModelConfig.window`."""
         return self.sliding_window if self._is_local(layer) else None
 
     def _is_local(self, layer: int) -> bool:

@@ -188,7 +188,14 @@ def _next(
 ) -> TokenBatch:
     """Return a batch of the draft before the one that is sampled next."""
     kv_len, is_written = active.num_tokens + step, active.is_active[:, None]
-    return make_token_batch(token[:, None], kv_len, active.page_table, is_written, pool)
+    return make_token_batch(
+        token[:, None],
+        kv_len,
+        active.page_table,
+        is_written,
+        pool,
+        local_page_table=active.local_page_table,
+    )
 
 
 def _whole(
@@ -202,7 +209,13 @@ def _whole(
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
     kv_len = active.num_tokens + tree.num_nodes
     return make_token_batch(
-        tokens, kv_len, active.page_table, is_written, pool, tree=tree
+        tokens,
+        kv_len,
+        active.page_table,
+        is_written,
+        pool,
+        tree=tree,
+        local_page_table=active.local_page_table,
     )
 
 
@@ -228,5 +241,10 @@ def _newest(active: Active, pool: PoolShape) -> TokenBatch:
     tokens = active.last_tokens
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
     return make_token_batch(
-        tokens, active.num_tokens, active.page_table, is_written, pool
+        tokens,
+        active.num_tokens,
+        active.page_table,
+        is_written,
+        pool,
+        local_page_table=active.local_page_table,
     )

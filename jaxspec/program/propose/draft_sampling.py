@@ -91,6 +91,9 @@ class DraftSampler:
                 1, max_wanted_levels, sample_level, carry
             )
         probs = None if every is None else every.swapaxes(0, 1)
+        # A sequence that wants no drafts may have pages that the draft model has not
+        # filled: their contents are junk.
+        is_broken &= self.context.wanted_levels > 0
         num_drafts = jnp.where(is_broken, 0, max_wanted_levels)
         return Proposal(drafts, num_drafts, probs, is_broken), state
 

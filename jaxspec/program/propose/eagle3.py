@@ -114,6 +114,7 @@ class Eagle3(Head):
                 active.page_table,
                 active.is_active[:, None],
                 context.pool,
+                local_page_table=active.local_page_table,
             )
             hidden, pages = self._run(head_params, batch, carry[1], carry[0], context)
             return *read(hidden), (pages, hidden)
@@ -139,6 +140,7 @@ class Eagle3(Head):
             active.page_table,
             is_kept,
             pool,
+            local_page_table=active.local_page_table,
         )
         streams = [_flat(one[:, :width]) for one in seen.nodes]
         if seen.tiles is not None:

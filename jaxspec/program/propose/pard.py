@@ -113,4 +113,5 @@ class Pard(DraftModel):
             active.page_table,
             jnp.broadcast_to(is_written[:, None], tokens.shape),
             context.pool,
+            local_page_table=active.local_page_table,
         )

@@ -4,11 +4,15 @@ In a tree, rows have slots in the order of the nodes. The next round reads conse
 positions, so the accepted drafts' slots must follow those of the known tokens.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxspec.config.engine import ModelConfig
+from jaxspec.config.model import KvArray, KvLayer
 from jaxspec.models.backend import Backend
+from jaxspec.models.batch import layer_slots
 from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
@@ -38,39 +42,64 @@ def compact_kv(
     is_moved &= active.is_active[:, None]
     newest = active.num_tokens[:, None] - 1
 
-    def slots(place: Array) -> Array:
+    def slots(page_table: Array, place: Array) -> Array:
         return history.slots(
-            active.page_table,
+            page_table,
             newest + place,
             is_moved,
             num_pages=pool.num_pages,
             page_size=pool.page_size,
         ).reshape(-1)
 
-    source, target = slots(path), slots(level)
+    layout = config.kv_layout(pool.unit_pages)
+    tables = {False: active.page_table, True: active.local_page_table}
     places = {
-        turns: (_layer_slots(source, turns, pool), _layer_slots(target, turns, pool))
-        for turns in dict.fromkeys(config.layers_of_pools)
+        is_local: (slots(table, path), slots(table, level))
+        for is_local, table in tables.items()
+        if table is not None
     }
+
+    @functools.cache
+    def moved(array: KvArray, layers: tuple[KvLayer, ...], end: int) -> Array:
+        """Return the sources (0) or targets (1) of all layers that share an array."""
+        size = array.pages_per_unit * pool.num_units * pool.page_size
+        parts = [
+            _layer_slots(
+                layer_slots(places[one.is_local][end], one, pool.page_size),
+                array.num_turns,
+                size,
+            )
+            for one in layers
+        ]
+        return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    moves = list[tuple[Array, Array]]()
+    for index, array in enumerate(layout.arrays):
+        layers = tuple(
+            one._replace(array=0) for one in layout.layers if one.array == index
+        )
+        moves.append((moved(array, layers, 0), moved(array, layers, 1)))
 
     def move(pages: KvPools) -> KvPools:
         return tuple(
-            backend.copy(one, *places[turns], config.num_q_heads)
-            for one, turns in zip(pages, config.layers_of_pools, strict=True)
+            backend.copy(one, source, target, config.num_q_heads)
+            for one, (source, target) in zip(pages, moves, strict=True)
         )
 
     return run_if(is_moved.any(), move, pages)
 
 
 def _layer_slots(
-    slots: Int[Array, " slot"], turns: int, pool: PoolShape
+    slots: Int[Array, " slot"], turns: int, size: int
 ) -> Int[Array, " moved"]:
     """Slots in a pool that `turns` layers share, one layer after another; pads last.
 
     An extra pad is added: for a single row XLA would update a slice, and copy the pool
     for it.
+
+    Args:
+        size: Slots of one layer.
     """
-    size = pool.num_pages * pool.page_size
     turn = jnp.arange(turns, dtype=jnp.int32)[:, None]
     layer_slots = jnp.where(slots[None] < size, slots[None] + turn * size, turns * size)
     return jnp.pad(layer_slots.reshape(-1), (0, 1), constant_values=turns * size)

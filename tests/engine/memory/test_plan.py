@@ -12,6 +12,7 @@ from jaxspec.engine.memory.plan import (
     CPU_SIZES,
     GIB,
     MAX_LAYER_VALUES,
+    LocalPages,
     ModelBytes,
     ProgramFacts,
     Sizes,
@@ -346,3 +347,23 @@ def test_rejects_pages_that_do_not_fit(given, messages):
 )
 def test_default_cpu_pages_and_shown_units(found, expected):
     assert found == expected
+
+
+def test_sequences_keep_windows_in_local_pages():
+    # A unit holds 16 tokens in five local layers, or 80 tokens in one global layer.
+    local = LocalPages(unit_pages=5, decode_pages=70, max_pages=200)
+    changes: dict[str, Any] = dict(local=local, max_model_len=131_072)
+    made = make_plan(dict(max_num_seqs=8, num_pages=6000), **changes)
+    # 8,192 tokens are 512 pages.
+    assert made.concurrency(8192) == 6000 / (103 + 70)
+    assert made.concurrency(64) == 6000 / (1 + 4)
+    assert made.facts.pages_per_seq == 1639 + 200
+    assert [line.split()[3] for line in made.notes()[:3]] == [
+        "8,192",
+        "32,768",
+        "131,072",
+    ]
+    num_tokens = made.facts.longest(1839)
+    assert num_tokens == 1639 * 5 * 16 >= 131_072
+    with pytest.raises(ConfigError, match="max_model_len"):
+        make_plan(dict(gpu_memory_utilization=0.31), **changes)

@@ -15,12 +15,13 @@ from jaxspec.engine.scheduling.kv_cache import (
     PagePool,
     PageTables,
     PlannedPages,
+    local_key,
     page_keys,
     root_key,
 )
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
-from tests.support.loops import make_config, make_requests, run_traffic
+from tests.support.loops import Loop, make_config, make_requests, run_traffic
 from tests.support.requests import make_request
 
 NUM_PAGES = 8
@@ -169,8 +170,14 @@ def test_page_keys_depend_on_salt_and_group():
     assert len(roots | {root_key("all", "")}) == 5
 
 
-def test_shared_prefix_is_prefilled_once():
-    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=32)
+WINDOWS = [{}, dict(window=8, num_local=2), dict(window=30, num_draft_tokens=0)]
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_shared_prefix_is_prefilled_once(windows):
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_num_batched_tokens=32, **windows
+    )
     requests = make_requests(config, 4)
     loop = run_traffic(config, requests)
     # The first request's pages are reused, except the page of the last prompt token.
@@ -206,10 +213,13 @@ def test_salts_do_not_share_pages():
     assert [request.num_cached_tokens for request in requests] == [0, 0, 68, 0]
 
 
-def test_generated_tokens_are_found_in_the_cache():
+@pytest.mark.parametrize("windows", WINDOWS[:2])
+def test_generated_tokens_are_found_in_the_cache(windows):
     """The next turn of a conversation begins with the previous answer."""
     for num_draft_tokens in (0, 3):
-        config = make_config(num_pages=200, num_draft_tokens=num_draft_tokens)
+        config = make_config(
+            num_pages=200, num_draft_tokens=num_draft_tokens, **windows
+        )
         prompt = [1] * 30
         (first,) = make_requests(config, 1, prompt_token_ids=prompt, max_total=92)
         loop = run_traffic(config, [first])
@@ -225,10 +235,16 @@ def test_generated_tokens_are_found_in_the_cache():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_planned_pages_equal_allocated_pages(seed):
+@pytest.mark.parametrize(
+    "windows",
+    [{}, dict(window=5, num_pages=30), dict(window=6, num_local=3, num_pages=24)],
+)
+def test_planned_pages_equal_allocated_pages(windows, seed):
     """Planned pages, for growth and admission, equal those taken from the pool."""
     random = np.random.default_rng(seed)
-    config = make_config(page_size=2, num_pages=16, max_model_len=24)
+    config = make_config(
+        **(dict(page_size=2, num_pages=16, max_model_len=24) | windows)
+    )
     tables = PageTables(config, EngineStats())
     stem = random.integers(0, 16, 24).tolist()
 
@@ -239,20 +255,23 @@ def test_planned_pages_equal_allocated_pages(seed):
         return make_request(prompt_token_ids=prompt, tokens_to_prefill=prompt)
 
     def start(request: Request, num_found: int, end: int) -> list[int]:
-        keys = tables.reusable_keys(request)[:num_found]
-        found = tables.pool.find(keys)
-        tables.begin(request, found)
+        tables.begin(request, num_found)
+        found = request.pages[:num_found]
         tables.grow(request, end + 1)
         tables.register(request, end)
         return found
 
+    def num_found_of(request: Request) -> int:
+        return len(tables.cached_prefix(request).pages)
+
     running = list[Request]()
     for request in [make() for _ in range(6)]:
         end = int(random.integers(1, request.num_tokens + 1))
-        num_found = min(len(tables.pool.find(tables.reusable_keys(request))), end // 2)
-        if tables.count(end + 1) > tables.pool.num_free:
+        num_found = num_found_of(request)
+        end = max(end, 2 * num_found)
+        if 2 * tables.count(end + 1) > tables.pool.num_free:
             continue
-        start(request, num_found, max(end, 2 * num_found))
+        start(request, num_found, end)
         if random.random() < 0.6:
             tables.release(request)
         else:
@@ -267,8 +286,10 @@ def test_planned_pages_equal_allocated_pages(seed):
             steps.append((request, None, end, planned.num_free))
     for request in [make() for _ in range(4)]:
         found = planned.find(request)
-        end = int(random.integers(2 * len(found) + 1, request.num_tokens + 1))
-        needed = tables.count(end + 1) - len(found) + planned.num_revived(found)
+        end = int(random.integers(2 * len(found.pages) + 1, request.num_tokens + 1))
+        count = tables.count(end + 1)
+        needed = tables.num_needed(found, count, count)
+        needed += planned.num_revived(found)
         if needed <= planned.num_free:
             planned.begin(request, found, end)
             steps.append((request, found, end, planned.num_free))
@@ -278,13 +299,73 @@ def test_planned_pages_equal_allocated_pages(seed):
             tables.grow(request, end + 1)
             tables.register(request, end)
         else:
-            assert len(tables.pool.find(tables.reusable_keys(request))) == len(found)
-            pages = start(request, len(found), end)
-            pairs = zip(pages, found, strict=True)
+            assert num_found_of(request) == len(found.pages)
+            pages = start(request, len(found.pages), end)
+            pairs = zip(pages, found.pages, strict=True)
             assert all(page == plan for page, plan in pairs if plan is not None)
         assert tables.pool.num_free == num_free
     assert steps
     tables.pool.check()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_prefix_ends_where_both_kinds_of_pages_are_found(num_draft_tokens):
+    config = make_config(
+        num_pages=200, window=8, num_local=2, num_draft_tokens=num_draft_tokens
+    )
+    first, *others = make_requests(config, 4)
+    loop = run_traffic(config, [first])
+    pool, found = loop.scheduler.pool, []
+    # (page that is lost, whether it is the local one)
+    for request, (lost, is_local) in zip(
+        others, [(16, True), (15, True), (9, False)], strict=True
+    ):
+        key = loop.scheduler.tables.reusable_keys(request)[lost]
+        pool.forget([pool.page_of(local_key(key) if is_local else key)])
+        found.append(len(loop.scheduler.tables.cached_prefix(request).pages))
+    assert found == [16, 15, 9]
+    loop.scheduler.add(others[0])
+    while loop.step():
+        pass
+    assert others[0].num_cached_tokens == 9 * 4
+    loop.assert_said_the_truth(others[0])
+
+
+def test_a_local_page_outside_the_window_is_not_needed():
+    config = make_config(num_pages=200, window=8, num_draft_tokens=0)
+    first, second = make_requests(config, 2)
+    loop = run_traffic(config, [first])
+    pool = loop.scheduler.pool
+    keys = loop.scheduler.tables.reusable_keys(second)
+    pool.forget([pool.page_of(local_key(key)) for key in keys[:15]])
+    assert len(loop.scheduler.tables.cached_prefix(second).pages) == 17
+    # The query at position 68 sees 61 to 68: pages 15 to 17.
+    pool.forget([pool.page_of(local_key(keys[15]))])
+    assert len(loop.scheduler.tables.cached_prefix(second).pages) == 0
+
+
+def test_requests_give_up_drafts_before_one_is_preempted():
+    """Prompts that the draft model has not read keep pages that others need."""
+    config = make_config(
+        window=4, num_pages=100, max_num_seqs=3, disable_by_batch_size=2
+    )
+    requests = make_requests(config, 3, num_draft_tokens=3)
+    for number, request in enumerate(requests):
+        request.prompt_token_ids = [number] * 70
+    loop, has_given_up, num_running = Loop(config, 0), False, 0
+    for request in requests:
+        loop.scheduler.add(request)
+    while loop.step():
+        rows = [request.row for request in loop.scheduler.running]
+        has_given_up |= bool((loop.scheduler.rows.num_draft_tokens[rows] == 0).any())
+        num_running = max(num_running, len(rows))
+    assert has_given_up
+    # With all local pages, they would take 3 * 46 units.
+    assert num_running == 3
+    assert loop.scheduler.stats.num_preemptions == 0
+    for request in requests:
+        loop.assert_said_the_truth(request)
+    loop.assert_idle()
 
 
 def test_reset_drops_the_prefix_cache():

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.engine.scheduling.kv_cache import page_keys, root_key
+from jaxspec.engine.scheduling.kv_cache import KEY_BYTES, page_keys, root_key
 from jaxspec.engine.scheduling.page_events import (
     PageEvent,
     PageEvents,
@@ -50,16 +50,20 @@ def run(loop: Loop, events: PageEvents, subscriber: Subscriber, requests: Any) -
             is_running = loop.step()
             before = set(subscriber.keys)
             subscriber.receive(events.take())
-            assert subscriber.keys == set(pool._page_of)
+            # Events are for global pages.
+            keys = {key for key in pool._page_of if len(key) == KEY_BYTES}
+            assert subscriber.keys == keys
             gone += len(before - subscriber.keys)
     return gone
 
 
+@pytest.mark.parametrize("windows", [{}, dict(window=8, num_pages=48)])
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
-def test_subscriber_knows_all_findable_pages(num_draft_tokens: int):
+def test_subscriber_knows_all_findable_pages(num_draft_tokens: int, windows: Any):
     # The texts need more pages than there are, so that some pages are reused.
     config = make_config(
-        num_draft_tokens=num_draft_tokens, num_pages=32, max_num_seqs=1
+        num_draft_tokens=num_draft_tokens,
+        **(dict(num_pages=32, max_num_seqs=1) | windows),
     )
     events = PageEvents()
     loop = Loop(config, 0, page_events=events)

@@ -55,6 +55,29 @@ CONFIGS = {
     "priorities": dict(scheduling_policy="priority", max_num_seqs=8, num_pages=30),
     "short_drafts": dict(longest_drafted=20, max_num_seqs=4, num_pages=40),
     "without_cache": dict(enable_prefix_caching=False, max_num_seqs=8, num_pages=30),
+    "windows": dict(window=8, num_pages=60),
+    "windows_plain": dict(window=5, num_local=5, num_pages=34, num_draft_tokens=0),
+    "windows_few_pages": dict(window=13, num_local=3, max_num_seqs=8, num_pages=34),
+    "windows_big_pages": dict(window=8, num_local=2, page_size=16, num_pages=14),
+    "windows_tight": dict(
+        window=6, max_num_seqs=8, num_pages=43, max_num_batched_tokens=32
+    ),
+    "windows_lagging": dict(
+        window=8,
+        num_local=4,
+        max_num_seqs=8,
+        num_pages=38,
+        disable_by_batch_size=3,
+        num_scheduler_steps=3,
+        max_num_batched_tokens=32,
+    ),
+    "windows_of_one": dict(window=1, page_size=1, num_local=2, num_pages=160),
+    "windows_switching": dict(
+        window=6, num_local=5, max_num_seqs=8, disable_by_batch_size=2, num_pages=60
+    ),
+    "windows_without_cache": dict(
+        window=9, num_local=2, enable_prefix_caching=False, num_pages=42
+    ),
 }
 
 
@@ -86,7 +109,10 @@ def test_random_traffic_finishes(name, depth):
         assert {launch.shape for launch in loop.launches} <= shapes
 
 
-@pytest.mark.parametrize("name", ["base", "switching_one_tile", "many_rows_few_pages"])
+@pytest.mark.parametrize(
+    "name",
+    ["base", "switching_one_tile", "many_rows_few_pages", "windows_few_pages"],
+)
 def test_requests_can_be_dropped_at_any_time(name):
     config = make_config(**CONFIGS[name])
     for seed in range(6):
