@@ -163,7 +163,7 @@ def test_table_has_medians_and_spread_of_repeats():
     assert rows(comparison(ours, other))["texts"] == ["differs at token 21"]
 
 
-def test_table_omits_what_was_not_run():
+def test_table_omits_modes_that_were_not_run():
     runs = [decoded([4, 5], 0.5)]
     assert "No drafts: the engine predicted" in comparison(runs, runs)
     assert "drafts" not in comparison(runs, None, has_drafts=False)
