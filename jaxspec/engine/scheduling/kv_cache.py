@@ -672,7 +672,7 @@ class PageTables:
         return count * self.page_size
 
     def forget(self, request: Request) -> None:
-        """Remove a request's pages from the prefix cache, also its former local ones."""
+        """Remove the pages of a request, also former local ones, from the cache."""
         self.pool.forget(request.pages)
         keys = map(local_key, request.page_keys if self.has_local else ())
         found = [self.pool.page_of(key) for key in keys if self.pool.has_key(key)]
