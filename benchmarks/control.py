@@ -172,7 +172,7 @@ class Engines:
         return engine
 
     def drop(self, name: str) -> None:
-        """Free engines that no later part needs: each holds many programs in memory."""
+        """Free engines that no later part needs; each holds many programs in memory."""
         for engine in vars(self).pop(name, {}).values():
             self.rounds.pop(engine)
             engine.shutdown()

@@ -101,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def config_of(size: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the published config of a size; for a dry run, a much smaller one."""
+    """Return the published config of a model size; for a dry run, a smaller one."""
     config = published_config(size)
     if not options.dry_run:
         return config

@@ -66,8 +66,8 @@ def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
     short = {domain: count for domain, count in short.items() if count < per_domain}
     if short:
         raise SystemExit(
-            f"--prompts-per-domain {per_domain} is too high: {source} has fewer "
-            f"prompts of {short}"
+            f"--prompts-per-domain must be at most {min(short.values())}, got "
+            f"{per_domain}: {source} has only these numbers of prompts: {short}"
         )
     # Take documents at equal distances, because neighboring documents are often alike.
     chosen = {

@@ -91,6 +91,6 @@ def write_conversations(
                 parameter=error.parameter,
                 value=error.value,
             ) from error
-        # The engine uses the ids: the text may contain a message's turn marker.
+        # The engine uses the ids, because the text may contain a message's turn marker.
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts

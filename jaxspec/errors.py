@@ -68,7 +68,7 @@ class EngineDeadError(Exception):
 
 
 class NativePanicError(Exception):
-    """A library in Rust panicked: a bug of the library, in one call."""
+    """A library in Rust panicked, because of a bug in the library, in one call."""
 
 
 def is_panic(error: BaseException) -> bool:
@@ -191,7 +191,7 @@ def refuse(name: str, value: object) -> None:
 
 
 def check_utf8(error: type[ArgumentError], name: str, text: str) -> str:
-    """Return `text` if UTF-8 can encode it: a lone surrogate has no bytes."""
+    """Return `text` if UTF-8 can encode it; a lone surrogate has no bytes."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as cause:

@@ -1,4 +1,4 @@
-"""Owns the jax settings of our programs, which the user's settings do not change.
+"""The jax settings of our programs, whatever the user has set.
 
 A user may set `jax_enable_x64` or `jax_disable_jit` for other code in the process. Some
 of these change results, others break tracing. Programs are traced, compiled and called

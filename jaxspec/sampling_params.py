@@ -74,7 +74,7 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 _FIXED = (bool, int, float, str, type(None), RequestOutputKind)
 
 
-# No checks by jaxtyping in the tests: the class has its own, with better errors.
+# The tests do not check it with jaxtyping: its own checks have better errors.
 @no_type_check
 @dataclass(kw_only=True)
 class SamplingParams:

@@ -191,7 +191,7 @@ def test_texts_end_at_end_tokens_and_lengths():
     assert {len(tokens) for tokens, _ in found(search)} == {2}
 
 
-def test_search_from_request_parameters():
+def test_search_becomes_a_request_output():
     distribution = Distribution(1)
     search = run(distribution, beam_width=3, max_tokens=3)
     whole = search.output(TOKENIZER).sequences

@@ -18,7 +18,7 @@ from jaxspec.errors import (
 )
 
 
-def test_error_hierarchy():
+def test_errors_have_the_expected_base_classes():
     assert issubclass(ConfigError, ValueError)
     assert issubclass(RequestError, ValueError)
     assert issubclass(UnsupportedError, NotImplementedError)

@@ -233,7 +233,7 @@ def test_kernel_times_are_summed():
 def test_speed_of_huggingface_is_measured():
     rows = list(gpu.run_part("hf-2b", options_of("--context", "16")))
     assert [row["is_compiled"] for row in rows] == [False, True]
-    # The speed is the difference of a long and a short text, which for tiny models is
-    # within timing noise.
+    # The step time is calculated from the difference between the times of a long and a
+    # short text, which for tiny models is within timing noise.
     for row in rows:
         assert row["step_us"]["least"] <= row["step_us"]["median"] < 1e6

@@ -38,7 +38,8 @@ LEAVES = (
     *("engine/memory", "lora", "models/heads"),
     *("serve/requests", "serve/responses", "text", "train", "usage", "utils"),
 )
-# Modules that another module's test file tests, because they are a part of it.
+# Modules without a test file of their own: each is a part of another module, whose
+# test file tests both.
 TESTED_ELSEWHERE = {
     "tests/bench/test_main.py": ("bench/flags", "bench/offline"),
     "tests/bench/test_serve.py": (

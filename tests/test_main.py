@@ -203,7 +203,7 @@ def test_wrong_usage_prints_two_lines_and_exits_with_2(arguments, said, capsys):
     assert hint == ("Did you mean --model?" if "modle" in said else expected)
 
 
-def test_installed_program(monkeypatch, capsys):
+def test_installed_program_reports_errors(monkeypatch, capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"jaxspec": "jaxspec.__main__:script"}
     monkeypatch.setattr(sys, "argv", ["jaxspec", "generate", "hi", "--dtype", "int8"])

@@ -146,7 +146,7 @@ def test_set_up_cell_reports_a_missing_source(tmp_path):
     assert "Set SOURCE above" in done.stderr
 
 
-def test_memory_of_the_published_sizes(capsys):
+def test_memory_of_published_sizes_is_shown(capsys):
     run_cells("colab_tpu", "fits")
     # 18,483,411,968 + 5,228,683,776 bytes of weights; KV of 16,384 tokens of both
     # models.
@@ -160,7 +160,7 @@ def test_memory_of_the_published_sizes(capsys):
 @pytest.mark.parametrize(
     ("device", "does_big_fit"), [("v5e-1", False), ("v6e-1", True)]
 )
-def test_plans_for_the_devices_of_colab(device: str, does_big_fit: bool, capsys):
+def test_plans_say_what_fits_devices_of_colab(device: str, does_big_fit: bool, capsys):
     space = run_cells("colab_tpu", "fits", "pages", DEVICE=device)
     assert space["big_fits"] is does_big_fit
     assert space["gemma3_fits"]
@@ -173,7 +173,7 @@ def test_plans_for_the_devices_of_colab(device: str, does_big_fit: bool, capsys)
         run_cells("colab_tpu", "fits", "pages", **big)
 
 
-def test_memory_on_the_chips_of_kaggle(capsys):
+def test_memory_on_chips_of_kaggle_is_shown(capsys):
     folders = "google/gemma-2-27b-it", "google/gemma-2-2b-it"
     pair = dict(folders=folders, DEVICE="v5e-8")
     space = run_cells("kaggle_tpu", "memory", "pages", **pair)
@@ -234,7 +234,7 @@ def test_quickstart_uses_the_published_model_if_installed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_real", [False, True])
-def test_quickstart(is_real: bool, tmp_path):
+def test_quickstart_runs(is_real: bool, tmp_path):
     models = {"MODEL": "jaxspec/tiny-gemma2", "DRAFT": "jaxspec/tiny-gemma2-draft"}
     if is_real:
         pytest.importorskip(REAL_MODULE)
@@ -251,7 +251,7 @@ def test_quickstart(is_real: bool, tmp_path):
 
 
 @pytest.mark.slow
-def test_how_it_works(tmp_path):
+def test_how_it_works_runs(tmp_path):
     # The notebook's assertions compare the distributions.
     book = execute("how_it_works", tmp_path)
     text = printed(book)
@@ -276,7 +276,7 @@ def test_how_it_works(tmp_path):
 
 
 @pytest.mark.slow
-def test_train_a_head(tmp_path):
+def test_train_a_head_runs(tmp_path):
     book = execute(
         "train_a_head",
         tmp_path,
@@ -298,7 +298,7 @@ def test_train_a_head(tmp_path):
 
 
 @pytest.mark.slow
-def test_colab_tpu(tmp_path):
+def test_colab_tpu_runs(tmp_path):
     target, draft = str(bundled_target()), str(bundled_draft())
     book = execute(
         "colab_tpu",
@@ -316,7 +316,7 @@ def test_colab_tpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_kaggle_tpu(tmp_path):
+def test_kaggle_tpu_runs(tmp_path):
     parameters = parameters_of(read("kaggle_tpu"))
     flax = tmp_path / "input/models/google/gemma-2/flax"
     pair = {"TARGET": bundled_target(), "DRAFT": bundled_draft()}

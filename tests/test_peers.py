@@ -129,7 +129,7 @@ def test_texts_without_an_end_are_compared_up_to_it():
     assert rows([ours, theirs])[1]["num_equal"] == 1
 
 
-def test_full_run(tmp_path, monkeypatch, capsys):
+def test_full_run_reports_every_peer(tmp_path, monkeypatch, capsys):
     dying = 'if len(prompts) > 1: sys.exit(f"no room in {__file__}")'
     peers = [
         fake(tmp_path, "jaxspec"),

@@ -89,7 +89,7 @@ def ask(child: Child, size: int, first: int = 7) -> dict[str, Any]:
     return child.ask(request, 60.0)
 
 
-def test_servers_of_two_batch_sizes(tmp_path):
+def test_servers_run_two_batch_sizes(tmp_path):
     child = start(tmp_path, "draft")
     try:
         assert child.about["version"] == "9 (abc)"
@@ -113,7 +113,7 @@ def test_servers_of_two_batch_sizes(tmp_path):
     assert one.split()[-4:-2] == ["--spec-type", "draft-simple"]
 
 
-def test_plain(tmp_path):
+def test_plain_server_makes_no_drafts(tmp_path):
     child = start(tmp_path, "plain")
     try:
         counts = {"drafted": 0, "accepted": 0, "rounds": 0}

@@ -227,7 +227,7 @@ def run_script(
     return done.stdout
 
 
-def test_flat_speculative_arguments():
+def test_flat_speculative_arguments_are_accepted():
     (line,) = run_script(VLLM_SCRIPT, CHECKS).splitlines()
     start = "Prompt: 'Once upon a time, there was a fox who', Generated text: "
     assert line.startswith(start)
@@ -235,26 +235,26 @@ def test_flat_speculative_arguments():
 
 
 @pytest.mark.slow
-def test_metrics_of_drafts():
+def test_metrics_of_drafts_are_read():
     (line,) = run_script(METRICS_SCRIPT, METRICS_CHECKS).splitlines()
     length = float(line.removeprefix("mean acceptance length: "))
     assert 1 < length <= 4
 
 
 @pytest.mark.slow
-def test_streams_of_the_asynchronous_engine():
+def test_streams_of_the_asynchronous_engine_are_read():
     expected = "num_speculative_tokens is not given", "dtype='half' is taken"
     text = run_script(ASYNC_SCRIPT, ASYNC_CHECKS, expected=expected)
     assert len(text.strip()) > 2
 
 
 @pytest.mark.slow
-def test_tensor_parallel_arguments():
+def test_tensor_parallel_arguments_are_accepted():
     text = run_script(PARALLEL_SCRIPT, PARALLEL_CHECKS, names=LLAMA_NAMES)
     assert len(text.removeprefix("Generated text: ").strip()) > 10
 
 
-def test_server_command(monkeypatch: pytest.MonkeyPatch):
+def test_server_command_is_accepted(monkeypatch: pytest.MonkeyPatch):
     command = renamed(PARALLEL_COMMAND, LLAMA_NAMES).replace("\\\n", "")
     _, _, module, *arguments = shlex.split(command)
     seen: list[Options] = []

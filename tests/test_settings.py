@@ -9,7 +9,7 @@ from jax.errors import KeyReuseError
 import jaxspec_kernels
 
 
-def test_simulated_devices() -> None:
+def test_eight_devices_are_simulated() -> None:
     if jax.default_backend() != "cpu":
         pytest.skip("the devices of an accelerator are not simulated")
     assert jax.device_count() == 8

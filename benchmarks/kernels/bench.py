@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> Row:
     if device == "cpu" and not (options.quick or options.slow_cpu):
         raise SystemExit(
             "jax has only a CPU here, and the real cases take hours on one. "
-            "--quick runs the small cases; --slow-cpu insists"
+            "--quick runs the small cases; --slow-cpu runs the real ones"
         )
     implementation = options.implementation or dispatch.implementation_for(device)
     planned = plan(options, device)

@@ -228,7 +228,10 @@ def _notes(result: dict[str, Any]) -> list[str]:
 
 
 def _places(failed: list[dict[str, Any]], *, is_measured: bool) -> dict[str, str]:
-    """Return reasons by engine and mode; modes with equal reasons share an entry."""
+    """Return why rows failed, by engine and mode.
+
+    Modes that failed for the same reason share an entry.
+    """
     found: dict[tuple[str, str], list[str]] = {}
     for row in failed:
         if ("median_tokens_per_s" in row) == is_measured:

@@ -352,6 +352,6 @@ class Child:
 
 
 def shorten(reason: str) -> str:
-    """Shorten a reason, and remove folders of this machine from it."""
+    """Shorten the reason of a failure, and remove folders of this machine from it."""
     text = re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)+", "", reason)
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "…"

@@ -171,7 +171,8 @@ class Turns:
             self._end += time.monotonic() - start
         # The child is still alive, but its runs cannot be used, so no more are made.
         raise PeerError(
-            f"a program was compiled in {MOST_COMPILING_RUNS} runs in a row"
+            f"each of {MOST_COMPILING_RUNS} runs in a row compiled a program, so none "
+            "could be timed"
         )
 
     def _limit_s(self, cell: Cell) -> float:

@@ -116,7 +116,8 @@ def read_head_config(folder: str | Path) -> tuple[str, Mapping[str, Any]]:
     with readable(folder):
         if not (folder / "config.json").is_file():
             raise CheckpointError(
-                f"{folder} has no config.json; found: {listing(folder)}"
+                f"{folder} has no config.json; found: {listing(folder)}. Copy the "
+                "whole folder again"
             )
         config = read_json(folder / "config.json")
     kind = kind_of_head(config)

@@ -47,7 +47,10 @@ def open_huggingface(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     """
     found = side_files(folder)
     if "config.json" not in found:
-        raise CheckpointError(f"{folder} has no config.json; found: {listing(folder)}")
+        raise CheckpointError(
+            f"{folder} has no config.json; found: {listing(folder)}. Copy the whole "
+            "folder again"
+        )
     config = read_json(found["config.json"])
     layout = layout_of(config, layouts)
     config = layout.text_config(config)
@@ -106,7 +109,8 @@ def read_tensors(
         return _open_file(check_inside(folder, folder / file), types)
     if not (folder / INDEX).is_file():
         raise CheckpointError(
-            f"{folder} has neither {SINGLE} nor {INDEX}; found: {listing(folder)}"
+            f"{folder} has neither {SINGLE} nor {INDEX}; found: {listing(folder)}. "
+            "Copy the whole folder again"
         )
     return _open_shards(folder, _weight_map(folder / INDEX), types)
 
@@ -118,21 +122,28 @@ def _open_shards(
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
-            raise CheckpointError(f"{index} points outside its folder: {shard!r}")
+            raise CheckpointError(
+                f"{index} points outside its folder: {shard!r}. Shards must be "
+                "files in the same folder"
+            )
         if not (folder / shard).is_file():
-            raise CheckpointError(f"{index} names {shard}, which is not in the folder")
+            raise CheckpointError(
+                f"{index} names {shard}, which is not in the folder: fetch it again"
+            )
         file = _open_file(check_inside(folder, folder / shard), types)
         for name, tensor in file.items():
             if name not in weight_map:
                 raise CheckpointError(
-                    f"{shard} holds tensor {name!r}, which {INDEX} does not list"
+                    f"{shard} holds tensor {name!r}, which {INDEX} does not list: "
+                    "fetch both files again"
                 )
             if weight_map[name] == shard:
                 tensors[name] = tensor
     for name, shard in weight_map.items():
         if name not in tensors:
             raise CheckpointError(
-                f"{index} says that {shard} holds tensor {name!r}; it does not"
+                f"{index} says that {shard} holds tensor {name!r}, but it does not: "
+                "fetch both files again"
             )
     return tensors
 

@@ -111,7 +111,8 @@ def _layout_of_tree(tree: FlaxTree, layouts: Mapping[str, Layout]) -> Layout:
             return layout
     raise CheckpointError(
         f"{tree.folder} has no config.json, and the names of its tensors fit no "
-        "known family. Put the model's config.json next to it"
+        "known family. Put the model's config.json into "
+        f"{tree.folder.absolute().parent}"
     )
 
 
@@ -120,8 +121,8 @@ def _published(folder: Path, layout: Layout, sizes: Sizes) -> dict[str, Any]:
     if size is None or layout.flax is None:
         raise CheckpointError(
             f"{folder} has no config.json, and its shapes fit no published "
-            f"{layout.title} model: found {sizes}. Put the model's config.json next "
-            "to it"
+            f"{layout.title} model: found {sizes}. Put the model's config.json into "
+            f"{folder.absolute().parent}"
         )
     return layout.flax.config(size)
 

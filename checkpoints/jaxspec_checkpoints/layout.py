@@ -156,7 +156,10 @@ class Layout:
         return next(found, None)
 
     def is_model_first(self, sizes: Sizes) -> bool:
-        """Return whether a size's `gating_einsum` in Flax is (2, model, hidden)."""
+        """Return whether Flax checkpoints store `gating_einsum` as (2, model, hidden).
+
+        This depends on the size of the model.
+        """
         return self.flax is not None and (
             self.published_name(sizes) in self.flax.model_first
         )
@@ -248,7 +251,10 @@ def check_tensors(
         )
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"the checkpoint has no tensor {missing[0]!r}{more}")
+        raise CheckpointError(
+            f"the checkpoint has no tensor {missing[0]!r}{more}: it is incomplete, "
+            "fetch or export it again"
+        )
 
 
 def _unknown(name: str, tensor: Tensor, layout: Layout, sizes: Sizes) -> str:

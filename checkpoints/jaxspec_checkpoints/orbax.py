@@ -54,7 +54,10 @@ def open_own(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     """
     found = side_files(folder)
     if "config.json" not in found:
-        raise CheckpointError(f"{folder} has no config.json; found: {listing(folder)}")
+        raise CheckpointError(
+            f"{folder} has no config.json; found: {listing(folder)}. Copy the whole "
+            "folder again"
+        )
     recorded = _read_manifest(check_inside(folder, folder / MANIFEST))
     weights = check_inside(folder, folder / WEIGHTS)
     if not is_orbax(weights):
@@ -122,7 +125,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _tensor(folder: Path, name: str, record: Any, array: StoredArray | None) -> Tensor:
     if array is None:
         raise CheckpointError(
-            f"{MANIFEST} lists tensor {name!r}, which {folder / WEIGHTS} does not hold"
+            f"{MANIFEST} lists tensor {name!r}, which {folder / WEIGHTS} does not "
+            "hold: copy the whole folder again"
         )
     given = record if isinstance(record, dict) else {}
     for what, found in (("shape", [*array.shape]), ("dtype", array.dtype.name)):

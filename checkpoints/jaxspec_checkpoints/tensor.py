@@ -60,7 +60,7 @@ class Tensor:
             )
 
     def head(self, num_rows: int) -> "Tensor":
-        """Return the first rows only, without a hash: it covers all rows."""
+        """Return the first rows only, without the hash, which covers all rows."""
         return replace(self, shape=(num_rows, *self.shape[1:]), sha256=None)
 
     def whole(self) -> np.ndarray:

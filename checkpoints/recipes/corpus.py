@@ -119,7 +119,7 @@ class PackedRows:
             document = self._next_document(domain)
             room = self.length + 1 - filled
             if len(document) > room:
-                # Keep the last token: it is the first input of the next row.
+                # Keep the last token, because it is the first input of the next row.
                 self.pending[domain] = document[room - 1 :]
                 document = document[:room]
             tokens[filled : filled + len(document)] = document

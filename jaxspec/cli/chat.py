@@ -208,7 +208,7 @@ class ServerBackend:
             raise BackendError(f"{self._url}: {error!r}") from error
 
     def close(self) -> None:
-        """Do nothing: no connection is open between requests."""
+        """Do nothing, because no connection is open between requests."""
 
 
 def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:

@@ -95,7 +95,7 @@ def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> No
     mesh = devices.describe_mesh(options.device, config)
     memory = importlib.import_module("jaxspec.engine.memory.probe")
     config, mesh, _ = memory.spread_draft(config, mesh, device=options.device)
-    # Set the numbers of pages and rows first: the shapes of programs depend on them.
+    # Set the numbers of pages and rows first, as the shapes of programs depend on them.
     config, _ = memory.fit(config, mesh, device=options.device)
     program, forms = devices.describe(config, mesh)
     xla = importlib.import_module("jaxspec.engine.runner").options_of(config, mesh)

@@ -250,7 +250,7 @@ def comparison(
         f"{row[0]:<24}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows
     ]
     count = len(speculative)
-    repeats = "one run" if count == 1 else f"medians of {count} runs in turn"
+    repeats = "one run" if count == 1 else f"medians of {count} alternating runs"
     lines.append(
         f"{repeats}; tokens/s are measured after the first token, without compilation"
     )

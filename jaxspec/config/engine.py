@@ -65,7 +65,7 @@ def kv_widths(kv_cache_dtype: str, dtype_bytes: int) -> tuple[int, int]:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class GivenSizes:
-    """The sizes that the user has set; None if a size is chosen for the devices.
+    """The sizes that the user has set; None if the engine chooses for the devices.
 
     Attributes:
         num_pages: `num_gpu_blocks_override`.
@@ -334,14 +334,14 @@ class EngineConfig:
 
     @property
     def unit_pages(self) -> int | None:
-        """As for `PoolShape`: None if all layers use one page table."""
+        """`PoolShape.unit_pages`, or None if all layers use one page table."""
         if self.local_window is None:
             return None
         return self.model_config.num_local_per_global
 
     @property
     def decode_local_pages(self) -> int:
-        """Most local pages that a sequence keeps while it decodes.
+        """Maximum number of local pages that a sequence keeps while it decodes.
 
         That is the window before its newest known token, and the drafts of two
         launches.
@@ -372,7 +372,7 @@ class EngineConfig:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens of the longest sequences that fit the pool, together."""
+        """Total tokens of the sequences of maximum length that fit the pool."""
         if self.unit_pages is None:
             return self.num_pages * self.page_size
         num_local = min(self.pages_per_seq, self.decode_local_pages)
@@ -381,7 +381,7 @@ class EngineConfig:
 
     @property
     def units_per_seq(self) -> int:
-        """Units of the pool that the longest sequence needs: pages without units."""
+        """Number of units that the longest sequence needs; without units, of pages."""
         num_global = math.ceil(self.pages_per_seq / (self.unit_pages or 1))
         return num_global + self.max_local_pages
 

@@ -20,7 +20,7 @@ PUBLISHERS = ("null", "zmq")
 _NAME = "kv_events_config"
 
 
-# No checks by jaxtyping in the tests: the class has its own, with better errors.
+# The tests do not check it with jaxtyping: its own checks have better errors.
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class KvEventsConfig:

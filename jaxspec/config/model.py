@@ -68,7 +68,7 @@ class KvLayout(NamedTuple):
     arrays: tuple[KvArray, ...]
 
 
-# No checks by jaxtyping in the tests: the class has its own, with better errors.
+# The tests do not check it with jaxtyping: its own checks have better errors.
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):

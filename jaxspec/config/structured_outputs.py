@@ -29,7 +29,7 @@ _BACKENDS = ("auto", "guidance")
 DEFAULT_WHITESPACE_PATTERN = r" |\r?\n( {0,16}|\t{0,8})"
 
 
-# No checks by jaxtyping in the tests: the class has its own, with better errors.
+# The tests do not check it with jaxtyping: its own checks have better errors.
 @no_type_check
 @dataclass(kw_only=True)
 class StructuredOutputsParams:
@@ -107,7 +107,7 @@ class StructuredOutputsParams:
             raise wrong_argument(RequestError, kind, allowed, value)
 
 
-# No checks by jaxtyping in the tests: the class has its own, with better errors.
+# The tests do not check it with jaxtyping: its own checks have better errors.
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsConfig:

@@ -122,7 +122,7 @@ def bundled_pair(given: Mapping[str, Any]) -> dict[str, Any]:
     return pair
 
 
-# No checks by jaxtyping in the tests: the class has its own, with better errors.
+# The tests do not check it with jaxtyping: its own checks have better errors.
 @no_type_check
 @dataclass(kw_only=True)
 class EngineArgs:

@@ -175,7 +175,7 @@ class Compiler:
             self._later.clear()
 
     def begin_exit(self) -> None:
-        """Drop queued programs: the interpreter exits."""
+        """Drop queued programs, because the interpreter exits."""
         with self._lock:
             self.is_exiting = True
             self._urgent.clear()

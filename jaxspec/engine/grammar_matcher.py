@@ -201,7 +201,7 @@ class _Lexer:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether it ran so long (50 ms) that it may have used the fuel of one mask."""
+        """Whether the lexer ran so long (50 ms) that one mask's fuel may be used up."""
         return self.spent_s > MASK_FUEL / FUEL_PER_S
 
 

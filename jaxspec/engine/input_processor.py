@@ -38,7 +38,7 @@ from jaxspec.program.plan import (
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 
-# Largest `n`, as in vLLM: each text is a request of its own.
+# Largest `n`, as in vLLM, because each text is a request of its own.
 MAX_TEXTS = 16_384
 # Fields of vLLM that are not supported: default value, reason.
 _REFUSED: dict[str, tuple[Any, str]] = {

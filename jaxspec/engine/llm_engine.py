@@ -664,7 +664,7 @@ class LLMEngine:
             self.runner.fetch(result, launch.shape)
 
     def begin_exit(self) -> None:
-        """Take no more steps: the interpreter exits.
+        """Take no more steps, because the interpreter exits.
 
         Keeps the lock, so that daemon threads that step the engine block until the end.
         """

@@ -205,7 +205,10 @@ class GrammarState:
         return None
 
     def sync(self, num_tokens: int, newest: Sequence[int]) -> None:
-        """Advance to the known tokens; roll back where they differ from earlier ones.
+        """Advance the grammar's state to the known tokens.
+
+        The state is rolled back first where the tokens differ from those of earlier
+        calls.
 
         Args:
             num_tokens: Known tokens of the sequence, its prompt included.
@@ -537,7 +540,7 @@ class TokenMasks:
         return self._worker
 
 
-# Ids are unique in the process: the callback does not know the program's engine.
+# Ids are unique in the process, as the callback does not know which engine runs.
 _grammar_ids = itertools.count(1)
 _all_masks: weakref.WeakSet[TokenMasks] = weakref.WeakSet()
 

@@ -161,7 +161,7 @@ def _batch_of(
     num_slots = num_pages * pool[1]
     slots = batch.slot_mapping
     slots = jnp.where(slots < num_slots, slots + turn * num_slots, turns * num_slots)
-    # Entries past a sequence's last page may become invalid: they are not read.
+    # Entries past a sequence's last page may become invalid, as they are not read.
     regions = tuple(
         dataclasses.replace(one, page_table=one.page_table + turn * num_pages)
         for one in batch.regions

@@ -178,14 +178,15 @@ def _config_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with flags by name; the command line takes precedence",
+        help="YAML file that maps names of flags to values; the command line takes "
+        "precedence",
     )
     return parser
 
 
 def _from_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
     """Read a file of flags as command-line arguments."""
-    allowed = "a YAML file with flags by name"
+    allowed = "a YAML file that maps names of flags to values"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -202,7 +203,7 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
         return
     if not isinstance(content, dict):
         raise ConfigError(
-            f"--config must be {allowed}, got {str(path)!r}, which contains a "
+            f"--config must be {allowed}, but {str(path)!r} contains a "
             f"{type(content).__name__}.",
             parameter="config",
             value=str(path),

@@ -318,7 +318,7 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     await serving.background.start((owner, writer.id), work, log)
     if log is None:
         return JSONResponse(response)
-    # Generation continues if the client disconnects: the client may request the stream
+    # Generation continues if the client disconnects, as it may request the stream
     # again later.
     return EventStream(_follow_events(serving, log))
 

@@ -190,7 +190,7 @@ def _follow(options: Options) -> int:
 
 @contextmanager
 def _leader_decides() -> Iterator[None]:
-    """Ignore the first signal: this process exits with the leader.
+    """Ignore the first signal, because this process exits with the leader.
 
     Stopping a group of hosts sends a signal to all of them at once, and the leader
     needs its followers to finish running requests.

@@ -61,7 +61,7 @@ class ApiKeys:
         if "x-api-key" in headers:
             scheme, key = "bearer", headers["x-api-key"]
         given = _digest(key.strip())
-        # Compares every key, as digests of equal length: the time reveals nothing.
+        # Compares every key, in digests of one length, so the time reveals nothing.
         found = [hmac.compare_digest(given, digest) for digest in self._digests]
         return given.hex() if any(found) and scheme.lower() == "bearer" else None
 

@@ -92,7 +92,7 @@ def event(content: Any, *, in_parts: bool = False) -> str:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await some work; cancel it if the client disconnects.
+    """Await the coroutine `work`; cancel it if the client disconnects.
 
     Args:
         receive: ASGI's `receive` of a request whose body was read, so that the next

@@ -56,7 +56,7 @@ class Pieces(Protocol):
 
 
 class SentencePieces:
-    """A `tokenizer.model`, with which Gemma was trained: the reference."""
+    """A `tokenizer.model`: the file with which Gemma was trained."""
 
     def __init__(self, model: bytes, markers: Sequence[str]):
         self.digest = hashlib.sha256(model).digest()

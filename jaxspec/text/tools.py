@@ -44,7 +44,7 @@ class Tool:
     parameters: dict[str, Any]
 
     def as_json(self) -> str:
-        """Return its description in the prompt."""
+        """Return the description of the tool in the prompt."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description

@@ -146,7 +146,8 @@ def read_prompts(
             found.append((head, tail))
     if not found:
         raise ConfigError(
-            f"{path} has no document with room for an answer in length={length} tokens",
+            f"{path} has no document with room for an answer in length={length} "
+            "tokens: give shorter prompts, or raise length",
             parameter="data",
             value=str(path),
         )

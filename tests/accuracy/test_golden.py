@@ -65,7 +65,7 @@ def real(request: pytest.FixtureRequest) -> Iterator[GoldenModel]:
 @pytest.mark.parametrize(
     ("real", "case"), parameters("published"), indirect=["real"], scope="module"
 )
-def test_published_outputs(real: GoldenModel, case: Case) -> None:
+def test_published_outputs_are_reproduced(real: GoldenModel, case: Case) -> None:
     golden.CHECKS[case["kind"]](real, case)
 
 
@@ -201,7 +201,11 @@ def test_variable_enables_the_published_tests(tmp_path: Path) -> None:
     (tmp_path / "gemma-2-2b-it").symlink_to(bundled_draft())
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
-        + [f"{__file__}::test_published_outputs", "-k", "encode or decode"],
+        + [
+            f"{__file__}::test_published_outputs_are_reproduced",
+            "-k",
+            "encode or decode",
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT,

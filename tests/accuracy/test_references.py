@@ -41,7 +41,7 @@ NUM_DRAFT = 3
 
 @functools.cache
 def our_model(size: str) -> PagedModel:
-    """Return the model of a size, compiled once.
+    """Return the model of a published size, compiled once.
 
     `our_logits` changes its parameters.
     """
@@ -123,12 +123,13 @@ def share_executables(size: str, runner: Runner) -> None:
 
 
 def make_llm(target: Path, draft: Path | None = None) -> LLM:
-    # Draft in every round: the controller's measured times mean nothing here.
+    # Draft in every round, because the controller's measured times are useless here.
     speculative = draft and dict(
         model=str(draft), num_speculative_tokens=NUM_DRAFT, controller="fixed"
     )
     with pytest.MonkeyPatch.context() as patch:
-        # Prompts are ids: the bundled tokenizer has a larger vocabulary.
+        # Prompts are given as token ids, so a stub is enough. The vocabulary of the
+        # bundled tokenizer is larger than that of this model.
         tokenizer = StubTokenizer(references.reference("2b").config.vocab_size)
         patch.setattr(llm_engine, "read_tokenizer", lambda config: tokenizer)
         llm = LLM(

@@ -60,7 +60,7 @@ def test_differences_and_sums_undo_each_other():
         ([0.95] * 5, (1 - 0.95**6) / (1 - 0.95)),
     ],
 )
-def test_expected_length_and_ceiling(rates, length):
+def test_length_and_ceiling_follow_from_rates(rates, length):
     assert expected_length(rates) == pytest.approx(length)
     ceiling = length / (1 + 0.1 * len(rates))
     assert speed_up_ceiling(rates, 0.1) == pytest.approx(ceiling)

@@ -54,7 +54,7 @@ def test_first_difference_and_its_gap(other, expected):
         ([text("a", "e"), text("a", "b")], "different", 1),
     ],
 )
-def test_verdict_of_several_texts(others, verdict, num_equal):
+def test_verdict_covers_all_texts(others, verdict, num_equal):
     reference = [text("a", "b", c=-1.01, e=-2.0)] * 2
     found = verdict_of(reference, others, 0.05)
     assert (found["verdict"], found["num_equal"]) == (verdict, num_equal)

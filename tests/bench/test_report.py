@@ -48,7 +48,7 @@ def test_header_has_everything_but_secrets(monkeypatch, tmp_path):
     assert (found["commit"], found["has_changes"]) == (None, None)
 
 
-def test_spread_and_percentiles():
+def test_spread_and_percentiles_are_calculated():
     assert report.spread([3.0, 1.0, 2.0]) == {"median": 2, "least": 1, "most": 3}
     values = np.arange(101.0)
     found = report.percentiles(values.tolist())

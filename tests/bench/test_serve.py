@@ -268,7 +268,7 @@ ANSWERS = [
 ALL = Wanted(metrics=("ttft", "tpot", "itl", "e2el"), percentiles=(50.0, 99.9))
 
 
-def test_metrics_of_successful_answers():
+def test_only_successful_answers_are_measured():
     found = figures(ANSWERS, 2.0, ALL, DRAFTS)
     assert (found["completed"], found["failed"]) == (2, 1)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 5)
@@ -370,7 +370,7 @@ def test_times_between_requests_follow_the_distribution(burstiness):
 
 
 @pytest.mark.parametrize("limit", [None, 1, 3])
-def test_max_concurrency(limit):
+def test_concurrent_requests_are_limited(limit):
     running: list[int] = [0]
 
     async def ask(prompt: Prompt) -> Answer:

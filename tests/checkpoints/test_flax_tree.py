@@ -90,9 +90,9 @@ UNKNOWN = "is not part of the model"
             ("flat", {EMBEDDING: (n, 72)}, f"{ROWS.format(n)} and at most 128")
             for n in (511, 641)
         ),
-        ("flat", {LINEAR: None}, f"has no tensor 'transformer/{LINEAR}/w' "),
-        ("nested", {LINEAR: None}, f"has no tensor '{LINEAR}' "),
-        ("below a root", {LINEAR: None}, f"has no tensor 'transformer/{LINEAR}' "),
+        ("flat", {LINEAR: None}, f"has no tensor 'transformer/{LINEAR}/w': it is"),
+        ("nested", {LINEAR: None}, f"has no tensor '{LINEAR}': it is"),
+        ("below a root", {LINEAR: None}, f"no tensor 'transformer/{LINEAR}': it is"),
         ("nested", {LINEAR: None, "layer_1/mlp/gating_einsum": None}, "and 1 more"),
         ("flat", {LINEAR: (72, 288)}, f"'transformer/{LINEAR}/w' {SHAPE}"),
         ("nested", {LINEAR: (72, 288)}, f"'{LINEAR}' {SHAPE}"),

@@ -247,7 +247,7 @@ def test_every_truncation_is_noticed(tmp_path):
             read_gguf(path)
 
 
-def test_limits_on_the_whole_header(tmp_path, monkeypatch):
+def test_header_over_its_limits_is_refused(tmp_path, monkeypatch):
     content = with_array(STRING, 3, text("a") * 3)
     path = write(tmp_path / "m.gguf", content)
     for limits, message in (

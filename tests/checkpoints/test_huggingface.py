@@ -118,7 +118,7 @@ def only(names: str, tensors: dict[str, Any], folder: Path) -> None:
             for text in ("", "{", "[]")
         ),
         (partial(indexed, third=None), "holds tensor 'third', which .* not list"),
-        (partial(indexed, third=SECOND), "00002.* holds tensor 'third'; it does"),
+        (partial(indexed, third=SECOND), "00002.* holds tensor 'third', but it does"),
         (
             partial(only, "", {"first": np.zeros(2, np.int8)}),
             "'first' has type I8, expected one of",

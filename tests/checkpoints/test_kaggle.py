@@ -107,7 +107,7 @@ def test_trees_of_every_layout_are_read(tmp_path, family, form, options):
 
 @pytest.mark.parametrize("num_stacks", [0, 6])
 @pytest.mark.parametrize("form", FORMS)
-def test_gemma_3_in_every_form(tmp_path, form, num_stacks):
+def test_gemma_3_is_read_in_every_form(tmp_path, form, num_stacks):
     """Eight layers in six stacks: two of the stacks have one layer more."""
     config = tiny_gemma3()
     tensors, leaves = gemma3_leaves(config, num_stacks)
@@ -237,7 +237,7 @@ def test_other_folders_are_not_kaggle_checkpoints(tmp_path):
         (
             None,
             "no config.json, and its shapes fit no published .*"
-            "hidden_size=72.*Put the model's config.json next to it",
+            "hidden_size=72.*Put the model's config.json into ",
         ),
     ],
 )

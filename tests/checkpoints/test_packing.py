@@ -305,7 +305,7 @@ def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
 
 
 def test_permuted_features_are_refused(tmp_path):
-    """They are refused even if config.json does not mention the permutation."""
+    """Permuted features are refused even if config.json does not mention them."""
     given, make, _ = FORMS["w4a16"]
 
     def ordered(order: torch.Tensor) -> Any:

@@ -75,7 +75,7 @@ def lively_params(config: dict[str, Any], seed: int = 0) -> dict[str, jax.Array]
 
 @pytest.fixture
 def float32_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute in float32: a tie between bf16 logits must not decide a test."""
+    """Compute in float32, so that a tie between bf16 logits does not decide a test."""
 
     def linear(inputs: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.dot(inputs, weight.T.astype(jnp.float32), precision="highest")

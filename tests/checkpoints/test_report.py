@@ -20,7 +20,7 @@ def fields(folder: Path) -> dict[str, str]:
     return {line[:12].strip(): line[14:] for line in lines}
 
 
-def test_report_of_the_bundled_target():
+def test_bundled_target_is_described():
     found = fields(bundled_target())
     assert found["format"] == "hf (HuggingFace safetensors)"
     assert found["layers"] == "6, sliding window 128"

@@ -20,7 +20,7 @@ NOT_REMOTE = (
 
 
 @pytest.mark.parametrize("name", NOT_REMOTE)
-def test_names_are_assigned_to_services(name: str):
+def test_only_hub_ids_and_kaggle_handles_are_remote(name: str):
     for remote in (HUB_ID, "a/b", "my_org/Model.v2", HANDLE, HANDLE + "/3"):
         assert is_remote(remote)
     assert not is_remote(name)

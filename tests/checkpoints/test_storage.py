@@ -148,7 +148,7 @@ def remove_array(folder: Path) -> None:
 
 
 def enlarge_chunks(folder: Path) -> None:
-    """Describe chunks larger than the array: a reader must not allocate gigabytes."""
+    """Describe chunks larger than the array, which a reader must not allocate."""
     path = folder / "c.w" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [70, 5000]}))
 
@@ -198,7 +198,7 @@ def with_zeros(folder: Path, store: dict[str, Any]) -> None:
     (folder / "_METADATA").write_text('{"tree_metadata": {}}')
 
 
-def test_chunks_of_zeros_omitted_by_older_versions(tmp_path):
+def test_omitted_chunks_are_read_as_zeros_in_databases(tmp_path):
     """The database's index lists its chunks, so the omitted ones are zeros."""
     base = {"driver": "file", "path": f"{tmp_path}/"}
     with_zeros(tmp_path, {"driver": "ocdbt", "base": base, "path": "a/"})

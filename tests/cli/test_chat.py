@@ -162,7 +162,7 @@ def test_every_answer_begins_a_line(monkeypatch):
     assert screen.getvalue() == "one two\x1b[3D\x1b[K\ntwo!" * 2
 
 
-def test_closing_line():
+def test_closing_line_shows_speed_and_drafts():
     drafts = {"num_draft_tokens": 8, "draft_acceptance_rate": 0.75}
     drafts["mean_acceptance_length"] = 4.0
     metrics = {"tokens_per_second": 61.23, "speculative_decoding": drafts}
@@ -190,7 +190,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_own_engine(engine, monkeypatch, capsys):
+def test_own_engine_answers_and_is_ended(engine, monkeypatch, capsys):
     type_lines(monkeypatch, PROMPT, "/k 0", PROMPT)
     assert chat.run(options()) == 0
     shown = capsys.readouterr()
@@ -213,7 +213,7 @@ def test_failed_answer_sets_exit_status_of_script(engine, monkeypatch, capsys):
     assert "error: The model's logits became NaN" in capsys.readouterr().err
 
 
-def test_server_and_api_key(monkeypatch):
+def test_url_needs_a_server_and_may_have_a_key(monkeypatch):
     made: list[Any] = []
 
     def note(*_: Any, **names: Any) -> Any:
@@ -270,7 +270,7 @@ class Screen:
         return self.process.wait(60)
 
 
-def test_keys_and_colors_of_terminal():
+def test_terminal_shows_colors_and_reads_keys():
     with site_of() as site:
         site.delay_s = 0.1
         screen = Screen("--url", site.url, "--max-tokens", "60")

@@ -45,7 +45,7 @@ def check(parts: list[Part]) -> None:
     assert metrics["tokens_per_second"] > 0
 
 
-def test_engine_backend(backend: EngineBackend):
+def test_engine_backend_yields_text_and_drafts(backend: EngineBackend):
     check(list(backend.answer(MESSAGES, FIELDS)))
     parts = list(backend.answer(MESSAGES, FIELDS | {"num_speculative_tokens": 0}))
     assert text_of(parts) == letters(said(20))
@@ -86,7 +86,7 @@ def test_compile_notes_are_not_within_answers(backend: EngineBackend, capsys: An
     assert capsys.readouterr().err == "[first]\n[after]\n"
 
 
-def test_server_backend():
+def test_server_backend_yields_text_and_drafts():
     with site_of() as site:
         url = site.url[:-1]
         for name in (url, f"{url}/v1", f"{url}/v1/"):
@@ -113,14 +113,14 @@ def test_server_backend():
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nowhere", "http://[::"])
-def test_missing_server(url: str):
+def test_missing_server_is_reported(url: str):
     with pytest.raises(BackendError, match="v1/chat/completions"):
         next(at(url).answer(MESSAGES, {}))
     with pytest.raises(ArgumentError, match="No server responds at .*/v1: .*--url"):
         at(url).check()
 
 
-def test_server_check():
+def test_server_with_another_key_is_rejected():
     with site_of(api_keys=("secret",)) as site:
         at(site.url, api_key="secret").check()
         for key in (None, "other"):

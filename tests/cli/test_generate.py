@@ -131,7 +131,7 @@ def rows(table: str) -> dict[str, list[str]]:
     return {label: cells for label, *cells in parts}
 
 
-def test_table_values():
+def test_table_shows_speeds_and_acceptance():
     # 10 rounds of 2 drafts: 4 accept none, 2 one, 4 both -> 10 of 20, 21 tokens in all.
     tokens = list(range(21))
     table = comparison([decoded(tokens, 0.5, [4, 2, 4])], [decoded(tokens, 1.0)])
@@ -158,12 +158,12 @@ def test_table_has_medians_and_spread_of_repeats():
     assert found["tokens/s"] == ["40.0", "20.0"]
     assert found["speed-up"] == ["2.00x"]
     assert found["least, most"] == ["0.80x, 2.50x"]
-    assert table.splitlines()[-1].startswith("medians of 3 runs in turn; ")
+    assert table.splitlines()[-1].startswith("medians of 3 alternating runs; ")
     other = [*plain[:2], decoded([*tokens[:-1], 99], 1.0)]
     assert rows(comparison(ours, other))["texts"] == ["differs at token 21"]
 
 
-def test_table_without_drafts():
+def test_table_omits_modes_that_were_not_run():
     runs = [decoded([4, 5], 0.5)]
     assert "No drafts: the engine predicted" in comparison(runs, runs)
     assert "drafts" not in comparison(runs, None, has_drafts=False)
@@ -188,7 +188,7 @@ def test_weights_of_nan_are_an_error(monkeypatch, capsys):
     assert "jaxspec generate: error: The model's logits became NaN" in shown.err
 
 
-def test_difference_of_texts():
+def test_first_different_token_is_named():
     for right, place in (
         ([9, 2, 3], 1),
         ([1, 2, 4], 3),
@@ -257,7 +257,7 @@ def test_raw_prompt_is_encoded_like_engine(engine):
     engine.abort_request("raw")
 
 
-def test_whole_run(engine, monkeypatch, capsys):
+def test_generate_prints_text_and_comparison(engine, monkeypatch, capsys):
     # The test loads other models than the named ones; tests of `LLMEngine` cover
     # loading.
     monkeypatch.setattr(generate, "LLMEngine", lambda config: engine)

@@ -40,7 +40,7 @@ def plan_of(capsys: Any, *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_9b_with_2b_draft_on_absent_gpu(capsys):
+def test_plan_for_an_absent_gpu_is_printed(capsys):
     arguments = (*H100, "--max-num-seqs", "64")
     assert command_line.main(["plan", *arguments]) == 0
     text = capsys.readouterr().out

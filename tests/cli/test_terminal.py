@@ -51,7 +51,7 @@ def test_no_colors_without_terminal_or_with_no_color(monkeypatch, name: str):
     assert screen.getvalue() == "Hello"
 
 
-def test_pieces_by_origin():
+def test_text_is_split_by_origin():
     output = CompletionOutput(index=0, text="abcde", token_ids=[1, 2, 3, 4])
     assert pieces_of(output) == [("abcde", False)]
     origins = [("ab", "draft"), ("c", "recovered"), ("d", "target"), ("e", "leaf")]

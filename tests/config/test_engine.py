@@ -192,7 +192,7 @@ def test_rejects_bad_engine_size(changes: dict[str, Any], message: str):
         engine_config(**changes)
 
 
-def test_derived_sizes():
+def test_pages_and_drafts_are_derived():
     # 100 tokens fill six pages of 16 and begin a seventh.
     assert engine_config(num_pages=7).pages_per_seq == 7
     assert engine_config(max_model_len=96, num_pages=6).pages_per_seq == 6

@@ -7,7 +7,7 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.errors import ConfigError
 
 
-def test_off_by_default():
+def test_events_are_off_by_default():
     assert not KvEventsConfig.read(None).is_on
     assert not KvEventsConfig.read({"endpoint": "tcp://*:1"}).is_on
     on = {"enable_kv_cache_events": True}

@@ -27,7 +27,7 @@ def test_only_known_names_are_accepted():
             check_quantization("quantization", kind)
 
 
-def test_quantization_of_argument_or_checkpoint():
+def test_quantization_is_set_by_argument_or_checkpoint():
     assert quantize(MODEL, None).quantization is None
     assert quantize(MODEL, "fp8", has_embedding=True).quantization.has_embedding
     model = quantize(MODEL, "int8")

@@ -36,7 +36,9 @@ FORCED = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length":
         ("medusa", {"model": "head"}, False, False),
     ],
 )
-def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool):
+def test_methods_determine_drafts_and_weights(
+    method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool
+):
     info = SpeculativeConfig(method=method, **keys).method_info
     assert bool(info.lookup) is has_lookup
     assert info.has_draft_model is has_draft_model
@@ -140,7 +142,9 @@ def forced(rule: str = "synthetic", **given: Any) -> SpeculativeConfig:
         ({"length": 4}, (1.0, 1.0, 1.0)),
     ],
 )
-def test_forced_acceptance(given: dict[str, Any], probabilities: tuple[float, ...]):
+def test_forced_length_becomes_acceptance_rates(
+    given: dict[str, Any], probabilities: tuple[float, ...]
+):
     """A length becomes conditional rates: whole drafts, and a share of the next."""
     assert forced(**given).forced_acceptance == pytest.approx(probabilities)
 
@@ -205,7 +209,7 @@ def test_rejects_impossible_forced_acceptance(given: dict[str, Any], message: st
     ],
     ids=["chain", "leaves", "tree", "tree that is a chain"],
 )
-def test_parents_of_leaves_and_trees(keys: Any, parents: Any, num_levels: int):
+def test_leaves_and_trees_give_parents(keys: Any, parents: Any, num_levels: int):
     config = SpeculativeConfig(**DRAFT | keys)
     assert (config.parents, config.num_levels) == (parents, num_levels)
     assert config.num_nodes == len(parents or range(num_levels))

@@ -242,8 +242,8 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
 def drafting_stops_and_resumes(name: str) -> None:
     """Texts are right while the number of drafts goes to 0 and back.
 
-    Two rows run and others wait; a draft model then prefills the tokens that it missed
-    in tiles.
+    Drafting is off while two rows run and others wait. Before it resumes, a draft model
+    prefills, in tiles, the tokens that it has missed.
     """
     some, params = pair.prompts(5, seed=3), []
     for index, length in enumerate((60, 14, 14, 14, 60)):

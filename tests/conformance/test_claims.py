@@ -234,7 +234,7 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("claim", "name"), pairs())
-def test_proposer(claim, name):
+def test_proposer_meets_claim(claim, name):
     TABLE[claim].check(name)
 
 

@@ -89,7 +89,8 @@ def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
         max_num_seqs=batch,
         max_num_batched_tokens=512,
         num_pages=num_pages,
-        # There are few program sizes, so that compiling takes less time than counting.
+        # Compile few program shapes, so that compiling takes less time than generating
+        # the texts that are counted.
         has_one_shape=True,
         is_optimized=True,
         max_model_len=64,

@@ -100,7 +100,7 @@ def test_target_with_nan_ends_only_affected_requests(has_draft):
     target, drafts = engine.runner.params
     engine.runner.params = ruin_token(target), drafts
     prompts = [*PROMPTS, [2, 5, BAD_TOKEN, 9]]
-    # No drafts are allowed: a drafted NaN token would spoil earlier positions, whose
+    # No drafts are allowed, as a drafted NaN token would spoil earlier positions, whose
     # attention multiplies its values by 0.
     bias = {BAD_TOKEN: -100.0} if has_draft else None
     sampled = [*seeded(), greedy()]

@@ -51,7 +51,7 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
         pytest.param(NUM_SEQS, False, marks=pytest.mark.slow),
     ],
 )
-def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
+def test_hundreds_of_sequences_give_the_same_texts(count, is_grouped, monkeypatch):
     """Greedy and seeded sequences have between 0 and 5 drafts per round."""
     target = make_micro()
     few = make_engine(target, max_num_seqs=8, runner=OneProgramRunner)

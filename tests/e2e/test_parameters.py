@@ -214,7 +214,7 @@ def test_logprobs_equal_those_of_one_pass_over_the_text(count: int):
 
 
 def test_logprobs_of_chosen_ids_are_returned():
-    """They are the model's own logprobs; requests of a batch have different ids."""
+    """The model's own logprobs are returned; the requests of a batch differ in ids."""
     fields: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7}
     chosen: list[Any] = [[63, 0, 31], [5], None, list(range(0, 64, 2))]
     params = [

@@ -158,7 +158,7 @@ def test_calls_share_batches(llm: LLM):
     assert stats.num_rounds - before < 2.5 * alone
 
 
-def test_threads_on_several_engines(group: LLM):
+def test_threads_get_the_texts_of_single_calls(group: LLM):
     calls = [[generate(number) for number in range(5)] for _ in range(NUM_THREADS)]
     alone = [call(group) for call in calls[0]]
     assert run_all(group, calls) == [alone] * NUM_THREADS

@@ -229,7 +229,7 @@ def make_stream(prompt: list[int] | None = None, **fields: Any) -> LogprobStream
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 3, NUM_RETURNED, -1])
-def test_logprobs_of_several_rounds(count: int, flat: bool):
+def test_logprobs_accumulate_over_rounds(count: int, flat: bool):
     table = random_table(9)
     tokens = [int(table[0].argmax()), *range(30, 38)]
     stream = make_stream(logprobs=count, flat_logprobs=flat)

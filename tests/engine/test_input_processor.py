@@ -75,7 +75,7 @@ def test_unseeded_requests_use_the_configured_rule(keys, rule):
 
 
 @pytest.mark.parametrize(("asked", "drafts"), [(None, 3), (0, 0), (2, 2)])
-def test_drafts_of_one_request(asked: int | None, drafts: int):
+def test_request_sets_its_number_of_drafts(asked: int | None, drafts: int):
     extra = None if asked is None else {"num_speculative_tokens": asked}
     request = make(extra_args=extra)
     assert request.num_draft_tokens == drafts
@@ -232,7 +232,7 @@ def test_every_control_field_is_passed_on():
     assert controls_of(allowed_token_ids=[5, 2, 5]) == allowed
 
 
-def test_spellings_of_bad_words():
+def test_bad_words_are_forbidden_in_all_spellings():
     first, second = ids_of("the"), ids_of(" the")
     assert first != second
     # A word is forbidden with and without a space.

@@ -93,7 +93,7 @@ def expect(completion: Any, tokens: list[int], text: str, why: tuple) -> None:
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 5])
 @pytest.mark.parametrize("offset", range(8))
-def test_end_of_text_at_every_offset(num_draft_tokens, offset):
+def test_text_ends_at_every_offset_of_a_round(num_draft_tokens, offset):
     text = TEXT.copy()
     text[3 + offset] = EOS
     tokens = said(offset + 1, text)
@@ -106,7 +106,7 @@ def test_end_of_text_at_every_offset(num_draft_tokens, offset):
 
 
 @pytest.mark.parametrize("count", range(1, 13))
-def test_length_and_stop_token_at_every_offset(count):
+def test_length_and_stop_token_end_text_at_every_offset(count):
     tokens = said(count)
     for seed in range(4):
         engine, _ = make_fake_engine(seed=seed, num_draft_tokens=5)
@@ -499,7 +499,7 @@ def test_levels_and_parts_of_a_sleep_are_checked_first():
     run_one(engine, SamplingParams(max_tokens=9))
     with pytest.raises(RequestError, match="level"):
         engine.sleep(0)
-    # The rejected calls changed nothing: the prompt's pages are still prefix hits.
+    # The rejected calls changed nothing, so the prompt's pages are still prefix hits.
     engine.add_request("again", PROMPT * 4, SamplingParams(max_tokens=9))
     run_all(engine)
     wrong: Any = "weights"

@@ -91,7 +91,7 @@ def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):
 
 @pytest.mark.usefixtures("nothing_is_read")
 def test_trimmed_draft_needs_turn_tokens(tmp_path):
-    """They are checked before loading, also those that only the tokenizer defines."""
+    """Turn tokens are checked before loading, also those of the tokenizer alone."""
     path = tmp_path / "map.json"
     options: dict[str, Any] = dict(
         speculative_model=str(bundled_draft()),
@@ -147,7 +147,7 @@ def test_padding_rows_of_target_or_draft_are_dropped(tmp_path, role, is_tied):
     assert padded is not None and ("head" in padded) is not is_tied
 
 
-def test_rows_beyond_the_tokenizer(tmp_path):
+def test_rows_beyond_the_tokenizer_are_kept(tmp_path):
     """A single model's unused rows are kept: as in HuggingFace, nothing marks them."""
     write_padded(tmp_path / "padded", 8192 + 129, 0.0)
     assert configure(tmp_path / "padded").model_config.vocab_size == 8192 + 129
@@ -389,7 +389,7 @@ def test_rejects_follower_and_leader_without_a_secret(rank: int, message: str):
 
 
 def test_malloc_arenas_are_configured_before_devices_are_used(monkeypatch):
-    """They are fixed by the time jax has started its threads."""
+    """The number of arenas is fixed by the time jax has started its threads."""
     calls: list[str] = []
 
     def build_mesh(*_: object) -> None:

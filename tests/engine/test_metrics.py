@@ -20,7 +20,7 @@ from tests.support.loops import make_config
 from tests.support.memory_plans import make_plan
 from tests.support.requests import make
 
-# vLLM's names, copied from the reference.
+# Names of vLLM's metrics without the prefix `vllm:`, written out as vLLM has them.
 COUNTERS = """
 prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens
 prompt_tokens_cached request_success spec_decode_num_drafts spec_decode_num_draft_tokens
@@ -150,7 +150,7 @@ def test_memory_plan_is_reported():
     assert found["sequences_lost"] == planned.sequences_lost > 0
 
 
-def test_draft_metrics():
+def test_drafts_and_accepted_tokens_are_counted():
     metrics, stats = make_metrics(num_draft_tokens=3)
     # Rounds of 3, 3 and 2 drafts, of which 2, 0 and 2 were accepted, and a round
     # without drafts.
@@ -169,7 +169,7 @@ def test_draft_metrics():
     }
 
 
-def test_load_metrics():
+def test_load_is_reported():
     sizes = GivenSizes(num_pages=48, gpu_memory_utilization=0.5)
     metrics, stats = make_metrics(given=sizes)
     stats.num_preemptions, stats.num_prefix_queries, stats.num_prefix_hits = 1, 9, 4
@@ -351,7 +351,7 @@ def test_metric_uses_the_prediction_made_before_the_round_was_timed(
     assert found["error_seconds"] == pytest.approx(error)
 
 
-def test_metrics_of_the_choice_of_k():
+def test_choice_of_k_is_reported():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     policy, acceptance = engine.policy, engine.acceptance
 

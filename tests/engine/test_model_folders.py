@@ -245,7 +245,7 @@ BUNDLED = "jaxspec/tiny-gemma2"
         ({"model": BUNDLED, "generation_config": NAME}, {"main"}),
     ],
 )
-def test_files_and_revisions_that_are_fetched(
+def test_only_needed_files_and_revisions_are_fetched(
     hub: HubStandIn, arguments: dict[str, Any], revisions: set[str]
 ):
     config, asked = configure(hub, **{"model": NAME} | arguments, hf_token=TOKEN)

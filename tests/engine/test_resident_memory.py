@@ -55,7 +55,7 @@ def environment(cache: Path) -> dict[str, str]:
     return kept | {"XDG_CACHE_HOME": str(cache)}
 
 
-def test_server_memory_after_warm_up(tmp_path: Path):
+def test_server_memory_after_warm_up_is_bounded(tmp_path: Path):
     log = tmp_path / "log"
     with log.open("w") as stderr:
         server = subprocess.Popen(

@@ -128,7 +128,7 @@ def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_masks_of_random_rounds(seed):
+def test_random_rounds_get_their_masks(seed):
     random = np.random.default_rng(seed)
     masks, state = opened()
     text: list[int] = []

@@ -147,7 +147,7 @@ def run(max_examples: int, steps: int) -> type[Traffic]:
     return Fresh
 
 
-def test_short_random_traffic():
+def test_short_random_traffic_takes_steps():
     assert run(8, 25).num_steps > 0
 
 

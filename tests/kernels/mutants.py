@@ -45,7 +45,7 @@ TILES = Tiles(rows=16, keys=16, splits=2)
 
 
 def check_backend(backend: str) -> None:
-    """Check a backend with a new jit: a cached trace would not contain the bug."""
+    """Check a backend with a new jit, as a cached trace would not contain the bug."""
     call = LATE if backend == "reference" else CALL
     own: dict[str, Any] = dict(tiles=TILES) if backend == "gpu" else {}
     assert error(call, run(backend, call, function=compiled(backend), **own)) <= EXACT

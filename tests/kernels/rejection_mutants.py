@@ -105,7 +105,7 @@ def check_limits() -> None:
     """Check cases that random rounds lack: equal products, empty residuals, zeros."""
 
     def verdict(*given: Any, **more: Any) -> tuple[int, int]:
-        # A new jit: a cached trace would not contain the bug.
+        # Use a new jit, because a cached trace would not contain the bug.
         run = by_reference(vocab_size=2**30, axis_name=None)
         return verdict_of(jax.jit(run, compiler_options=UNOPTIMISED), *given, **more)
 

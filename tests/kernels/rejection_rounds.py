@@ -303,7 +303,7 @@ def forced_counts(one: Round, seed: int = 0) -> np.ndarray:
 
 
 def by_force(one: Round, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the verdict for forced counts: the target's own token."""
+    """Return the verdict for forced counts, with the target's own token."""
     sample = np.asarray(one.numbers["sample_uniform"])
     noise = coupled_noise(one.seed, START + counts, one.logits.shape[-1])
     tokens = []

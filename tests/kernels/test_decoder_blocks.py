@@ -349,7 +349,7 @@ def test_donated_pages_are_written_in_place(is_scaled):
 
 def test_rejects_mismatched_arguments():
     layer, batch = Layer(), make_batch()
-    norm, error = layer.norm(6), r"weights \(24,\): one .* of the 10 elem"
+    norm, error = layer.norm(6), r"weights of shape \(24,\), but .* of the 10 elem"
     heads = r"query heads \(3\) must be a multiple of that of KV heads \(2\)"
     wrong: list[tuple[dict[str, Any], str]] = [
         (dict(num_q_heads=3), heads),

@@ -410,7 +410,7 @@ def test_the_kernel_reads_the_pool_where_it_was_written(name, chip):
     "name",
     members("page_writes", SMALL_ROWS, is_example=lambda name: name == "tiny/verify"),
 )
-def test_small_rows_on_gpu(name):
+def test_small_rows_are_written_in_place_on_gpu(name):
     program = compile_write("h200", name, attends=True)
     assert program.is_in_place, program
 

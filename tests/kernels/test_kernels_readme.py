@@ -24,7 +24,7 @@ def test_every_example_is_run():
     assert README.count("```python") == len(EXAMPLES)
 
 
-def test_attention_example():
+def test_attention_example_equals_float64():
     found = run("attention")
     key, value, query, mixed = (
         np.asarray(found[name], np.float64)
@@ -40,7 +40,7 @@ def test_attention_example():
 
 
 @pytest.mark.slow
-def test_sampling_example():
+def test_sampling_example_emits_tokens_of_the_vocabulary():
     found = run("sampling")
     emitted = found["emitted"]
     assert isinstance(emitted, list)

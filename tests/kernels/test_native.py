@@ -129,7 +129,7 @@ def test_library_that_cannot_be_cached_is_loaded(
         ("aarch64", "-mcpu=native"),
     ],
 )
-def test_compiler_flag_for_the_processor(monkeypatch, tmp_path, machine, flag):
+def test_compiler_gets_the_flag_of_the_processor(monkeypatch, tmp_path, machine, flag):
     """Apple's clang rejects -march=native, and its linker gets no options."""
     commands = []
 

@@ -206,7 +206,7 @@ def test_padding_has_no_weight_at_any_temperature(temperature):
 
 @pytest.fixture(autouse=True, scope="module")
 def mask_function():
-    """Install a function that returns masks of zeros: the operation needs one."""
+    """Install a function that returns masks of zeros, as the operation needs one."""
 
     def answer(words: int, ids: Any, *others: Any) -> np.ndarray:
         return np.zeros((len(ids), len(others[-1]), words), np.uint32)

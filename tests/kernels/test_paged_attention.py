@@ -552,15 +552,15 @@ def test_unsupported_types_are_errors(backend, kind, page_size, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": (5, 4, 8)}, "query (5, 4, 8) on pages"),
-        ({"kv_pages": (4, 4, 8)}, "on pages (4, 4, 8)"),
-        ({"page_table": (3, 4)}, "page_table (3, 4) and kv_len (2,)"),
-        ({"page_table": (2,)}, "page_table (2,) and kv_len (2,)"),
-        ({"kv_len": (1,)}, "page_table (2, 4) and kv_len (1,)"),
+        ({"query": (5, 4, 8)}, "query has shape (5, 4, 8) and"),
+        ({"kv_pages": (4, 4, 8)}, "kv_pages has shape (4, 4, 8)"),
+        ({"page_table": (3, 4)}, "page_table has shape (3, 4) and kv_len (2,)"),
+        ({"page_table": (2,)}, "page_table has shape (2,) and kv_len (2,)"),
+        ({"kv_len": (1,)}, "page_table has shape (2, 4) and kv_len (1,)"),
         ({"kv_len": (2, 1)}, "and kv_len (2, 1)"),
-        ({"ancestor_mask": (1, 5, 5)}, "ancestor_mask (1, 5, 5)"),
-        ({"ancestor_mask": (2, 5, 6)}, "(2, 5, 5) is needed"),
-        ({"kv_pages": (4, 4, 3, 8)}, "must hold keys and values in turn"),
+        ({"ancestor_mask": (1, 5, 5)}, "ancestor_mask has shape (1, 5, 5)"),
+        ({"ancestor_mask": (2, 5, 6)}, "must be (2, 5, 5)"),
+        ({"kv_pages": (4, 4, 3, 8)}, "with keys and values alternating"),
         (
             {"query": (2, 5, 2, 8), "kv_pages": (4, 4, 6, 8)},
             "2 query heads cannot share 3 KV heads",
@@ -601,7 +601,7 @@ def test_one_long_sequence_fills_a_gpu():
 
 @pytest.mark.parametrize("name", REAL_CASES)
 def test_splits_run_at_once_on_a_gpu(name):
-    """All thread blocks run at once: a second wave would double the time."""
+    """All thread blocks run at once, because a second wave would double the time."""
     case = REAL_CASES[name]
     tiles = tiles_of(case)
     rows = case.queries * case.q_heads // case.kv_heads

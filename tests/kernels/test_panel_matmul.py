@@ -115,7 +115,7 @@ def test_rejects_panels_of_another_matrix():
     rows, panels = jnp.zeros((2, 6)), jnp.zeros((1, 5, WIDTH))
     with pytest.raises(ValueError, match="of 32 outputs and 6 features"):
         panel_matmul(rows, panels, num_outputs=32)
-    with pytest.raises(ValueError, match=r"\(1, 3, 32, 2\) are needed"):
+    with pytest.raises(ValueError, match=r"must be \(1, 3, 32, 2\)"):
         half = panels.astype(jnp.bfloat16)
         panel_rows(jnp.zeros(1, jnp.int32), half, shape=(32, 5))
     bytes_ = QuantizedPanels(panels.astype(jnp.int8), jnp.zeros((1, 2, WIDTH)))

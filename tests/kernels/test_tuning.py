@@ -174,7 +174,7 @@ def test_near_sizes_share_a_key():
     assert key == "rows64-columns256000-float32"
 
 
-def test_keys_of_cases():
+def test_keys_name_the_sizes_of_cases():
     assert attention_key(CASES["tiny/verify"], "bfloat16") == (
         "seqs4-queries8-heads6/2-dim64-page16-context512-window128-bfloat16"
     )

@@ -102,7 +102,7 @@ def check_same(found: Any, by_slot: ScaledPages) -> None:
     Unused lanes may hold anything.
     """
     assert found.is_in_lanes
-    # NaN has no fixed value as an integer: it depends on how XLA vectorises.
+    # NaN has no fixed value as an integer, as it depends on how XLA vectorises.
     is_number = np.isfinite(by_slot.scales)
     values, expected = (np.asarray(one.values) for one in (found, by_slot))
     np.testing.assert_array_equal(values[is_number], expected[is_number])

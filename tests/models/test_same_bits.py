@@ -35,7 +35,7 @@ NUM_LAYERS = 2
 # Text lengths: longer than a block of keys and the window, and no multiples of tile
 # sizes.
 NUM_TOKENS, NUM_TEXTS = 139, 8
-# Keep every 16th logit: each depends on the whole computation of its row.
+# Keep every 16th logit, as each depends on the whole computation of its row.
 SPARSE = 16
 POOL = PoolShape(
     num_rows=NUM_TEXTS,

@@ -172,7 +172,7 @@ def test_abstract_forms_match_loaded_ones(shards):
 
 
 def test_stack_is_filled_in_place():
-    """Filling a stack needs no second copy: the largest of a 27B has gigabytes."""
+    """Filling a stack needs no second copy, because a 27B's largest has gigabytes."""
     placement = jax.sharding.NamedSharding(make_mesh(1), jax.sharding.PartitionSpec())
     values = [np.full((3, 2), number, np.float32) for number in (1, 2)]
     parts = [jax.device_put(one, placement) for one in values]

@@ -147,7 +147,7 @@ def test_mixed_rows_equal_the_oracle(size, is_tied):
     ],
     ids=str,
 )
-def test_one_kind_of_control_alone(row):
+def test_each_control_alone_gives_its_distribution(row):
     check_distribution(300, [row] * 4)
 
 

@@ -46,7 +46,7 @@ def make_batch(kinds: tuple[int, ...]) -> tuple[Round, Active, Round]:
 def run_verify(one: Round, active: Active, **forced: Any) -> np.ndarray:
     tokens, draft, logits, num_draft_tokens, _ = one.arrays
     decide = partial(verify, tree=Tree.chain(DRAFTS), adjust=None, **forced)
-    # Jit a new function: a cached trace would not contain a mutant.
+    # Jit a new function, because a cached trace would not contain a mutant.
     run = jax.jit(lambda *args: decide(*args, Backend()), compiler_options=UNOPTIMISED)
     proposal = Proposal(tokens, num_draft_tokens, draft)
     return np.array(run(proposal, logits.reshape(-1, VOCAB), num_draft_tokens, active))

@@ -130,7 +130,7 @@ def num_ended(site: Site) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(VLLM is None, reason="JAXSPEC_VLLM_PYTHON is not set")
 def test_vllm_bench_serve(tmp_path: Path):
-    """Its section on speculative decoding shows values computed from our metrics."""
+    """The client's section on speculative decoding shows values of our metrics."""
     tiny = Path(__file__).parents[2] / "checkpoints" / "jaxspec_checkpoints" / "tiny"
     words: list[Any] = [VLLM, "-c", VLLM_BENCH_SERVE]
     prompts = tmp_path / "prompts.jsonl"

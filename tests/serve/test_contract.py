@@ -290,7 +290,7 @@ def test_refuses_fields_that_contradict_stream(http: Client):
         ("", 415),
     ],
 )
-def test_status_by_content_type(http: Client, kind: str, status: int):
+def test_status_follows_the_content_type(http: Client, kind: str, status: int):
     body = b'{"prompt": "%s"}' % PROMPT.encode()
     response = http.post(COMPLETIONS, content=body, headers={"content-type": kind})
     assert response.status_code == status

@@ -38,7 +38,7 @@ def test_messages_are_short_and_have_no_internal_details():
         assert len(text) == MAX_MESSAGE + len("...")
 
 
-def test_unknown_routes_and_methods(http: Client):
+def test_unknown_routes_and_methods_are_errors(http: Client):
     error_of(http.get("/nowhere"), 404, "NotFoundError")
     response = http.get(COMPLETIONS)
     error_of(response, 405, "Method Not Allowed")

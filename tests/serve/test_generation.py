@@ -40,7 +40,7 @@ def assert_no_load(http: Client) -> None:
         assert time.monotonic() < deadline, "a request remains"
 
 
-def test_completion(http: Client):
+def test_completion_has_openais_fields(http: Client):
     answer = http.ask(COMPLETIONS, prompt=PROMPT, max_tokens=5)
     assert answer["id"].startswith("cmpl-")
     assert (answer["object"], answer["model"]) == ("text_completion", "model")
@@ -54,7 +54,7 @@ def test_completion(http: Client):
     assert choice["stop_reason"] is None
 
 
-def test_chat(http: Client):
+def test_chat_has_openais_fields(http: Client):
     for name in ("max_tokens", "max_completion_tokens"):
         answer = http.ask(CHAT, messages=MESSAGES, **{name: 5})
         assert answer["id"].startswith("chatcmpl-")
@@ -101,7 +101,7 @@ def test_stream_has_text_of_whole_response(slow_http: Client, path: str):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_indices_of_several_prompts_and_texts(slow_http: Client, is_stream: bool):
+def test_choices_have_indices_by_prompt_and_text(slow_http: Client, is_stream: bool):
     prompts = [[2, 3, 4], [2, 3], [2, 3, 4, 5]]
     asked: dict[str, Any] = {"n": 2, "max_tokens": 6, "stream": is_stream}
     found = slow_http.ask(COMPLETIONS, prompt=prompts, **asked)
@@ -117,7 +117,7 @@ def test_indices_of_several_prompts_and_texts(slow_http: Client, is_stream: bool
         assert found["usage"] == counts
 
 
-def test_client_request_ids(slow_http: Client):
+def test_client_request_ids_may_repeat(slow_http: Client):
     body = {"prompt": PROMPT, "max_tokens": 4}
 
     def ask(_: int) -> str:
@@ -185,7 +185,7 @@ def test_failed_step_in_stream_is_event():
         assert last["error"]["code"] == 500
 
 
-def test_request_time_limit():
+def test_request_over_its_time_limit_fails():
     with server(max_request_s=1.0, delay_s=0.1) as http:
         error = http.refusal(COMPLETIONS, ENDLESS, 504, "Gateway Timeout")
         assert "1 s" in error["message"]
@@ -196,7 +196,7 @@ def test_request_time_limit():
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("path", TEXTS)
-def test_token_origins(slow_http: Client, path: str, is_stream: bool):
+def test_token_origins_match_the_text(slow_http: Client, path: str, is_stream: bool):
     # The last tokens of a text may begin a stop string, and are held back.
     asked: dict[str, Any] = {"max_tokens": 30, "n": 2, "stop": letters(said(14)[11:])}
     asked |= TEXTS[path] | {"stream": is_stream, "return_token_origins": True}

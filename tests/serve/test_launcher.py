@@ -216,7 +216,7 @@ def ask_and_end(client: httpx.Client, path: str = COMPLETIONS) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_unix_socket(tmp_path: Path):
+def test_serves_on_unix_socket(tmp_path: Path):
     path = tmp_path / "socket"
     for _ in range(2):  # the first server has removed its socket file
         assert served(ask_and_end, flags=["--uds", str(path)], uds=str(path)) == 0
@@ -242,7 +242,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("is_one_file", [False, True])
-def test_https(certificates: dict[str, str], is_one_file: bool):
+def test_serves_https(certificates: dict[str, str], is_one_file: bool):
     flags = ["--ssl-certfile", certificates["both"]]
     if not is_one_file:
         flags = ["--ssl-certfile", certificates["certificate"]]
@@ -259,7 +259,7 @@ def test_https(certificates: dict[str, str], is_one_file: bool):
     assert served(ask, flags=flags, verify=trusting) == 0
 
 
-def test_https_with_client_certificates(certificates: dict[str, str]):
+def test_https_requires_client_certificates(certificates: dict[str, str]):
     flags = ["--ssl-certfile", certificates["both"], "--ssl-cert-reqs", "2"]
     flags += ["--ssl-ca-certs", certificates["signer"]]
     unknown = ssl.create_default_context(cafile=certificates["signer"])
@@ -324,14 +324,14 @@ def test_root_path_removed_by_proxy_or_not(root_path: str):
     assert served(ask, flags=flags) == 0
 
 
-def test_freeze_heap():
+def test_heap_is_frozen():
     # Objects that `pytest_collection_finish` has frozen remain frozen.
     before, here = gc.get_freeze_count(), [[] for _ in range(50_000)]
     assert served(ended_by_signal) == 0
     assert gc.get_freeze_count() > before + len(here) // 2
 
 
-def test_warm_up_extents(monkeypatch: pytest.MonkeyPatch):
+def test_warm_up_compiles_its_extent(monkeypatch: pytest.MonkeyPatch):
     made, _ = make_fake_engine()
     engine: Any = made
     asked: list[Any] = []

@@ -11,7 +11,7 @@ HEADER = "endpoint-load-metrics"
 VALUES = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}
 
 
-def test_formats():
+def test_load_is_written_in_each_format():
     load = Load(kv_usage=0.25, num_waiting=3)
     text = "TEXT named_metrics.kv_cache_usage_perc=0.25, "
     text += "named_metrics.num_requests_waiting=3.0"

@@ -138,7 +138,7 @@ def test_counts_requests_by_route():
     }
 
 
-def test_engine_without_stats():
+def test_engine_without_stats_has_no_engine_metrics():
     with server({"disable_log_stats": True}) as http:
         http.get("/health")
         names = {name for name, _ in read(http)}

@@ -49,7 +49,7 @@ def test_api_keys_protect_v1():
             assert http.get(path).status_code == 200
 
 
-def test_body_length_limit():
+def test_too_long_body_is_refused():
     short = b'{"prompt":"#","max_tokens":1}'
 
     def pieces(text: bytes) -> Iterator[bytes]:
@@ -68,7 +68,7 @@ def test_body_length_limit():
             assert "64 bytes" in error["message"]
 
 
-def test_body_value_limit(http: Client):
+def test_body_with_too_many_values_is_refused(http: Client):
     # The limit also counts separators inside strings, because the body is not parsed
     # yet.
     longest = b'{"prompt":"' + b"," * (MAX_MARKS - 2)
@@ -97,7 +97,7 @@ def test_client_reads_refusal_of_long_body(site: Site, has_length: bool):
     assert b"4194304 bytes" in answer
 
 
-def test_body_time_limit_with_any_protocol():
+def test_body_time_limit_holds_with_any_protocol():
     # The limit also holds if another program handles the connections, like the proxy of
     # Ray Serve.
     with site_of(timeout_read_body=0.3) as site:
@@ -113,7 +113,7 @@ def test_expect_100_continue_is_refused_first(site: Site):
         assert client.recv(2**16).startswith(b"HTTP/1.1 413")
 
 
-def test_cors(http: Client):
+def test_cors_allows_only_named_origins(http: Client):
     preflight = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
     name = "access-control-allow-origin"
     assert name not in http.options(COMPLETIONS, headers=preflight).headers

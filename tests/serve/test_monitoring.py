@@ -121,7 +121,7 @@ def test_every_expression_yields_numbers(series: dict[str, str], tmp_path: Path)
 
 
 @needs_promtool
-def test_recording_rule_values(
+def test_recording_rules_equal_values_of_metrics(
     samples: list[Sample], series: dict[str, str], tmp_path: Path
 ):
     total = {
@@ -223,7 +223,7 @@ def test_panels_use_dashboard_variables():
             assert used <= set(variables)
 
 
-def test_grafana_provisioning():
+def test_monitoring_services_name_existing_files():
     (provider,) = read_yaml("grafana/dashboards/jaxspec.yml")["providers"]
     assert provider["options"]["path"] == "${GF_PATHS_PROVISIONING}/dashboards"
     (source,) = read_yaml("grafana/datasources/prometheus.yml")["datasources"]

@@ -130,7 +130,7 @@ class Load:
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(24, marks=pytest.mark.slow)])
-def test_overload_by_factor_five(seconds: int):
+def test_server_survives_overload_by_factor_five(seconds: int):
     async def overload(url: str) -> tuple[Outcomes, float]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, limits=limits, timeout=300) as http:

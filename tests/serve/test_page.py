@@ -163,7 +163,7 @@ def test_race_has_two_columns(watched: Watched):
     assert requests[-2] == requests[-1], "equal requests, with and without drafts"
 
 
-def test_keyboard_operation(watched: Watched):
+def test_page_can_be_used_by_keyboard(watched: Watched):
     page, keys = watched.page, watched.page.keyboard
     page.reload()
     expect(page.locator("#model")).to_have_text("model")
@@ -196,7 +196,7 @@ def test_keyboard_operation(watched: Watched):
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_stop_answer(watched: Watched, by_key: bool):
+def test_answer_can_be_stopped(watched: Watched, by_key: bool):
     page = watched.page
     watched.site.delay_s = 0.05
     page.fill("#max-tokens", "90")
@@ -454,8 +454,8 @@ def test_shows_calls_and_json(browser: Browser, site: Site, width: int):
         page.locator(one).evaluate(ends) for one in (".foot", "#composer")
     )
     assert 0 < foot["top"] < foot["bottom"] <= composer["top"]
-    # With a schema, the answer is JSON. The request contains the call in the earlier
-    # answer.
+    # With a schema, the answer is JSON. The request includes the tool call of the
+    # previous answer.
     page.click("#example-schema")
     schema = json.loads(page.locator("#schema").input_value())
     assert is_bounded(schema)
@@ -530,7 +530,7 @@ def test_origins_differ_by_more_than_color(watched: Watched):
     assert sorted(lines) == ["dashed", "dotted", "double", "solid"]
 
 
-def test_phone_layout(browser: Browser, site: Site):
+def test_page_fits_a_phone(browser: Browser, site: Site):
     watched = Watched(browser, site, viewport={"width": 360, "height": 640})
     page = watched.page
     assert fits(page)
@@ -544,7 +544,7 @@ def test_phone_layout(browser: Browser, site: Site):
     watched.context.close()
 
 
-def test_dark_mode(browser: Browser, site: Site):
+def test_page_follows_dark_mode(browser: Browser, site: Site):
     shade = "getComputedStyle(document.body).backgroundColor"
     token = "getComputedStyle(document.querySelector('.token')).backgroundColor"
     seen = []

@@ -32,7 +32,7 @@ def chat(messages: Any, **body: Any) -> Any:
     return prompts(trust_request_chat_template=True).of_chat(given, None)
 
 
-def test_prompt_types():
+def test_prompts_of_all_types_are_read():
     ids = TOKENIZER.encode("Once upon")
     text = {"prompt": "Once upon", "prompt_token_ids": ids}
     assert completion("Once upon") == [text]
@@ -58,7 +58,7 @@ def test_rejects_empty_and_too_many_prompts():
             completion([[5]] * count, n=texts)
 
 
-def test_context_limit():
+def test_prompts_over_the_context_limit_are_refused():
     assert completion([5] * 92, 4)
     with pytest.raises(RequestError, match="maximum context length is 96") as refused:
         completion([5] * 93, 4)
@@ -71,7 +71,7 @@ def test_context_limit():
         completion("x" * 10**6)
 
 
-def test_truncate_prompt_tokens():
+def test_prompts_are_truncated_to_the_given_side():
     ids = list(range(10, 130))
     for count, side, kept in (
         (5, "left", ids[-5:]),
@@ -85,7 +85,7 @@ def test_truncate_prompt_tokens():
             completion(ids, truncate_prompt_tokens=count)
 
 
-def test_conversations():
+def test_conversations_are_rendered():
     found = chat([USER])
     text, ids = TOKENIZER.write_chat([USER])
     assert found == {"prompt": text, "prompt_token_ids": ids}
@@ -125,7 +125,7 @@ def test_certainly_too_long_text_is_not_encoded(monkeypatch: pytest.MonkeyPatch)
             ask()
 
 
-def test_request_chat_template():
+def test_request_chat_template_needs_permission():
     asked: dict[str, Any] = {"chat_template": "{{ word }}{{ messages[0]['content'] }}"}
     found = chat([USER], **asked, chat_template_kwargs={"word": "So: "})
     assert found["prompt"] == "So: Hello"

@@ -73,7 +73,7 @@ def test_command_line_equals_file():
     assert read_arguments(named)[1].max_ongoing_requests == 40
 
 
-def test_bundle_of_process_resources():
+def test_bundle_has_the_resources_of_processes():
     def bundle(hosts: Any, **needs: Any) -> dict[str, float]:
         given = (
             {"hosts": hosts, "ray_actor_options": needs} if needs else {"hosts": hosts}
@@ -157,7 +157,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
         made.engine.shutdown(10)
 
 
-def test_life_of_replica(replica: Any):
+def test_replica_answers_until_it_is_shut_down(replica: Any):
     port = replica._placement.metrics_port + 1
 
     async def live() -> None:
@@ -356,7 +356,7 @@ def test_ray_parses_manifest(results: dict[str, Any]):
 
 
 @pytest.mark.slow
-def test_session_affinity(results: dict[str, Any]):
+def test_requests_of_a_session_reach_one_replica(results: dict[str, Any]):
     before, after = results["answered_before_session"], results["answered_with_session"]
     more = sorted(after[port] - before[port] for port in before)
     assert more == [0, 6]

@@ -38,7 +38,7 @@ def kept(store: ResponseStore, *names: str) -> list[str]:
 
 
 @pytest.mark.parametrize("response_id", ["resp_1", "", "resp_\u00e9\x00", "\ud800"])
-def test_add_get_update_delete(response_id):
+def test_responses_are_added_updated_and_deleted(response_id):
     store, first = ResponseStore(None, MB), stored(response_id, "\u00e9\x00\u2028")
     second = stored(response_id, "other")
     assert store.add(first)
@@ -260,7 +260,7 @@ def test_full_disk_does_not_fail_requests(caplog):
 A, B = ("", "a"), ("", "b")
 
 
-def test_background_tasks():
+def test_background_tasks_run_and_are_cancelled():
     async def run() -> None:
         background, seen = Background(lambda _: []), list[str]()
 

@@ -116,7 +116,7 @@ def test_engine_that_loses_drafts_warms_up_again():
         assert http.get("/health").status_code == 200
 
 
-def test_models():
+def test_models_are_listed():
     settings = {"enable_server_load_tracking": False}
     with server(
         {"load_format": "dummy"}, served_model_names=("a/b", "c"), **settings
@@ -155,7 +155,7 @@ def test_text_is_refused_without_tokenizer():
         assert found["usage"]["completion_tokens"] == 2
 
 
-def test_version_and_load(slow_http: Client):
+def test_version_and_load_are_reported(slow_http: Client):
     version = {"version": jaxspec.__version__}
     assert slow_http.get("/version").json() == version
     assert slow_http.get("/load").json() == {"server_load": 0}
@@ -170,7 +170,7 @@ def test_version_and_load(slow_http: Client):
     assert max(loads) == 2
 
 
-def test_tokenize_and_detokenize(http: Client):
+def test_text_is_tokenized_and_detokenized(http: Client):
     found = http.ask("/tokenize", prompt=PROMPT, model="model")
     sizes = {"count": 3, "max_model_len": 96}
     assert found == sizes | {"tokens": [2, 3, 4], "token_strs": None}
@@ -189,7 +189,7 @@ def test_tokenize_and_detokenize(http: Client):
     http.refusal("/tokenize", other, 404, "NotFoundError")
 
 
-def test_tokenizer_info(http: Client):
+def test_tokenizer_info_needs_its_flag(http: Client):
     error_of(http.get("/tokenizer_info"), 404, "NotFoundError")
     folder, template = bundled_target(), "{{ messages[0].content }}"
     tokenizer = Tokenizer.from_folder(folder, template)

@@ -280,7 +280,7 @@ def test_messages_have_fields_of_vllm(stage: Stage):
         assert message["reasoning"] is None
 
 
-def test_openai_stream_helper(stage: Stage):
+def test_openai_stream_helper_reads_calls(stage: Stage):
     stage.script.say(said(ROME, NOW))
     with stage.chats.stream(**ASKED) as events:
         kinds = [event.type for event in events]
@@ -301,7 +301,7 @@ def check_prompt_with_result(prompt: str) -> None:
     assert result == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
 
 
-def test_call_and_result(stage: Stage):
+def test_model_answers_after_tool_result(stage: Stage):
     stage.script.say(said(ROME))
     message = stage.chats.create(**ASKED).choices[0].message
     (call,) = message.tool_calls
@@ -452,7 +452,7 @@ RESPONSE_CASES: list[tuple[str, dict[str, Any], list[tuple[str, Any]]]] = [
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("text", "given", "expected"), RESPONSE_CASES)
-def test_responses_with_calls(
+def test_responses_contain_calls(
     stage: Stage, text: str, given: dict[str, Any], expected: Any, is_stream: bool
 ):
     stage.script.say(text)
@@ -480,7 +480,7 @@ def result_of(call: Any) -> Any:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_cut_off_call_of_response(stage: Stage, is_stream: bool):
+def test_cut_off_call_is_incomplete(stage: Stage, is_stream: bool):
     stage.script.say(said(ROME))
     response, _ = respond(stage, is_stream, max_output_tokens=NUM_BEGUN)
     assert response.status == "incomplete"
@@ -532,7 +532,7 @@ def test_responses_refuse_invalid_tools(stage: Stage):
     assert stage.http.refusal(RESPONSES, asked)["param"] == "tool_choice"
 
 
-def test_tool_parser_plugin(
+def test_tool_parser_plugin_is_used(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     known = dict(ToolParserManager.tool_parsers)

@@ -300,7 +300,7 @@ def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]
     def floats(values: np.ndarray) -> jax.Array:
         return jnp.asarray(values, jnp.float32)
 
-    # Jit a new function: a cached trace would not contain a mutant.
+    # Jit a new function, because a cached trace would not contain a mutant.
     decide = jax.jit(
         lambda *args, **uniforms: rule(*args, **uniforms), compiler_options=UNOPTIMISED
     )

@@ -321,7 +321,7 @@ def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
         ("layer", "hidden_norm"): np.ones(HIDDEN),
         ("layer", "input_norm"): np.ones(HIDDEN),
     }
-    # The layer adds nothing: its output is the target's last residual stream.
+    # The layer adds nothing, so its output is the target's last residual stream.
     fuse = np.zeros((HIDDEN, 3 * HIDDEN), np.float32)
     fuse[:, 2 * HIDDEN :] = np.eye(HIDDEN)
     normed = streams / np.sqrt((streams**2).mean(axis=1, keepdims=True))

@@ -218,7 +218,9 @@ def test_template_that_splits_messages():
         ("a" * 300, ConfigError, "No such file exists"),
     ],
 )
-def test_template_errors(template: str, error: type[Exception], words: str):
+def test_template_errors_are_reported(
+    template: str, error: type[Exception], words: str
+):
     with pytest.raises(error) as caught:
         chat(template, [("system", "a")], strict_roles=True)
     assert words in str(caught.value)
@@ -265,7 +267,7 @@ def written(folder: Path, chat_template: str | None = None) -> Any:
     return tokenizer.apply_chat_template(messages_of([("user", "x")]), tokenize=False)
 
 
-def test_template_search_order(tmp_path: Path):
+def test_templates_are_searched_in_order(tmp_path: Path):
     gemmas = GemmaTurns().write(
         read_messages(messages_of([("user", "x")])),
         marks=None,

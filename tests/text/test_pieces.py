@@ -89,7 +89,7 @@ def test_ten_thousand_texts_have_huggingface_ids(tokenizer: Tokenizer, hf: Any):
     assert not any(special.intersection(token_ids) for token_ids in ours)
 
 
-def test_round_trip(tokenizer: Tokenizer):
+def test_decoding_inverts_encoding(tokenizer: Tokenizer):
     given = texts()[::3]
     back = [
         tokenizer.decode(
@@ -110,7 +110,7 @@ def test_model_file_encodes_like_sentencepiece(reference: Any):
     assert first_difference(given, ours, reference.encode(given)) is None
 
 
-def test_differences_of_huggingface_from_sentencepiece(hf, exported, reference):
+def test_huggingface_differs_from_sentencepiece_as_recorded(hf, exported, reference):
     pieces = {
         " " * 17: (["\u2581" * 16, "\u2581"], ["\u2581" * 8, "\u2581" * 9]),
         "\n" * 5: (["\n" * 4, "\n"], ["\n" * 2, "\n" * 3]),

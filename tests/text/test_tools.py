@@ -264,7 +264,7 @@ NOW = {"name": "time", "parameters": {}}
         ([{"name": "time", "parameters": 7}], False, False),
     ],
 )
-def test_grammar_of_forced_calls(answer: Any, one: bool, several: bool):
+def test_forced_calls_follow_their_grammar(answer: Any, one: bool, several: bool):
     functions = {"where": PLACES, "time": {}}
     tools = read_tools(
         [

@@ -182,7 +182,8 @@ class FlaxTree:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(
-                f"the checkpoint has no tensor {missing[0]!r}{more} ({self.folder})"
+                f"the checkpoint has no tensor {missing[0]!r}{more}: it is incomplete, "
+                f"fetch it again ({self.folder})"
             )
 
 
@@ -227,7 +228,7 @@ def read_tree(
     if not found:
         raise CheckpointError(
             "the checkpoint has no tensor of a layer, such as "
-            f"{root}layer_0/mlp/linear ({folder})"
+            f"{root}layer_0/mlp/linear: it is incomplete, fetch it again ({folder})"
         )
     stacks = {int(match[2]) for match in found if match[1] == STACK}
     return FlaxTree(

@@ -122,8 +122,9 @@ def _pieces(
         kind = kinds[token]
         if not _NORMAL <= kind <= _BYTE:
             raise CheckpointError(
-                f"{file.path}: token {token}, {piece!r:.40}, has type {kind}, which "
-                "does not exist"
+                f"{file.path}: token {token}, {piece!r:.40}, has the unknown type "
+                f"{kind}; types go from {_NORMAL} to {_BYTE}. The file may be damaged: "
+                "fetch it again"
             )
         if kind == _CONTROL and _SPELLED.fullmatch(piece):
             kind = _USER_DEFINED

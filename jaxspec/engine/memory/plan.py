@@ -22,7 +22,7 @@ MAX_CPU_KV_BYTES = 512 * MIB
 # Largest size of a quantized target of 2B or more, relative to bfloat16: the embedding
 # is not quantized, and matrices have scales (docs/quantization.md).
 QUANTIZED_SHARE = {"int8": 0.65, "int4": 0.45}
-# Lengths for which a plan with local pages has the concurrency.
+# A plan with local pages shows the maximum concurrency for sequences of these lengths.
 LENGTHS = 8192, 32768, 131072
 # Shortest context that an error suggests, in tokens.
 LEAST_CONTEXT = 512

@@ -113,7 +113,10 @@ class Connection:
         stream.sendall(MAGIC + own_nonce)
         greeting = self._read(len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
-            raise HostsError("the other process does not run jaxspec of this version")
+            raise HostsError(
+                "the other process does not run this version of jaxspec; install the "
+                "same version on all hosts"
+            )
         other = greeting[len(MAGIC) :]
         nonces = own_nonce + other if is_leader else other + own_nonce
         down = _sign(secret, b"from the leader" + nonces)
@@ -179,7 +182,7 @@ class Connection:
             self._stream.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close it; a thread that receives gets EOFError."""
+        """Close the connection; a thread that receives gets EOFError."""
         with suppress(OSError):  # the other side may have closed it
             self._stream.shutdown(socket.SHUT_RDWR)
         self._stream.close()
@@ -393,7 +396,7 @@ class Followers:
             connection.close()
 
     def break_off(self, reason: str, *, may_be_loss: bool = False) -> None:
-        """End all followers at once: the leader has not run a command that it sent.
+        """End all followers at once, as the leader has not run a command that it sent.
 
         Args:
             may_be_loss: The failure may come from the end of another process. Its
@@ -514,7 +517,7 @@ class _Arrival:
         self.connection = connection
 
     def close(self, reason: str) -> None:
-        """Close it; send the reason if the other side has the secret."""
+        """Close the connection; send the reason if the other side has the secret."""
         with suppress(OSError):  # it may have gone
             if self.connection is None:
                 self._stream.shutdown(socket.SHUT_RDWR)  # ends the thread
@@ -606,7 +609,7 @@ def _accept(
 
 
 def _drop_gone(connected: dict[int, tuple[Connection, str]]) -> None:
-    """Remove processes that have ended meanwhile: they may be started again."""
+    """Remove processes that have ended meanwhile, so that they may be started again."""
     gone = [rank for rank, (connection, _) in connected.items() if connection.is_gone()]
     for rank in gone:
         connection, address = connected.pop(rank)

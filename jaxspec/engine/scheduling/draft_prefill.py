@@ -185,7 +185,7 @@ class DraftPrefill:
             row = request.row
             lag = int(rows.num_draft_uncached[row])
             num_unread = int(rows.num_unread[row])
-            # The newest token is left out: it is the next round's input.
+            # The newest token is left out, because it is the next round's input.
             before = request.num_tokens + num_unread - lag
             end = min(request.num_tokens, request.num_tokens + num_unread - 1)
             start = max(before, min(tables.num_draft_cached(request, completed), end))

@@ -369,13 +369,13 @@ class PageTables:
         return self._num_units(have, count) + max(count - request.local_end, 0)
 
     def _num_units(self, have: int, count: int) -> int:
-        """Return the units to take for global pages up to `count`."""
+        """Return the number of units to take for global pages up to `count`."""
         if count <= have:
             return 0
         return -(-count // self._unit_pages) - have // self._unit_pages
 
     def num_left(self, first_local: int, have: int, count: int) -> int:
-        """Return the units that a prompt of `count` pages still needs at most.
+        """Return the maximum number of units that a prompt of `count` pages needs.
 
         Args:
             have: Pages for which it has units, from local page `first_local` on.
@@ -388,7 +388,7 @@ class PageTables:
         return -(-count // unit) - -(-have // unit) + max(num_local, 0)
 
     def num_needed(self, cached: CachedPrefix, first_count: int, count: int) -> int:
-        """Return the units that a new request of `count` pages needs at most.
+        """Return the maximum number of units that a new request of `count` pages needs.
 
         Cached pages without holders are not counted.
 
@@ -672,7 +672,7 @@ class PageTables:
         return count * self.page_size
 
     def forget(self, request: Request) -> None:
-        """Make all pages unfindable that a request has or, if local, had."""
+        """Remove the pages of a request, also former local ones, from the cache."""
         self.pool.forget(request.pages)
         keys = map(local_key, request.page_keys if self.has_local else ())
         found = [self.pool.page_of(key) for key in keys if self.pool.has_key(key)]
@@ -726,7 +726,7 @@ class PlannedPages:
 
     def __init__(self, tables: PageTables):
         self._tables, self._pool = tables, tables.pool
-        # Numbers of units, and units.
+        # A number of units, and sets of units.
         self._num_taken = 0
         self._revived, self._evicted = set[int](), set[int]()
         self._oldest = iter(self._pool._cached)

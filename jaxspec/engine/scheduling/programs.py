@@ -55,11 +55,11 @@ class EveryProgram:
         return True
 
     def has_failed(self, shape: StepShape) -> bool:
-        """Return False: a failed compilation raises in the launch."""
+        """Return False, because a failed compilation raises in the launch."""
         return False
 
     def request(self, shape: StepShape) -> None:
-        """Do nothing: the launch compiles its program."""
+        """Do nothing, because the launch compiles its program."""
 
 
 class Selection(NamedTuple):

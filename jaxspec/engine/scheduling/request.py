@@ -119,7 +119,7 @@ class Request:
 
     @property
     def is_late(self) -> bool:
-        """Whether tokens of launches in flight are invalid: their mask was late."""
+        """Whether tokens of launches in flight are invalid, as their mask was late."""
         if self.grammar is None or self.grammar.late_length is None:
             return False
         return len(self.output_token_ids) >= self.grammar.late_length

@@ -172,7 +172,7 @@ class Scheduler:
     def _next_round(self) -> Launch | None:
         """Plan a launch of decoding rows and prompts, and apply the plan."""
         plan = self._plan_round(self._update())
-        # Applied even if it launches nothing: its preemptions free pages for the retry.
+        # Applied even if nothing is launched, as preemptions free pages for the retry.
         launch = self.apply_plan(plan)
         if plan.is_deferred:
             # Prefill was deferred to protect decode latency, but no decoding row could
@@ -541,7 +541,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop
 
     def restart(self) -> None:
-        """Preempt all running requests: pages and launches on the device are lost."""
+        """Preempt all running requests, whose pages and launches have been lost."""
         self._draft_prefill.restart()
         for request in list(self.running):
             self._preempt(request)

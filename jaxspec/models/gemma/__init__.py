@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: the module imports jax and flax, which reading configs does
+    # Imported on first use, as it imports jax and flax, which reading configs does
     # not need.
     if name != "Gemma":
         raise AttributeError(f"module 'jaxspec.models.gemma' has no attribute {name!r}")

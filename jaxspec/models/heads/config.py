@@ -556,7 +556,7 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
 
 
 def _drop_copies(tensors: dict[str, Tensor]) -> None:
-    """Keep one of a Medusa's output matrices, which are all the same.
+    """Keep one of the output matrices of a Medusa head, which are all the same.
 
     A shared matrix is `lm_head.weight`; some writers name it as the first of several.
     Reading the remaining matrix checks that they are equal.

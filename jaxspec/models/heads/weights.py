@@ -160,7 +160,10 @@ def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:
     missing = sorted(shapes.keys() - tensors.keys())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"the head has no tensor {missing[0]!r}{more}")
+        raise CheckpointError(
+            f"the head has no tensor {missing[0]!r}{more}: it is incomplete, fetch or "
+            "export it again"
+        )
 
 
 def tensor_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:

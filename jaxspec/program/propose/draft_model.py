@@ -45,7 +45,7 @@ class DraftModel(Model):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "DraftModel":
-        """Build it from an engine's configuration."""
+        """Build the proposer from an engine's configuration."""
         assert config.speculative is not None
         assert config.draft_model_config is not None
         template = template_of(config.speculative)
@@ -158,7 +158,7 @@ class TreeModel(DraftModel):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """No layers: it observes rounds only to learn the accepted path."""
+        """No layers, because it observes rounds only to learn the accepted path."""
         return ()
 
     def observe(

@@ -25,7 +25,7 @@ class Eagle(Eagle3):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Eagle":
-        """Build it from an engine's configuration."""
+        """Build the proposer from an engine's configuration."""
         assert config.speculative is not None
         return cls(
             config=config.head_config,

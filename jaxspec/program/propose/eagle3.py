@@ -55,7 +55,7 @@ class Eagle3(Head):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Eagle3":
-        """Build it from an engine's configuration."""
+        """Build the proposer from an engine's configuration."""
         head = config.head_config
         assert config.speculative is not None
         assert isinstance(head, Eagle3Config)

@@ -49,7 +49,7 @@ class Medusa(Head):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Medusa":
-        """Build it from an engine's configuration."""
+        """Build the proposer from an engine's configuration."""
         assert config.speculative is not None
         assert isinstance(config.head_config, MedusaConfig)
         return cls(
@@ -58,7 +58,7 @@ class Medusa(Head):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """It reads the last hidden state, after the final norm."""
+        """The head reads the last hidden state, after the final norm."""
         return (NORMALISED,)
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:

@@ -32,7 +32,7 @@ class NGram(Lookup):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "NGram":
-        """Build it from an engine's configuration."""
+        """Build the proposer from an engine's configuration."""
         speculative = config.speculative
         assert speculative is not None
         rule = LookupRule.of(speculative)

@@ -37,7 +37,7 @@ class Pard(DraftModel):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Pard":
-        """Build it from an engine's configuration."""
+        """Build the proposer from an engine's configuration."""
         assert config.speculative is not None
         assert config.draft_model_config is not None
         return cls(

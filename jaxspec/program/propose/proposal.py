@@ -200,7 +200,7 @@ class UpToDate:
         active: Active,
         next_tokens: Int[Array, " token"],
     ) -> tuple[Any, None]:
-        """Do nothing: the proposer has no draft lag."""
+        """Do nothing, because the proposer has no draft lag."""
         return state, None
 
 
@@ -238,5 +238,5 @@ class Lookup(UpToDate):
     is_unused_without_drafts: ClassVar[bool] = False
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Return None: a lookup has no state."""
+        """Return None, because a lookup has no state."""
         return ()

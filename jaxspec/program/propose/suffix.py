@@ -36,7 +36,7 @@ from jaxspec.sharding import replicated
 
 @dataclass(frozen=True)
 class Suffix(Lookup):
-    """A lookup of the most frequent continuation, and the drafts a match may give.
+    """A lookup that drafts the most frequent continuation of a match.
 
     Attributes:
         limits: Maximum number of drafts after a match of 0, 1, ... tokens; longer
@@ -54,7 +54,7 @@ class Suffix(Lookup):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Suffix":
-        """Build it from an engine's configuration."""
+        """Build the proposer from an engine's configuration."""
         speculative = config.speculative
         assert speculative is not None
         rule = LookupRule.of(speculative)
@@ -104,7 +104,7 @@ class CachedSuffix(Suffix):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """No layers: it observes rounds only for their tokens."""
+        """No layers, because it observes rounds only for their tokens."""
         return ()
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:

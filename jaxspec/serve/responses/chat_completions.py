@@ -94,7 +94,11 @@ class ChatWriter(ChoiceWriter):
         return make_parser(self._body, self._choice, name, self.tokenizer)
 
     def _reason(self, completion: CompletionOutput, has_calls: bool) -> str | None:
-        """Return the finish reason: "tool_calls" unless `tool_choice` names a tool."""
+        """Return the finish reason.
+
+        It is "tool_calls" in place of "stop" if the answer has calls and `tool_choice`
+        does not name a tool.
+        """
         is_call = has_calls and self._choice.kind != "named"
         if completion.finish_reason == "stop" and is_call:
             return "tool_calls"

@@ -105,7 +105,7 @@ class CompletionWriter(ChoiceWriter):
         return self.logprobs.for_completion(token_ids[:count], positions, offsets)
 
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
-        """Add nothing: the choices have the fields of prompts."""
+        """Add nothing, because the choices have the fields of prompts."""
 
     def _logprobs(self, completion: CompletionOutput) -> list[Any] | None:
         """Return the logprobs of the shown tokens; None if not requested."""

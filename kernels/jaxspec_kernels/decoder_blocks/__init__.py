@@ -145,8 +145,8 @@ def attention_block(
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None and norm.weight.shape != (head_dim,):
             raise ValueError(
-                f"a norm of queries or keys has weights {norm.weight.shape}: one for "
-                f"each of the {head_dim} elements of a head is needed"
+                f"a norm of queries or keys has weights of shape {norm.weight.shape}, "
+                f"but must have one for each of the {head_dim} elements of a head"
             )
     run = dispatch.choose("decoder_blocks", _MODULES, implementation, "attention_block")
     return run(stream, kv_pages, attention)

@@ -151,7 +151,7 @@ def _load(given: str) -> ctypes.CDLL:
         made = _build(compiler, Path(folder))
         try:
             path = _keep(made, cache_folder(given), name)
-        # RuntimeError: the user has no home directory.
+        # RuntimeError is raised if the user has no home directory.
         except (OSError, RuntimeError) as cause:
             _log.warning(
                 "Native operations cannot be saved, so they are built at every "
@@ -267,7 +267,7 @@ def _digest(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """Describe the processor: a library built for one may not run on another."""
+    """Describe the processor; a library built for one may not run on another."""
     if sys.platform == "darwin":  # platform.processor() is "arm" for all of Apple's
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
         result = subprocess.run(command, check=True, capture_output=True, text=True)

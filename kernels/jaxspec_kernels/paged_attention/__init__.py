@@ -110,19 +110,20 @@ def paged_attention(
 def _check_heads(query: tuple[int, ...], kv_pages: tuple[int, ...]) -> None:
     if len(query) != 4 or len(kv_pages) != 4:
         raise ValueError(
-            f"query {query} on pages {kv_pages}: [seq, token, q_head, head_dim] and "
-            "[page, page_size, 2 * kv_head, head_dim] are needed"
+            f"query has shape {query} and kv_pages has shape {kv_pages}, but they must "
+            "be [seq, token, q_head, head_dim] and [page, page_size, 2 * kv_head, "
+            "head_dim]"
         )
     if query[3] != kv_pages[3] or kv_pages[2] % 2:
         raise ValueError(
-            f"query {query} on pages {kv_pages}: the last axes must be of "
-            "one size, head_dim, and the pages' third axis must hold keys and values "
-            "in turn"
+            f"query has shape {query} and kv_pages has shape {kv_pages}, but their "
+            "last axes must have equal sizes (head_dim), and the third axis of "
+            "kv_pages must have an even size, with keys and values alternating"
         )
     if query[2] * 2 % kv_pages[2]:
         raise ValueError(
-            f"{query[2]} query heads cannot share {kv_pages[2] // 2} KV "
-            "heads: the first must be a multiple of the second"
+            f"{query[2]} query heads cannot share {kv_pages[2] // 2} KV heads: the "
+            "number of query heads must be a multiple of the number of KV heads"
         )
 
 
@@ -135,11 +136,11 @@ def _check_seqs(
     seqs, tokens = query[:2]
     if len(page_table) != 2 or page_table[0] != seqs or kv_len != (seqs,):
         raise ValueError(
-            f"page_table {page_table} and kv_len {kv_len} for the query {query}: a row "
-            f"and a length for each of its {seqs} sequences are needed"
+            f"page_table has shape {page_table} and kv_len {kv_len}, but for a query "
+            f"of {seqs} sequences they must be ({seqs}, pages) and ({seqs},)"
         )
     if ancestor_mask not in (None, (seqs, tokens, tokens)):
         raise ValueError(
-            f"ancestor_mask {ancestor_mask} for the query {query}: "
-            f"{(seqs, tokens, tokens)} is needed"
+            f"ancestor_mask has shape {ancestor_mask}, but for a query of shape "
+            f"{query} it must be {(seqs, tokens, tokens)}"
         )

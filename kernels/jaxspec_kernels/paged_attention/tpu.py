@@ -142,7 +142,7 @@ def _kernel(
                 seen |= (node >> WORD_SHIFT == number) & (bit == 1)
         if window is not None:
             near = position - key < window
-            # The tree's mask includes the window: a slot in it is not a position.
+            # The tree's mask includes the window, as a slot in it is not a position.
             seen &= near | (key >= start) if has_tree else near
         return seen & (key < limit)
 
@@ -407,7 +407,7 @@ def paged_attention(
             out_specs=_per_seq(rows),
             scratch_shapes=_scratch(rows, kv_pages, max(1, block_tokens // page_size)),
         ),
-        # Buffers pass from one sequence to the next: the order matters.
+        # Buffers pass from one sequence to the next, so the order matters.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_attention",

@@ -182,9 +182,10 @@ def _check(panels: Panels, shape: tuple[int, ...]) -> None:
     needed = panel_form(shape, panels.dtype.itemsize)
     if panels.shape != needed:
         raise ValueError(
-            f"{panels.dtype} panels {panels.shape} for a matrix of {shape[0]} outputs "
-            f"and {shape[1]} features: {needed} are needed, [panel, features, {WIDTH}] "
-            f"of float32 or [panel, pair of features, {WIDTH}, 2] of bfloat16"
+            f"{panels.dtype} panels have shape {panels.shape}, but for a matrix of "
+            f"{shape[0]} outputs and {shape[1]} features they must be {needed}: "
+            f"[panel, features, {WIDTH}] of float32 or "
+            f"[panel, pair of features, {WIDTH}, 2] of bfloat16"
         )
 
 
@@ -196,8 +197,8 @@ def _check_quantized(panels: QuantizedPanels, shape: tuple[int, ...]) -> None:
     found = (values.shape, values.dtype), (scales.shape, scales.dtype)
     if values.dtype not in _VALUES or found != needed:
         raise ValueError(
-            f"{values.dtype} panels {values.shape} with {scales.dtype} scales "
-            f"{scales.shape} for a matrix of {shape[0]} outputs and {shape[1]} "
-            f"features: {needed} are needed, of a type among "
+            f"{values.dtype} panels have shape {values.shape} and {scales.dtype} "
+            f"scales {scales.shape}, but for a matrix of {shape[0]} outputs and "
+            f"{shape[1]} features they must be {needed}, with panels of type "
             f"{', '.join(jnp.dtype(kind).name for kind in _VALUES)}"
         )

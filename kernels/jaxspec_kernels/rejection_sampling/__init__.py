@@ -223,7 +223,7 @@ def _check_shapes(
     """Raise `ValueError` for shapes that do not match those of the logits."""
     if len(logits) != 3 or not logits[1]:
         raise ValueError(
-            f"target_logits of shape {logits}: [seq, draft + 1, vocab] is needed"
+            f"target_logits has shape {logits}, but must be [seq, draft + 1, vocab]"
         )
     seqs, width, columns = logits
     seq, draft = (seqs,), (seqs, width - 1)
@@ -241,6 +241,6 @@ def _check_shapes(
         shape = expected.get(name, seq)
         if array is not None and array.shape != shape:
             raise ValueError(
-                f"{name} of shape {array.shape} with target_logits {logits}: {shape} "
-                f"is needed, for {seqs} sequences of {width - 1} drafts"
+                f"{name} has shape {array.shape}, but for target_logits of shape "
+                f"{logits} ({seqs} sequences, {width - 1} drafts) it must be {shape}"
             )

@@ -1,4 +1,4 @@
-"""Draw one token per sequence from one of its rows, which is read a second time.
+"""Draw one token per sequence from a row of its logits, which is read a second time.
 
 The cumulative sum is inverted at one uniform, in three levels: devices, pieces of
 tiles, then the columns of the piece that holds the token.

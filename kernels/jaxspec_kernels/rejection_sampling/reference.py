@@ -108,7 +108,7 @@ def rejection_sampling(
         axis_name=axis_name,
     )
     logits = target_logits.reshape(seqs * width, columns)
-    # The last row of a sequence verifies no draft: its token is ignored.
+    # The last row of a sequence verifies no draft, so its token is ignored.
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
     if sampling_values is None:
         temperature = jnp.ones(seqs * width, jnp.float32)
@@ -241,7 +241,7 @@ def _filter(
         distribution = distribution._replace(
             threshold=jnp.maximum(distribution.threshold, threshold)
         )
-        # Rows without this filter keep their sum: it must not depend on other rows.
+        # Rows without this filter keep their sum, which must not depend on other rows.
         mass = jax.lax.cond(
             is_filtered.any(),
             lambda: total(distribution),
@@ -344,7 +344,7 @@ def _joint(
     target_token_probs: Float[Array, "seq draft"],
 ) -> Float[Array, "seq draft+1"]:
     """Return p_i = min(1, p_(i-1) * target / draft) for each prefix; p_0 = 1."""
-    # Tokens past num_draft_tokens are arbitrary: their draft probability may be 0.
+    # Tokens past num_draft_tokens are arbitrary, so their draft probability may be 0.
     is_possible = draft_token_probs > 0
     ratio = target_token_probs / jnp.where(is_possible, draft_token_probs, 1.0)
     joint = [jnp.ones_like(ratio[:, 0])]

@@ -73,13 +73,14 @@ def _check_shapes(
 ) -> None:
     if len(kv_pages) != 4 or kv_pages[2] % 2:
         raise ValueError(
-            f"kv_pages of shape {kv_pages}: [page, page_size, 2 * kv_head, head_dim] "
-            "is needed, keys and values in turn"
+            f"kv_pages has shape {kv_pages}, but must be "
+            "[page, page_size, 2 * kv_head, head_dim], with keys and values "
+            "alternating on the third axis"
         )
     rows = (*slot_mapping[:1], kv_pages[2] // 2, kv_pages[3])
     if len(slot_mapping) != 1 or key != rows or value != rows:
         raise ValueError(
-            f"key {key}, value {value} and slot_mapping {slot_mapping} for pages "
-            f"{kv_pages}: key and value must be [token, {kv_pages[2] // 2}, "
-            f"{kv_pages[3]}], with one slot per token"
+            f"key has shape {key}, value {value} and slot_mapping {slot_mapping}, but "
+            f"for kv_pages of shape {kv_pages} key and value must be [token, "
+            f"{kv_pages[2] // 2}, {kv_pages[3]}], and slot_mapping must be [token]"
         )

@@ -263,7 +263,7 @@ def test_error_suggests_the_least_costly_setting():
 
 
 def test_a_larger_share_lets_jax_take_more_of_a_gpu():
-    """Raising the engine's share also raises jax's: no second GPU is suggested."""
+    """Raising the engine's share also raises jax's, so no second GPU is suggested."""
     # jax reserves 25 % of 80 GB, and the engine plans with 20 %.
     small: dict[str, Any] = dict(limit_bytes=20 * 10**9, limit_share=0.25)
     error = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.95)

@@ -430,9 +430,9 @@ def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():
     expected = 265, 6 * 64 * 2304 * (4 * 52 + 2)
     assert aot_memory.counted_draft_sums(whole) == expected
     assert aot_memory.draft_sums(aot_memory.CELLS[whole["name"]]) == expected
-    # A draft model on several devices has its vocabulary divided. Drawing a token from
-    # it takes two passes with eleven small all-reduces each, which a draft model on one
-    # device does not need.
+    # The program's text has two passes of the draft model: the first, and the body of a
+    # loop. On several devices the vocabulary is divided, and sampling a token takes
+    # eleven small all-reduces in each of the two; on one device it takes none.
     [same] = [
         row
         for name, row in rows.items()

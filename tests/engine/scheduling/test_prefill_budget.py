@@ -277,7 +277,7 @@ def test_last_tokens_of_prompts_use_a_small_program():
 
 
 def test_single_sequence_program_is_not_used_if_more_requests_wait():
-    """After its first launch several requests decode, but it has one decoding row."""
+    """After the program's first launch several requests decode, but it has one row."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop = Loop(config, seed=0)
     costs = {64: 1.0, 128: 1.2, 512: 4.0}

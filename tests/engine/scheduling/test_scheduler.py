@@ -601,7 +601,7 @@ def test_k_is_at_most_the_largest_requested():
 
 
 def test_no_drafts_are_planned_past_the_end_of_a_text():
-    """The last token of a text needs no draft: the target samples it."""
+    """The last token of a text needs no draft, because the target samples it."""
     loop = run_together(make_config(num_draft_tokens=8), 1)
     entries = [entry for launch in loop.launches for entry in launch.plan.decode]
     # At first, there are four prompt tokens and one generated token; then each round

@@ -148,7 +148,7 @@ TREE: Any = dict(times=[0.010, 0.0105, 0.016, 0.017], is_whole_tree=True)
         (estimates(0.0, [None, *TIMES[1:]]), 5),
     ],
 )
-def test_choice_for_trees_and_unknown_times(known, best):
+def test_best_choice_allows_trees_and_unknown_times(known, best):
     assert best_choice(known, Choice()).num_draft_tokens == best
 
 
@@ -512,7 +512,7 @@ def test_regret_against_the_best_fixed_k(rate):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_regret_with_random_times_and_texts(seed):
+def test_regret_is_small_with_random_times_and_texts(seed):
     random = np.random.default_rng(seed)
     most = int(random.integers(1, 9))
     steps = random.uniform(0.05, 0.6) * random.uniform(0.5, 1.5, most)
@@ -532,7 +532,7 @@ TRACES = json.loads(Path(__file__).with_name("traces.json").read_text())
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_regret_on_recorded_texts(name):
+def test_regret_is_small_on_recorded_texts(name):
     """Each text has a new policy. One round is 10 % of each of the two shortest."""
     replay = Replay(np.array([mark == "1" for mark in TRACES[name]]))
     seconds, every = replay.adaptive()[0], replay.all_fixed()

@@ -67,7 +67,7 @@ READ_4B = config_from_hf(published("4b") | {"torch_dtype": "bfloat16"})
         ("27b", 0.0771517, 1024, 131072, 8.0, 10),
     ],
 )
-def test_published_sizes(size, scale, window, positions, factor, num_global):
+def test_published_configs_are_read(size, scale, window, positions, factor, num_global):
     check_as_transformers(published(size))
     config = config_from_hf(published(size))
     assert type(config) is Gemma3Config

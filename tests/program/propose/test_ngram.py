@@ -146,7 +146,7 @@ def check_branches(tree: Tree = TREES[2]) -> None:
         for _ in range(80)
     ]
     active, pages = in_pages(texts, random)
-    # Jit a new function: a cached trace would not contain a mutant.
+    # Jit a new function, because a cached trace would not contain a mutant.
     run = jax.jit(
         lambda active, pages: ngram.look_up(
             active,

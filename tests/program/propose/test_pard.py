@@ -86,7 +86,7 @@ def test_each_draft_follows_its_own_distribution(length, num_known):
 
 
 def test_sequence_without_drafts_is_not_run():
-    """A sequence without drafts writes nothing: the model lacks its earlier tokens.
+    """A sequence without drafts writes nothing, as the model lacks its earlier tokens.
 
     Keys of the newest token would be wrong for other requests with the same prefix.
     """

@@ -55,7 +55,7 @@ def kept(
         random.normal(size=(count * POOL.num_pages, *shape)).astype(np.float32)
         for count in config.layers_of_pools
     )
-    # Jit a new function: a cached trace would not contain a mutant.
+    # Jit a new function, because a cached trace would not contain a mutant.
     run = jax.jit(
         lambda pages, row, active: compact_kv(
             config, pages, TREE, row, active, POOL, Backend()

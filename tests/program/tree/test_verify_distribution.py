@@ -115,7 +115,7 @@ def planned(accept: jax.Array, sample: jax.Array) -> Any:
         drawn = jnp.take_along_axis(sample, offset, axis=1)
         parts = [drawn]
         if width > 1:
-            # At any other position, an accept uniform is NaN: it must not be used.
+            # At any other position, an accept uniform is NaN, as it must not be used.
             parts.insert(0, jnp.where(offset == 0, accept[:, : width - 1], jnp.nan))
         expected = [randomness.ACCEPT] * (width - 1) + [randomness.SAMPLE]
         is_known = purposes % randomness.NUM_ROLES == jnp.array([expected])
@@ -157,7 +157,7 @@ def distribution_of_round(
         all_greedy=False,
     )
 
-    # Jit a new function: a cached trace would not contain a mutant.
+    # Jit a new function, because a cached trace would not contain a mutant.
     def run(tokens, probs, logits, accept, sample, active):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(verify_module, "draw_numbers", planned(accept, sample))

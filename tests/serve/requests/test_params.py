@@ -55,7 +55,7 @@ def test_fields_are_passed_on(make: Any):
         assert getattr(params, name) == value != getattr(defaults, name), name
 
 
-def test_defaults_of_model_then_openai():
+def test_defaults_are_the_models_then_openais():
     plain = completion()
     assert (plain.temperature, plain.top_p, plain.max_tokens) == (1.0, 1.0, 16)
     model = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 40}
@@ -85,7 +85,9 @@ def test_streams_are_deltas():
         (chat(), None, None),
     ],
 )
-def test_logprobs(params: SamplingParams, logprobs: Any, prompt_logprobs: Any):
+def test_logprobs_are_read_in_all_forms(
+    params: SamplingParams, logprobs: Any, prompt_logprobs: Any
+):
     assert params.logprobs == logprobs
     assert params.prompt_logprobs == prompt_logprobs
 
@@ -138,7 +140,9 @@ OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEM
         ),
     ],
 )
-def test_structured_outputs(body: dict[str, Any], field: str, value: Any):
+def test_structured_outputs_are_read_from_their_fields(
+    body: dict[str, Any], field: str, value: Any
+):
     for params in (completion(**body), chat(**body)):
         kind = "json" if field == "whitespace_pattern" else field
         assert params.structured_outputs.kind == kind

@@ -65,7 +65,7 @@ def test_refuses_lone_surrogates(body: dict[str, Any]):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_size_limits(name: str, largest: Any, larger: Any):
+def test_larger_values_are_refused(name: str, largest: Any, larger: Any):
     assert CompletionBody.model_validate({name: largest})
     rejects(**{name: larger})
 
@@ -144,7 +144,7 @@ def test_unknown_fields_are_found_in_every_object():
     ]
 
 
-def test_schema_field_alias():
+def test_schema_field_is_read_by_its_alias():
     wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     body = CompletionBody.model_validate({"response_format": wanted})
     assert body.response_format is not None

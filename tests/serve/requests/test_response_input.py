@@ -55,7 +55,7 @@ def turns(*texts: str) -> str:
     return whole + "<start_of_turn>model\n"
 
 
-def test_input_types():
+def test_input_of_all_types_is_read():
     parts = [{"type": "input_text", "text": text} for text in ("Hel", "lo")]
     answer = {"type": "output_text", "text": "Well", "annotations": []}
     past = {"type": "message", "role": "assistant", "content": [answer], "id": "msg_1"}
@@ -101,14 +101,14 @@ def test_fields_are_passed_on():
     assert (params.max_tokens, params.n, params.prompt_logprobs) == (None, 1, None)
 
 
-def test_logprobs_by_include():
+def test_include_requests_logprobs():
     included = ["message.output_text.logprobs", "reasoning.encrypted_content"]
     assert make_params(chat(top_logprobs=2), {}).logprobs is None
     assert make_params(chat(include=included), {}).logprobs == 0
     assert make_params(chat(include=included, top_logprobs=2), {}).logprobs == 2
 
 
-def test_text_formats():
+def test_text_formats_become_constraints():
     schema = {"type": "object"}
     for form, kind, value in (
         ({"type": "json_object"}, "json_object", True),
@@ -120,7 +120,7 @@ def test_text_formats():
     assert make_params(plain, {}).structured_outputs is None
 
 
-def test_truncation():
+def test_truncation_shortens_the_prompt():
     text = "Hello " * 200
     with pytest.raises(RequestError, match="maximum context length"):
         written(input=text)
@@ -228,7 +228,7 @@ def test_tool_choice_none_drops_tools():
         (allowing("required", "g", "f"), ["f", "g"], "required"),
     ],
 )
-def test_tool_choices(choice: Any, names: list[str], kind: str):
+def test_tool_choices_are_read(choice: Any, names: list[str], kind: str):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tools = [F, F | {"name": "g", "parameters": schema, "strict": True}]
     read = chat(tools=tools, tool_choice=choice, parallel_tool_calls=False)
@@ -242,7 +242,7 @@ def test_tool_choices(choice: Any, names: list[str], kind: str):
     assert (form is None) == (kind == "auto")
 
 
-def test_calls_and_results():
+def test_calls_and_results_become_messages():
     """Consecutive texts and calls, in any order, become one message of the model."""
     second = CALL | {"name": "g", "arguments": '{"a": 1}', "call_id": "2"}
     words = {"role": "assistant", "content": "Well"}
@@ -265,7 +265,7 @@ def test_errors_name_flat_tool_fields():
         raise RequestError("x", parameter="y")
 
 
-def test_continued_conversation():
+def test_conversation_is_continued():
     first = ResponseBody(input="Hello", instructions="Be brief.")
     messages = messages_of(first)
     assert messages == [USER], "instructions apply to one request"

@@ -37,7 +37,7 @@ def body(**given: Any) -> ChatBody:
         ({"tools": TOOLS, "tool_choice": NAMED}, "named", "g"),
     ],
 )
-def test_tool_choices(given: dict[str, Any], kind: str, name: str | None):
+def test_tool_choices_are_read(given: dict[str, Any], kind: str, name: str | None):
     choice = read_choice(body(**given))
     assert (choice.kind, choice.name) == (kind, name)
     form = form_of(body(**given))
@@ -54,7 +54,9 @@ def test_tool_choices(given: dict[str, Any], kind: str, name: str | None):
         ({"tool_choice": NAMED}, ["g"], 1),
     ],
 )
-def test_grammar_of_forced_calls(given: dict[str, Any], names: list[str], most: Any):
+def test_forced_calls_are_limited_to_the_tools(
+    given: dict[str, Any], names: list[str], most: Any
+):
     form: Any = form_of(body(tools=TOOLS, **given))
     parts = form.json["$defs"].values()
     assert [part["properties"]["name"]["const"] for part in parts] == names

@@ -126,7 +126,7 @@ def stream(parser: ToolParser, text: str, request: ChatBody) -> list[dict[str, A
     return found + reading.deltas("", [], is_last=True)
 
 
-def test_stream():
+def test_stream_yields_text_and_calls():
     deltas = stream(GemmaToolParser(TOKENIZER, body().tools), TEXT, body())
     words, (begun, *letters, again, empty) = deltas[:6], deltas[6:]
     assert words == [{"content": letter} for letter in "Well.\n"]
@@ -141,7 +141,7 @@ def test_stream():
     assert empty == {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]}
 
 
-def test_vllm_plugin(plugin: str):
+def test_vllm_plugin_parses_calls(plugin: str):
     for name in ("shout", "cry"):
         kind = parser_class(name, plugin)
         parser, request = kind(TOKENIZER, body().tools), body()
@@ -158,7 +158,7 @@ def test_vllm_plugin(plugin: str):
     assert parser.vocab[TOKENIZER.id_to_piece(50)] == 50
 
 
-def test_lazy_registration(plugin: str):
+def test_lazily_registered_parser_is_found(plugin: str):
     ToolParserManager.register_lazy_module("late", "shout_parser", "ShoutToolParser")
     ToolParserManager.import_tool_parser(plugin)
     assert "late" in ToolParserManager.list_registered()
@@ -168,7 +168,7 @@ def test_lazy_registration(plugin: str):
         ToolParserManager.get_tool_parser("missing")
 
 
-def test_registration():
+def test_registered_parser_is_found():
     class Own(ToolParser):
         pass
 
@@ -220,7 +220,7 @@ def test_settings_select_parser(plugin: str):
     ServerSettings(tool_call_parser="shout", tool_parser_plugin=plugin)
 
 
-def test_vllm_import_paths():
+def test_vllm_import_paths_work():
     for path in ("jaxspec.tool_parsers", "jaxspec.tool_parsers.abstract_tool_parser"):
         assert importlib.import_module(path).ToolParser is ToolParser
     chats = "jaxspec.entrypoints.openai.chat_completion.protocol"

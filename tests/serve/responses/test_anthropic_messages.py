@@ -99,7 +99,7 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
         ),
     ],
 )
-def test_message(http, given, words, reason, sequence, is_stream):
+def test_message_has_anthropics_fields(http, given, words, reason, sequence, is_stream):
     found = http.ask(PATH, **ASKED | given)
     if is_stream:
         found, whole = joined(events(http, **given)), found
@@ -149,7 +149,9 @@ def test_message(http, given, words, reason, sequence, is_stream):
         ),
     ],
 )
-def test_tool_use(stage: Stage, script, given, words, calls, reason, is_stream):
+def test_calls_become_tool_use_blocks(
+    stage: Stage, script, given, words, calls, reason, is_stream
+):
     stage.script.say(script)
     asked = {"tools": TOOLS, "max_tokens": 200, **given}
     if is_stream:
@@ -291,7 +293,7 @@ def test_query_and_head_of_agents_are_answered(http: Client):
 
 
 @needs_clients
-def test_anthropics_client(stage: Stage):
+def test_anthropics_client_reads_calls(stage: Stage):
     stage.script.say(calls_said(ROME))
     script = HERE.parent / "anthropic_calls.py"
     words = [CLIENTS / "python", script, stage.url[:-1], "model"]

@@ -19,7 +19,7 @@ from tests.support.serving import (
 )
 
 
-def test_continue_final_message(http: Client):
+def test_final_message_is_continued(http: Client):
     turns = [{"role": "user", "content": "!"}, {"role": "assistant", "content": PROMPT}]
     asked: dict[str, Any] = {"messages": turns, "max_tokens": 5}
     asked |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -46,7 +46,7 @@ def test_every_text_begins_with_role(slow_http: Client):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_logprobs_and_token_ids(is_stream: bool):
+def test_logprobs_and_token_ids_are_returned(is_stream: bool):
     asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 1, "stream": is_stream}
     body = ChatBody(messages=MESSAGES, return_token_ids=True, **asked)
     writer = ChatWriter(StubServing(), body, SamplingParams(logprobs=1), "x")
@@ -66,7 +66,7 @@ def test_logprobs_and_token_ids(is_stream: bool):
     assert found == [(letters([5]), -5), (letters([6]), -6)]
 
 
-def test_all_logprobs_and_role():
+def test_all_logprobs_and_role_are_returned():
     asked = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True}
     asked |= {"top_logprobs": -1}
     with server({"max_logprobs": 16}, response_role="model") as http:

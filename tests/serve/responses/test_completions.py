@@ -39,7 +39,7 @@ def test_echoes_prompt_once(slow_http: Client, is_stream: bool):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_echo_without_generation(http: Client, is_stream: bool):
+def test_echo_without_generation_returns_the_prompt(http: Client, is_stream: bool):
     asked = {"prompt": PROMPT, "max_tokens": 0, "echo": True}
     found = http.ask(COMPLETIONS, **asked, stream=is_stream)
     (answer,) = found if is_stream else [found]

@@ -36,7 +36,7 @@ def test_chat_top_logprobs_are_ordered_by_rank():
     assert list(found.items()) == [("c", -3), ("a", -1), ("b", MIN_LOGPROB), ("d", -7)]
 
 
-def test_completion_format():
+def test_completion_logprobs_have_openais_format():
     written = writer().for_completion([7, 7], [None, POSITION], [10, 11])
     assert written == {
         "tokens": ["(", "c"],
@@ -46,13 +46,13 @@ def test_completion_format():
     }
 
 
-def test_tokens_as_ids():
+def test_tokens_are_written_as_ids():
     written = writer(as_ids=True).for_completion([7], [POSITION], [0])
     assert written["tokens"] == ["token_id:7"]
     assert set(written["top_logprobs"][0]) == {"token_id:7", "token_id:8", "token_id:9"}
 
 
-def test_prompt_format():
+def test_prompt_logprobs_have_vllms_format():
     assert writer().for_prompt(None) is None
     written = writer().for_prompt([None, POSITION])
     assert written is not None
@@ -69,7 +69,7 @@ def test_partial_character_as_bytes():
         assert content.decode() == text
 
 
-def test_tokens_with_equal_texts():
+def test_tokens_with_equal_texts_have_distinct_keys():
     first, second, *_ = TOKENIZER.encode("\U0001f9a9", add_special_tokens=False)[1:]
     assert TOKENIZER.decode([first]) == TOKENIZER.decode([second]) == "\ufffd"
     position = {first: Logprob(-2.0, 2), second: Logprob(-1.0, 1)}

@@ -23,7 +23,9 @@ def tokens(*texts: str) -> list[Token]:
         ("", [], WORDS),
     ],
 )
-def test_take_tokens(words: str, taken: list[str], left: list[str]):
+def test_take_tokens_takes_those_of_the_text(
+    words: str, taken: list[str], left: list[str]
+):
     waiting = tokens(*WORDS)
     assert take_tokens(waiting, words) == tokens(*taken)
     assert waiting == tokens(*left)

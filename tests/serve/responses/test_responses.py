@@ -58,7 +58,7 @@ def finished(responses: Any, response_id: str) -> Any:
     return checked(found)
 
 
-def test_response(responses: Any):
+def test_response_has_openais_fields(responses: Any):
     response = checked(responses.create(**ASKED, max_output_tokens=5))
     assert response.id.startswith("resp_")
     assert response.output_text == letters(said(5))
@@ -90,7 +90,7 @@ def test_response_repeats_request_fields(responses: Any):
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_stream(slow_http: Client, is_cut: bool):
+def test_stream_has_openais_events(slow_http: Client, is_cut: bool):
     create: Any = openai_of(slow_http).responses.create
     count = 20 if is_cut else 8
     extra = {"stop": None if is_cut else letters(said(10)[8:]), "include_metrics": True}
@@ -122,7 +122,7 @@ def writer_of(params: SamplingParams) -> ResponseWriter:
     return ResponseWriter(StubServing(), body, chat, params, "x", [])
 
 
-def test_logprobs():
+def test_logprobs_follow_the_text():
     writer = writer_of(SamplingParams(logprobs=1))
     parts = [
         output([5, 6], is_first=True, is_last=False),
@@ -145,7 +145,7 @@ def test_logprobs():
     assert all(len(one["top_logprobs"]) == 1 for one in streamed)
 
 
-def test_token_origins(slow_http: Client):
+def test_token_origins_match_the_text(slow_http: Client):
     create: Any = openai_of(slow_http).responses.create
     extra = {"return_token_origins": True}
     asked = ASKED | {"max_output_tokens": 20, "extra_body": extra}
@@ -199,7 +199,9 @@ def test_responses_that_are_not_stored(settings: dict[str, Any], asked: dict[str
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_retrieve_and_delete(http: Client, responses: Any, is_stream: bool):
+def test_response_is_retrieved_and_deleted(
+    http: Client, responses: Any, is_stream: bool
+):
     created = responses.create(**ASKED, stream=is_stream)
     if is_stream:
         created = list(created)[-1].response
@@ -223,7 +225,7 @@ def test_retrieve_and_delete(http: Client, responses: Any, is_stream: bool):
         responses.retrieve(created.id)
 
 
-def test_previous_response_id(http: Client, responses: Any):
+def test_previous_response_is_continued(http: Client, responses: Any):
     """Stored messages include the earlier ones; the stub renders only the last."""
     given: Any = {"model": "model", "max_output_tokens": 5}
     first = responses.create(input="%", **given)
@@ -243,7 +245,7 @@ def test_previous_response_id(http: Client, responses: Any):
     assert len(wrote["tokens"]) == then.usage.output_tokens
 
 
-def test_background_response(slow_http: Client):
+def test_background_response_completes(slow_http: Client):
     responses: Any = openai_of(slow_http).responses
     asked = ASKED | {"max_output_tokens": 5}
     slow_http.site.delay_s = 0.5
@@ -263,7 +265,7 @@ def test_background_response(slow_http: Client):
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-def test_cancel_background_response(slow_http: Client, is_deleted: bool):
+def test_background_response_can_be_cancelled(slow_http: Client, is_deleted: bool):
     responses: Any = openai_of(slow_http).responses
     name = f"cancelled{is_deleted}"
     body = ASKED | {"max_output_tokens": 90, "background": True, "request_id": name}
@@ -404,7 +406,7 @@ def test_background_response_outlives_its_client(is_cancelled: bool):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_failed_background_response(is_stream: bool):
+def test_failed_background_response_is_stored(is_stream: bool):
     with server(break_at=8, delay_s=0.005) as http:
         responses: Any = openai_of(http).responses
         created = responses.create(**ASKED, background=True, stream=is_stream)
@@ -418,7 +420,7 @@ def test_failed_background_response(is_stream: bool):
             assert "boom" in failed.error.message
 
 
-def test_failed_step_in_stream():
+def test_failed_step_ends_stream_with_error():
     with server(break_at=8, delay_s=0.005) as http:
         create: Any = openai_of(http).responses.create
         stream = create(**ASKED, stream=True)
@@ -440,7 +442,7 @@ def test_failed_step_in_stream():
         ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
-def test_refusals(http: Client, wrong: dict[str, Any], param: str):
+def test_invalid_requests_are_refused(http: Client, wrong: dict[str, Any], param: str):
     for is_stream in (False, True):
         body = ASKED | {"stream": is_stream} | wrong
         assert http.refusal(RESPONSES, body)["param"] == param

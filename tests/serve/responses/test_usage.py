@@ -55,7 +55,7 @@ def metrics_of(num_texts: int = 1, *, is_synthetic: bool = False, **has: bool) -
     return request_metrics(output, **dict(has_drafts=True, has_times=False) | has)
 
 
-def test_times_and_acceptance():
+def test_times_and_acceptance_are_reported():
     drafts = {
         "mean_acceptance_length": 1 + 7 / 4,
         "draft_acceptance_rate": 7 / 12,
@@ -74,7 +74,7 @@ def test_times_and_acceptance():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_metrics_by_request_or_setting(is_stream: bool):
+def test_metrics_are_returned_by_request_or_setting(is_stream: bool):
     asked: dict[str, Any] = {"max_tokens": 12, "stream": is_stream}
     if is_stream:
         asked["stream_options"] = {"include_usage": True}
@@ -117,7 +117,7 @@ def test_stream_metrics_come_last():
             assert all(chunk["choices"] for chunk in http.ask(path, **given, **asked))
 
 
-def test_usage_by_setting():
+def test_usage_follows_the_settings():
     settings: dict[str, Any] = {"enable_prompt_tokens_details": True}
     with server(**settings, enable_force_include_usage=True) as http:
         given: dict[str, Any] = {"prompt": [2, 3, 4] * 6, "max_tokens": 3}
