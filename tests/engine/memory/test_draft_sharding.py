@@ -73,8 +73,16 @@ def test_a_pass_of_2b_on_a_v5e_8():
         ([size(8, 1), size(4, 1 - MIN_GAIN - 0.01)], 4, "the fastest"),
         # The fastest size leaves too few pages: the next fastest is chosen, if any has
         # enough.
-        ([size(8, 3), size(4, 2), size(2, 1, 50)], 4, "2, faster .* too few pages"),
-        ([size(8, 3), size(4, 2, 0), size(2, 1, None)], 8, "2, faster .* too few"),
+        (
+            [size(8, 3), size(4, 2), size(2, 1, 50)],
+            4,
+            "2, estimated to be faster, .* too few pages",
+        ),
+        (
+            [size(8, 3), size(4, 2, 0), size(2, 1, None)],
+            8,
+            "2, estimated to be faster, .* too few",
+        ),
         ([size(8, 3), size(4, 1, int(100 * MIN_PAGES))], 4, "the fastest"),
         ([size(8, 3), size(4, 1, int(100 * MIN_PAGES) - 1)], 8, "too few pages"),
         # No size fits: return the target's number of devices, for the error that

@@ -61,8 +61,10 @@ def test_reads_names_of_vllm_and_of_the_paper(tmp_path, prefix):
     config, found = our_logits(tmp_path)
     assert (config.lm_heads, config.has_bias) == (HEADS, is_papers)
     for head in range(HEADS):
-        blocks, name = blocks_of(tensors, head), f"lm_heads.{head}.weight"
-        if is_papers:
+        name = f"lm_heads.{head}.weight"
+        if not is_papers:
+            blocks = blocks_of(tensors, head)
+        else:
             names = [f"{head}.{n}.linear" for n in range(BLOCKS)]
             blocks = [
                 (tensors[f"{one}.weight"], tensors[f"{one}.bias"]) for one in names
