@@ -220,7 +220,11 @@ def _advance(
     max_new: int,
     position: jax.Array,
 ) -> Stream:
-    """Return the token of the next position: prompt, continuation or next prompt."""
+    """Move every row to its next position, and set the token there.
+
+    The token comes from the prompt, from the continuation or, after the end of the
+    continuation, from the next prompt.
+    """
     row = jnp.arange(stream.token.shape[0])
     size = prompts.sizes[row, stream.prompt]
     is_written = stream.offset >= size
