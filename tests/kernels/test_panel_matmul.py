@@ -54,7 +54,7 @@ def quantized_panels_of(case, scheme):
 
 
 def made(case, kind):
-    """Return a matrix in float64, and its panels: of a type, or quantized."""
+    """Return a matrix in float64, and its panels; `kind` is their dtype or scheme."""
     make = quantized_panels_of if isinstance(kind, Scheme) else panels_of
     return make(case, kind)
 

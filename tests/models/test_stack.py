@@ -241,5 +241,7 @@ def test_layers_that_share_an_array_have_pages_of_their_own(
 
 def test_gemma_3_wastes_no_page_of_a_whole_period():
     layout = model_config(make_gemma3(num_hidden_layers=14)).kv_layout(5)
-    # Two periods with one array each, then two local layers.
+    # Each of the two whole periods has one array, which its global layer shares with
+    # its five local layers. Each of the two local layers after them has an array of its
+    # own, with one page per unit.
     assert [array.pages_per_unit for array in layout.arrays] == [5, 5, 1, 1]

@@ -245,8 +245,8 @@ def test_pair_compiles(name):
     print(row)
     check_step(row)
     target_layers, draft_layers = row["layers"]
-    # Each layer has one attention: in the target's pass, in the draft model's first
-    # pass and in its loop.
+    # Every layer calls attention once per pass. The target has one pass, the draft
+    # model two: its first pass, and the body of its loop.
     assert num_attentions(text) >= target_layers + 2 * draft_layers
     if place.devices > 1:
         # Every layer has a sum after attention and one after the feed-forward block.
@@ -350,8 +350,8 @@ def test_gpu_benchmark_program_compiles(name):
     row, text = aot_h200.compile_program(name, program)
     print(row)
     check_h200(row)
-    # Each layer has one attention: in the target's pass, in the draft model's first
-    # pass and in its loop.
+    # Every layer calls attention once per pass. The target has one pass, the draft
+    # model two: its first pass, and the body of its loop.
     num_passes = sum(program.layers) + sum(program.layers[1:])
     assert num_attentions(text) >= num_passes
     # The program computes all logits, even if it returns no token.

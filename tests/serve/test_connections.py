@@ -189,7 +189,8 @@ def test_slow_requests_are_not_extended(server: Server):
         client.sendall(BODY)
         assert trickle(client, b" " * 150) < BODY_S + GRACE_S
     assert server.count(name, part="body") == before + 1
-    # The body of a refused request is not used.
+    # If a request is refused before its body has arrived, a body that is sent slowly
+    # does not keep the connection open.
     with server.connect() as client:
         client.sendall(BODY.replace(b"Bearer k", b"Bearer no"))
         assert client.recv(2**16).startswith(b"HTTP/1.1 401 ")

@@ -119,7 +119,7 @@ class Load:
             await asyncio.sleep(0.5)
 
     async def recovery_s(self, usual_s: float) -> float:
-        """Return the seconds from now on until requests take as long as usual."""
+        """Return the number of seconds until requests take no longer than usual."""
         start, normal_since = time.monotonic(), 0.0
         while time.monotonic() < start + 50 * usual_s:
             sent = time.monotonic()

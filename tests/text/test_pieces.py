@@ -153,7 +153,10 @@ def test_image_piece_after_vocabulary_is_text(exported: Path, tmp_path: Path):
 
 
 def random_ids(size: int) -> list[list[int]]:
-    """Make random ids, many of them bytes, mostly of incomplete characters."""
+    """Make lists of random token ids.
+
+    Many are byte tokens, most of which form no complete UTF-8 character.
+    """
     draw = random.Random(1)
     kinds = [range(108, size), range(127, 383), range(127 + 0x80, 383)]
     return [
