@@ -16,7 +16,8 @@ from jaxspec.jax_settings import find_devices
 
 MESH_AXES = ("data", "replica", "model")
 
-# Logical axes that are sharded; the others ("model") are replicated.
+# Logical axes of arrays that are split over devices. All other logical axes are
+# replicated, also "model": the features, not the mesh axis of that name.
 SPLIT_AXES = ("vocab", "q_head", "kv_head", "hidden")
 # The draft's axis first: a device's shard of the target's vocabulary is then within its
 # shard of the draft's.

@@ -49,7 +49,7 @@ class Method:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a second language model proposes, always or where no text matches."""
+        """Whether a draft model proposes, alone or where the lookup finds no match."""
         return self.weights == DRAFT_MODEL
 
     @property

@@ -256,8 +256,8 @@ def _save(path: Path, executable: Any) -> int:
             these devices cannot be serialized.
     """
     payload, _, _ = serialize_executable.serialize(executable)
-    # Decompressing takes a twentieth of the time to load, for a fifth of the bytes, and
-    # detects damage.
+    # A compressed file has a fifth of the bytes. Decompressing it takes a twentieth of
+    # the time to load the executable, and detects damage.
     content = zlib.compress(payload, level=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another process may write the same file: rename complete files only.

@@ -395,9 +395,10 @@ class PanelMatrix(DenseMatrix):
 
     A matmul of few rows takes as long as reading its matrix. XLA:CPU's float32 kernel
     copies an (out, in) matrix into blocks first, on every call, and takes two to three
-    times as long. In panels, `XLA_WIDTH` outputs are adjacent for each input, the
-    kernel's own order: a batch of small matmuls, the same sums in the same order, hence
-    the same bits (`tests/models/test_cpu.py`).
+    times as long. In a panel, the values of `XLA_WIDTH` outputs for the same input are
+    adjacent, which is the order that the kernel itself uses. The product becomes a
+    batch of small matmuls with the same sums in the same order, so the result has the
+    same bits (`tests/models/test_cpu.py`).
 
     Attributes:
         panels: [panel, features, width].

@@ -172,7 +172,7 @@ class _LayerMethod(_Head):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleMethod(_LayerMethod):
-    """Trains the layer's output to predict the target's logits by its own matrix."""
+    """Trains the layer to predict the target's logits by the target's output matrix."""
 
     config: EagleConfig
 

@@ -295,7 +295,7 @@ def _mesh_and_dtype(options: argparse.Namespace) -> tuple[Mesh, Any]:
 
 
 def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
-    """Load the work folder's text, or make it; then save the settings next to it."""
+    """Load the work folder's text; if it has none, make and save text and settings."""
     path = work / "text.npz"
     if path.exists():
         return Text.load(path)

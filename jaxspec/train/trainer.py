@@ -331,7 +331,7 @@ class Trainer:
         return self._orders[epoch]
 
     def acceptance(self) -> dict[str, list[float]]:
-        """Measure each pass's acceptance on held-out text, if earlier drafts are right.
+        """Measure each pass's acceptance on held-out text after correct earlier drafts.
 
         `sampled` is the mean probability that a draft is accepted at temperature 1,
         `greedy` the share of drafts that are the target's most likely token.

@@ -17,8 +17,9 @@ TYPICAL_SEQS = 16
 LAYER_SUMS, OTHER_SUMS = 2, 12
 # Hidden rows are summed in float32.
 SUM_BYTES = 4
-# Fewer devices than the target's must be this much faster, and leave this share of the
-# pages: the estimate is rough, and fewer pages mean fewer requests.
+# With fewer devices than the target's, a pass must take less time by this share, and
+# this share of the pages that fit with all devices must fit: the estimate is rough, and
+# fewer pages mean fewer requests.
 MIN_GAIN, MIN_PAGES = 0.1, 0.9
 
 

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 
 _log = logging.getLogger(__name__)
 
-# On two cores, where glibc's limit is 16, the threads of one engine use 22.
+# On two cores, where glibc's limit is 16 arenas, the threads of one engine use 22.
 MIN_ARENAS = 64
 # Bytes from which an allocation is mapped: while an engine is made, and glibc's
 # maximum.
@@ -54,7 +54,7 @@ def large_arrays_mapped() -> Iterator[None]:
     if not _is_ours():
         yield
         return
-    # The first call ends glibc's own changes of both.
+    # The first call ends glibc's own changes of both thresholds.
     _set(_TRIM_THRESHOLD, 2 * HIGH_THRESHOLD_BYTES)
     _set(_MMAP_THRESHOLD, LOW_THRESHOLD_BYTES)
     try:

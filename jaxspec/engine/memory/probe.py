@@ -75,12 +75,13 @@ from jaxspec_checkpoints.quantization import stored_bytes
 # Results of `own_memory` in the other processes.
 Others = Sequence[tuple[int | None, int]]
 
-# Prefetched weights and small arrays: in addition to logits and distributions, at most
+# Prefetched weights and small arrays. Beyond logits and distributions, they take up to
 # 202 MB in `benchmarks/results/aot*.json`. XLA:CPU does not prefetch.
 FIXED_BYTES = {"cpu": 0}
 ACCELERATOR_FIXED_BYTES = 256 * MIB
 # Code of one program in a TPU's memory, without and with prompts, by number of chips
-# (1, several): the largest in the same records. On GPUs it is in the fixed part.
+# (1, several): the largest in the same records. On GPUs the code is part of the fixed
+# bytes.
 CODE_BYTES = {1: (28 * 10**6, 74 * 10**6), 2: (107 * 10**6, 238 * 10**6)}
 # Largest temporaries of a layer per token, in its feed-forward part: gate and up
 # products in float32 and their result in the type of the next matrix, each times the

@@ -26,7 +26,7 @@ _MAX_FACT = 120
 # Number of samples that are read from a file of weights, besides its header, and the
 # bytes of each.
 NUM_SAMPLES, SAMPLE_BYTES = 32, 2**16
-# The limit of safetensors itself.
+# Maximum bytes of a file's header: the limit of safetensors itself.
 MAX_SAFETENSORS_HEADER_BYTES = 100 * 10**6
 
 

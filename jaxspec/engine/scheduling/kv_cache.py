@@ -358,7 +358,7 @@ class PageTables:
         return -(-num_tokens // self.page_size)
 
     def num_held(self, request: Request) -> int:
-        """Return the number of leading pages for which a request has its memory."""
+        """Return the number of leading pages that are allocated to a request."""
         return request.local_end if self.has_local else len(request.pages)
 
     def missing(self, request: Request, num_tokens: int) -> int:

@@ -61,7 +61,7 @@ class Launch:
     Attributes:
         rows: Decoding rows, in the order of the plan.
         owners: `RowTable.owner` of each row when the launch was planned.
-        drafts: Draft tokens of each.
+        drafts: Draft tokens of each decoding row.
         tiled: The request of each of the plan's tiles.
         registered: Pages registered in the prefix cache that this launch fills.
         is_probe: Whether it only measures acceptance probabilities, while no drafts are

@@ -382,7 +382,7 @@ class Shapes:
         """
         for shape in shapes:
             if shape is None:
-                continue  # most rounds
+                continue  # the case in most rounds
             self._refresh()
             if shape not in self._requested:
                 self._requested.add(shape)

@@ -210,7 +210,7 @@ class RowTable:
         """Return which rows lag and can still use drafts."""
         is_lagging = self.lags(rows)
         if not np.count_nonzero(is_lagging):
-            return is_lagging  # most rounds
+            return is_lagging  # the case in most rounds
         is_lagging &= self.num_draft_tokens[rows] > 0
         is_lagging &= self.num_tokens[rows] < self._longest_drafted
         return is_lagging & (self.max_total[rows] - self.fewest_tokens(rows) > 1)

@@ -141,7 +141,7 @@ class Scheduler:
     @property
     def _prefilling(self) -> list[Request]:
         if np.count_nonzero(self.rows.is_decoding) == len(self.running):
-            return []  # most rounds; hundreds of requests may run
+            return []  # the case in most rounds; hundreds of requests may run
         return [request for request in self.running if request.status is Status.PREFILL]
 
     def plan(self) -> Launch | None:
@@ -450,7 +450,8 @@ class Scheduler:
         batch.begin(admitted, min(longest, self.config.max_model_len))
         self._estimator.admit(request)
         if not self.policy.num_draft_tokens:
-            self.policy.reconsider()  # the request may sample in another way
+            # Requests that sample in another way have other acceptance rates.
+            self.policy.reconsider()
         if self._has_draft_model and self.choice.num_draft_tokens:
             # The draft model reads the prompt after the target does.
             num_tiles = -(-len(request.tokens_to_prefill) // TILE)
@@ -500,7 +501,7 @@ class Scheduler:
         advance = commit(launch, result, self.rows, self.stats, self.acceptance)
         for request in advance.late:
             if request.status is not Status.WAITING:
-                self._preempt(request)  # admitted again with its mask
+                self._preempt(request)  # admitted again once its mask is computed
         self._estimator.record_runs(launch, result)
         for part in advance.parts:
             if part.is_broken:

@@ -35,14 +35,14 @@ class SlowMasks:
             if not (request.num_unread or self._is_ready(request)):
                 self._held.add(request)
         if not np.count_nonzero(rows.has_grammar):
-            return  # most rounds
+            return  # the case in most rounds
         rows.is_slow[:] = rows.is_held[:] = False
         for row in np.flatnonzero(rows.has_grammar & rows.is_decoding).tolist():
             (request,) = rows.owners_of([row])
             grammar = request.grammar
             assert grammar is not None
             if not grammar.is_slow:
-                grammar.ready = None  # it may have drafts
+                grammar.ready = None  # the request may have drafts
                 continue
             rows.is_slow[row] = rows.is_held[row] = True
             if rows.num_unread[row] > 0:
@@ -58,7 +58,7 @@ class SlowMasks:
         if grammar is None:
             return True
         if not grammar.is_slow:
-            grammar.ready = None  # it may have drafts
+            grammar.ready = None  # the request may have drafts
             return True
         is_ready = grammar.is_ready(request.output_token_ids, self._threads)
         if not is_ready and grammar.computing is not None:

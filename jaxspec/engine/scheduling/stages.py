@@ -121,7 +121,7 @@ class PageClaims(NamedTuple):
     Attributes:
         grants: In the order in which they are applied.
         rows: Decoding rows that have their pages.
-        drafts: Draft tokens of each.
+        drafts: Draft tokens of each of these rows.
         chunks: Next prompt parts of running requests.
         num_rounds: Maximum number of rounds of the launch.
         is_tight: The pool had too few pages for all requests.
@@ -182,6 +182,9 @@ class LaunchPlan(NamedTuple):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether nothing is launched although rows could decode and prompts wait."""
+        """Whether rows could decode, but nothing is launched.
+
+        The budget has no prompt tiles either.
+        """
         has_rows = len(self.decode.rows) > 0
         return self.shape is None and has_rows and not self.budget.num_tiles

@@ -95,8 +95,8 @@ class RoundEstimates:
         """Return expected tokens per second, [draft shape, K].
 
         Args:
-            num_draft_tokens: The current K: with 0, drafts are charged for draft
-                prefill.
+            num_draft_tokens: The current K. If it is 0, the times of rounds with drafts
+                include draft prefill.
         """
         times, num_seqs = self.times(), len(self.max_drafts)
         max_k = times.shape[1] - 1

@@ -353,7 +353,7 @@ class Eagle3Config(LayerConfig):
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Names of the layer's sizes in its config.json, and in this class.
+# Keys of the layer's sizes in config.json, and the fields of `LayerConfig` for them.
 _LAYER_SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",

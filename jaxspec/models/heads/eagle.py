@@ -1,4 +1,4 @@
-"""The EAGLE head: one decoder layer over a token's embedding and the target's last row.
+"""The EAGLE head: a decoder layer over a token's embedding and a hidden state.
 
 The inputs of a row are a token and the target's last hidden state at the token before
 it, normalized, as the output matrix takes it. A matrix fuses the two. The layer's

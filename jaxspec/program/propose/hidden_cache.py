@@ -1,7 +1,8 @@
 """Cache one hidden vector per row between launches, for heads.
 
-For heads that read nothing else, the vector is the target's last hidden state,
-normalized, at the token before the newest one, which the target has not read yet.
+For Medusa, the vector is the normalized output of the target's last layer, at the token
+before the newest one: the target has not read the newest token yet. For EAGLE and
+EAGLE-3, it is the output of the head's layer for the newest token.
 """
 
 import jax

@@ -1,7 +1,8 @@
 """Products with panels in C++: each weight is read once per dozen rows.
 
-bfloat16 is widened in registers: float32 arithmetic at half the bytes, which XLA:CPU
-cannot do. So are quantized values, at a quarter or an eighth of the bytes.
+bfloat16 weights are widened in registers: the arithmetic is in float32, but half the
+bytes of float32 weights are read, which XLA:CPU cannot do. Quantized weights are
+widened as well: a quarter or an eighth of the bytes are read.
 """
 
 import jax

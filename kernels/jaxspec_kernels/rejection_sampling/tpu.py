@@ -2,8 +2,9 @@
 
 Grid: blocks of rows, then tiles of the vocabulary, in order. The four results of a row
 block remain in VMEM across its tiles; Pallas copies the next tile meanwhile. SMEM: the
-first id of this device's slice (scalar prefetch). Only the first pass runs in every
-round and reads every row; XLA fuses the reads and sums of the others.
+first id of this device's slice (scalar prefetch). Only the first pass is worth a
+kernel: it runs in every round and reads every row. In the other passes XLA fuses the
+reads with the sums.
 """
 
 import functools
