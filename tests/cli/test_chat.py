@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}
 # A session leader owns the terminal, so the terminal turns its keys into signals.
 IN_A_TERMINAL = """
-import fcntl, runpy, termios
+import fcntl, runpy, signal, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent may ignore it
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 runpy.run_module("jaxspec", run_name="__main__")
 """

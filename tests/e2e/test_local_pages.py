@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2, window of 32": dict(family=pair.GEMMA2, window=32, page_size=16),
     "gemma2, window of 13": dict(family=pair.GEMMA2, window=13, page_size=8),
 }
+# Each case compiles two engines.
+IN_MAKE_TEST = ("gemma3", "gemma3, n-gram", "gemma2, tree")
 
 
 class PoisonedRunner(OneProgramRunner):
@@ -148,7 +150,13 @@ def results_of(engine: LLMEngine) -> Any:
     return tokens_of(outputs), logprobs, rates
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.slow)
+        for name in CASES
+    ],
+)
 def test_freed_pages_change_no_bits(name):
     case: dict[str, Any] = CASES[name] | dict(enable_prefix_caching=False)
     expected = results_of(make(is_off=True, **case))

@@ -132,7 +132,7 @@ def test_rejects_ids_of_running_requests_and_texts():
     for name, params, message in (
         ("a", SamplingParams(), "'a' is already running"),
         ("1_a", SamplingParams(), "'1_a' is already running"),
-        ("b", several(), "'0_b' is running already"),
+        ("b", several(), "'0_b' is already running"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request(name, PROMPT, params)
