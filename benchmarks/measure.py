@@ -67,7 +67,7 @@ def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
     if short:
         raise SystemExit(
             f"--prompts-per-domain must be at most {min(short.values())}, got "
-            f"{per_domain}: {source} has only these numbers of prompts: {short}"
+            f"{per_domain}: these are all prompts of {source}: {short}"
         )
     # Take documents at equal distances, because neighboring documents are often alike.
     chosen = {

@@ -28,7 +28,7 @@ def test_prompts_are_spread_over_the_corpus(tmp_path):
     assert chosen.by_domain["math"] == [f"math 0{OPEN_TURN}", f"math 2{OPEN_TURN}"]
     assert chosen.digest == load_prompts(tmp_path, 2).digest
     assert chosen.digest != load_prompts(tmp_path, 1).digest
-    with pytest.raises(SystemExit, match="has fewer prompts of.*'math': 5"):
+    with pytest.raises(SystemExit, match="these are all prompts of.*'math': 5"):
         load_prompts(tmp_path, 6)
 
 

@@ -131,7 +131,7 @@ def changed(path: Path, **changes: Any) -> GgufFile:
         ({"scores": None}, "scores' must be 8,192 numbers, one for each token"),
         ({"scores": np.zeros(7, np.float32)}, "must be 8,192 numbers"),
         ({"token_type": np.ones(8191, np.int32)}, "must be 8,192 numbers"),
-        ({"token_type": np.full(8192, 9)}, "token 0, .* has the unknown type 9"),
+        ({"token_type": np.full(8192, 9)}, "token 4, .* has the unknown type 9"),
         ({"bos_token_id": None}, "the tokenizer has no bos token: its id is -1 of"),
         ({"unknown_token_id": 8192}, "no unk token: its id is 8192 of 8,192"),
         ({"eos_token_id": "1"}, "eos_token_id' must be an integer, got '1'"),
