@@ -113,10 +113,11 @@ def check_scales(kv_pages: KvPages, *, in_lanes: bool) -> None:
     if not isinstance(kv_pages, ScaledPages):
         return
     if kv_pages.is_in_lanes != in_lanes:
-        found, wanted = ("not in lanes", "them") if in_lanes else ("in lanes", "none")
+        places = ["in lanes", "not in lanes"]
+        wanted, found = places if in_lanes else places[::-1]
         raise NotImplementedError(
-            f"`ScaledPages` have scales that are {found}, but this implementation "
-            f"needs {wanted}: create the pages with scaled_form(values, platform)"
+            f"the scales of these `ScaledPages` are {found}, but this implementation "
+            f"needs them {wanted}: create the pages with scaled_form(values, platform)"
         )
     page_size = kv_pages.shape[1]
     if in_lanes and page_size & (page_size - 1):

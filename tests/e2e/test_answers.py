@@ -92,8 +92,8 @@ def test_request_finds_no_answers_of_another_cache_salt(prompts):
         assert texts == expected
         # All salts share one table, so entries of one salt replace those of another,
         # and launches run in another order. Therefore a few prompts take more or fewer
-        # rounds: 0.80 of them were seen on a busy machine. With the answers of the other
-        # salt, they would be less than a third, as below.
+        # rounds: a busy machine had 0.80 of them. With the answers of the other salt,
+        # they would be less than a third, as below.
         assert again > 0.7 * first
     texts, again = rounds_of(engine, salted("b"), GREEDY)
     assert texts == expected

@@ -180,7 +180,11 @@ def compile_pair(
     *,
     layers: tuple[int | None, int | None] = (None, None),
 ) -> tuple[dict[str, Any], str]:
-    """Compile a place's pair, K = 4, 8 sequences; return the facts and the text."""
+    """Compile the step program for a place's target and draft.
+
+    By default K = 4, with 8 sequences. Returns the figures that the compiler reports,
+    as a row, and the text of the compiled program.
+    """
     start = time.monotonic()
     lowered, params, state = lower_pair(name, shape, layers=layers)
     with aot_tpu.no_compilation_cache():
