@@ -126,7 +126,7 @@ def compare(reference: Text, other: Text) -> dict[str, Any] | None:
     """Return the first difference of two texts; None if they are equal.
 
     `gap` is how much less likely the other's token is than the reference's, in nats,
-    by the reference; None if its logprobs do not tell.
+    by the reference; None if its logprobs lack the token.
     """
     if reference.text == other.text:
         return None
@@ -252,7 +252,7 @@ async def _run(
 
 
 async def _num_drafts(server: Server) -> int | None:
-    """Return how often a server has drafted; None if its metrics do not tell."""
+    """Return how often a server has drafted; None if its metrics lack it."""
     try:
         text = await fetch(f"{server.url}/metrics", server.headers)
         acceptance = read_scrape(text).acceptance
@@ -355,7 +355,7 @@ def report(result: Mapping[str, Any]) -> str:
         rows.append([case["case"], equal, first, case["verdict"]])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---|--:|---|---|")
-    drafts = "The server's metrics do not tell whether it drafted."
+    drafts = "The server's metrics do not show whether it drafted."
     if result["num_drafts"] is not None:
         drafts = f"Rounds with drafts: {result['num_drafts']}."
     end = "LOSSLESS: no text differs by more than near ties."

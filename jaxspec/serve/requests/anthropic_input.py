@@ -48,7 +48,7 @@ class CountBody(GenerationBody):
 class MessagesBody(CountBody):
     """Body of POST /v1/messages: Anthropic's fields, and vLLM's for sampling."""
 
-    # Without a default, unlike in other bodies: Anthropic's API requires it.
+    # Without a default, unlike in other requests: Anthropic's API requires it.
     max_tokens: int = Field(ge=1)  # pyright: ignore[reportGeneralTypeIssues, reportIncompatibleVariableOverride]
     stop_sequences: Entries[str] | None = None
 
