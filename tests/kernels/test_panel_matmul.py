@@ -119,6 +119,17 @@ def test_products_of_a_row_do_not_depend_on_other_rows(kind, is_rounded):
             np.testing.assert_array_equal(found, whole[start : start + count])
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", Scheme(kind="int4")], ids=str)
+def test_panels_are_placed_without_a_copy(kind):
+    values = np.zeros((96, 4096), np.float32)
+    if isinstance(kind, Scheme):
+        panels = quantized_panels(*quantize(values, kind)).values
+    else:
+        panels = to_panels(values.astype(jnp.dtype(kind)))
+    placed = jax.device_put(panels, jax.devices("cpu")[0])
+    assert placed.unsafe_buffer_pointer() == panels.ctypes.data
+
+
 def test_rejects_panels_of_another_matrix():
     rows, panels = jnp.zeros((2, 6)), jnp.zeros((1, 5, WIDTH))
     with pytest.raises(ValueError, match="of 32 outputs and 6 features"):
