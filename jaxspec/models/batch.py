@@ -47,6 +47,7 @@ class TokenBatch:
         local_slot_mapping: Slots of the first layer of a unit that has a sliding
             window; None if all layers use one page table.
         unit_pages: As for `PoolShape`.
+        is_used: Tokens whose results are read; None for all.
     """
 
     tokens: Int[Array, " token"]
@@ -55,6 +56,7 @@ class TokenBatch:
     regions: tuple[Region, ...]
     local_slot_mapping: Int[Array, " token"] | None = None
     unit_pages: int | None = field(default=None, metadata=dict(static=True))
+    is_used: Bool[Array, " token"] | None = None
 
     def of_layer(self, layer: KvLayer, page_size: int) -> "TokenBatch":
         """Return the batch with the page table and the slots of one layer."""

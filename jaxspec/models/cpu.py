@@ -108,6 +108,7 @@ def pad_batch(batch: TokenBatch, num_slots: int) -> TokenBatch:
         tokens=jnp.pad(batch.tokens, pads),
         positions=jnp.pad(batch.positions, pads),
         slot_mapping=jnp.pad(batch.slot_mapping, pads, constant_values=num_slots),
+        is_used=None if batch.is_used is None else jnp.pad(batch.is_used, pads),
     )
 
 
@@ -328,6 +329,7 @@ def attention_block(
             for one in batch.regions
         ],
         is_rounded=params["q_proj"].is_rounded,
+        is_used=batch.is_used,
         **settings,
     )
     return decoder_blocks.attention_block(

@@ -107,6 +107,10 @@ class TargetPass:
         if width < tree.num_rows:
             tree = Tree.chain(width - 1)
         is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
+        is_used = is_written
+        if tree.is_chain:
+            column = jnp.arange(width, dtype=jnp.int32)
+            is_used &= column <= self.num_draft_tokens[:, None]
         kv_len = active.num_tokens + width - 1
         batches = [
             make_token_batch(
@@ -117,6 +121,7 @@ class TargetPass:
                 pool,
                 tree=tree,
                 local_page_table=active.local_page_table,
+                is_used=is_used,
             )
         ]
         if prompts is not None:

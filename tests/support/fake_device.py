@@ -440,6 +440,8 @@ class FakeDevice:
 class FakeRunner(Runner):
     """A runner over a `FakeDevice` that records its calls in order."""
 
+    skips_padding = False
+
     def __init__(self, config: EngineConfig, truth: Truth, *, seed: int = 0):
         has_draft, window = config.draft_model_config is not None, config.local_window
         self.device = FakeDevice(

@@ -96,6 +96,16 @@ class Launch:
         self.round_kind = RoundKind(self.shape, num_draft_tokens)
 
     @property
+    def fill(self) -> float:
+        """Share of its rows that have tokens, if all drafts are valid."""
+        shape, width = self.shape, self.shape.tree.num_rows
+        num_prompt_tokens = sum(len(tile.tokens) for tile in self.plan.tiles)
+        if shape.is_draft_prefill:
+            return num_prompt_tokens / shape.max_prompt_tokens
+        num_rows = shape.num_seqs * width + shape.max_prompt_tokens
+        return (len(self.rows) * width + num_prompt_tokens) / num_rows
+
+    @property
     def num_rounds(self) -> int:
         """Maximum number of rounds that the launch runs."""
         return self.plan.num_rounds

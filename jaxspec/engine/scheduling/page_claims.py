@@ -94,7 +94,8 @@ class PageClaimer:
         if has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
             return 1
         round_kind = RoundKind(shape, decode.num_draft_tokens)
-        count = self._pacer.num_rounds(round_kind, shape.max_rounds)
+        fill = len(rows) / shape.num_seqs
+        count = self._pacer.num_rounds(round_kind, shape.max_rounds, fill)
         count = min(count, table.rounds_left(rows, decode.drafts))
         while count > 1 and not has_pages(self._tables, self._growing(decode, count)):
             count -= 1

@@ -140,7 +140,8 @@ class RoundEstimator:
             if shape is None or (k and not has_side_branches and shape.template):
                 seconds.append(None)
             else:
-                seconds.append(self._step_times.expected(RoundKind(shape, k)))
+                fill = num_seqs / shape.num_seqs
+                seconds.append(self._step_times.expected(RoundKind(shape, k), fill))
         return seconds
 
     def record_runs(self, launch: Launch, result: StepResult) -> None:
@@ -186,7 +187,8 @@ class RoundEstimator:
             plain = self._shapes.select(count, 0, 0, launch.shape.features)
             self._shapes.request_compile(plain.missing)
             if plain.shape is not None:
-                plain_s = self._step_times.expected(RoundKind(plain.shape))
+                fill = count / plain.shape.num_seqs
+                plain_s = self._step_times.expected(RoundKind(plain.shape), fill)
         self._policy.record_round(
             count, num_draft_tokens, num_emitted, launch.seconds, plain_s
         )

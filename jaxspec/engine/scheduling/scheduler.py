@@ -520,14 +520,19 @@ class Scheduler:
         shape, launch.seconds = launch.shape, seconds
         self.stats.busy_s += seconds
         self.policy.record_time(seconds)
-        launch.expected_s = self.step_times.expected(launch.round_kind)
+        fill = launch.fill
+        launch.expected_s = self.step_times.expected(launch.round_kind, fill)
         # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
         work = shape, launch.round_kind.num_draft_tokens > 0
         launch.is_measure = is_seldom or work == self._last_work
         self._last_work = work
         self.pacer.record(
-            launch.round_kind, seconds, launch.charged_s, is_measure=launch.is_measure
+            launch.round_kind,
+            seconds,
+            launch.charged_s,
+            is_measure=launch.is_measure,
+            fill=fill,
         )
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:

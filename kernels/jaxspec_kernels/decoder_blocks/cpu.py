@@ -28,7 +28,7 @@ def attention_block(
         operands = *operands, *of_panels(panels)
     pages = of_pages(kv_pages)
     rows = attention.cosine, attention.sine, attention.slot_mapping
-    operands = *operands, *rows, *pages
+    operands = *operands, *rows, _mask(attention.is_used), *pages
     # Pages and scales are written in place.
     last = len(operands) - 1
     call = jax.ffi.ffi_call(
@@ -63,6 +63,7 @@ def feed_forward_block(
         _weight(network.after),
         *of_panels(network.gate_up_proj),
         *of_panels(network.down_proj),
+        _mask(network.is_used),
         hidden=np.int64(network.hidden_size),
         block=np.int64(network.block),
         is_gelu=network.activation == GELU,
@@ -73,6 +74,10 @@ def feed_forward_block(
 
 def _weight(norm: Norm | None) -> Array:
     return jnp.zeros((0,), jnp.float32) if norm is None else norm.weight
+
+
+def _mask(is_used: Array | None) -> Array:
+    return jnp.zeros((0,), bool) if is_used is None else is_used
 
 
 def _numbers(*norms: Norm | None) -> dict[str, np.float32]:
