@@ -109,7 +109,7 @@ class TargetPass:
         is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
         is_used = is_written
         if tree.is_chain:
-            column = jnp.arange(width, dtype=jnp.int32)
+            column = jnp.arange(width, dtype=jnp.int32)[None]
             is_used &= column <= self.num_draft_tokens[:, None]
         kv_len = active.num_tokens + width - 1
         batches = [
