@@ -235,7 +235,7 @@ class Program(_Setup):
             models, seqs=seqs, num_drafts=num_drafts, draft=draft, acceptance=acceptance
         )
         self.shape = StepShape(
-            num_seqs=seqs, num_draft_tokens=num_drafts, max_prompt_tokens=0
+            num_seqs=seqs, num_levels=num_drafts, max_prompt_tokens=0
         )
         arguments = (*self.params, self.forms)
         options = models.setting.compiler_options

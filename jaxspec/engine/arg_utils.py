@@ -596,7 +596,7 @@ def _speculative(
     if "num_speculative_tokens" not in merged:
         count = method_of(merged.get("method", DRAFT_MODEL)).default_draft_tokens
         if head is not None:
-            count = min(count, head.max_drafts or count)
+            count = min(count, head.max_draft_tokens or count)
         merged["num_speculative_tokens"] = count
         warnings.warn(
             f"num_speculative_tokens is not given: {count} tokens are drafted per "

@@ -168,7 +168,7 @@ class EngineMetrics:
         self._expected_s, self._error_s = Distribution(_ROUND_S), 0.0
         # Launches by K. All K are present from the start, so that rates include the
         # first launch of each.
-        self._launches = dict.fromkeys(range(config.num_draft_tokens + 1), 0)
+        self._launches = dict.fromkeys(range(config.max_draft_tokens + 1), 0)
         self._last_log = (time.monotonic(), 0, copy.deepcopy(stats))
         self._was_busy = False
         # `num_compared` and `num_agreed` at the last check of acceptance; None after
@@ -380,7 +380,7 @@ class EngineMetrics:
 
     def _choice(self, load: Load) -> list[Metric]:
         """Return the metrics of the choice of K, if there are drafts."""
-        if not self._config.num_draft_tokens:
+        if not self._config.max_draft_tokens:
             return []
         counters = {
             "saved_seconds": load.saved_s,
@@ -439,7 +439,7 @@ class EngineMetrics:
 
         `efficiency` is emitted tokens / (K + 1 tokens per round).
         """
-        width, stats = self._config.num_draft_tokens, self._stats
+        width, stats = self._config.max_draft_tokens, self._stats
         if not width:
             return []
         rounds = stats.num_draft_rounds
@@ -547,7 +547,7 @@ class EngineMetrics:
         stats = self._stats
         drafted = stats.num_draft_tokens - before.num_draft_tokens
         accepted = stats.num_accepted_tokens - before.num_accepted_tokens
-        earlier = [*before.accepted_per_position, *[0] * self._config.num_draft_tokens]
+        earlier = [*before.accepted_per_position, *[0] * self._config.max_draft_tokens]
         rates = [
             (count - earlier[position]) / rounds
             for position, count in enumerate(stats.accepted_per_position)

@@ -188,7 +188,7 @@ class FakeDevice:
             self._write_tile(tile)
         tiles = [self._run_tile(tile) for tile in plan.tiles]
         tiles += [(0, True)] * (shape.num_tiles - len(tiles))
-        width = shape.num_draft_tokens + 1
+        width = shape.num_levels + 1
         num_accepted = np.zeros(shape.num_seqs, np.int32)
         result = StepResult(
             tokens=np.zeros((shape.num_seqs, width), np.int32),
@@ -214,7 +214,7 @@ class FakeDevice:
             tokens, accepted = self._round(
                 self.rows[row],
                 drafts,
-                shape.num_draft_tokens,
+                shape.num_levels,
                 max(drafts for _, drafts in plan.decode),
             )
             result.tokens[index, : len(tokens)] = tokens
@@ -230,7 +230,7 @@ class FakeDevice:
 
     def _wanted(self, row: int, drafts: int, shape: StepShape) -> int:
         """Return how many of the planned drafts a sequence has room for."""
-        assert 0 <= drafts <= shape.num_draft_tokens
+        assert 0 <= drafts <= shape.num_levels
         left = self.rows[row].admission.max_total - self.rows[row].num_tokens
         return min(drafts, max(left - 1, 0))
 
@@ -268,7 +268,7 @@ class FakeDevice:
         """Return logprobs of a uniform distribution, if the shape has logprobs."""
         asked, found = shape.features, dict[str, TokenLogprobs]()
         leading = {
-            "logprobs": (shape.num_seqs, shape.num_draft_tokens + 1),
+            "logprobs": (shape.num_seqs, shape.num_levels + 1),
             "tile_logprobs": (shape.num_tiles,),
             "prompt_logprobs": (shape.num_tiles, TILE),
         }

@@ -30,7 +30,7 @@ def settle(
         launch.drafts[has_row],
         launch.num_rounds,
         missing,
-        is_lag=has_draft_model and not launch.shape.num_draft_tokens,
+        is_lag=has_draft_model and not launch.shape.num_levels,
     )
     for request, is_in_row in zip(launch.decoding, has_row.tolist(), strict=True):
         if not is_in_row and request.status is not Status.FINISHED:

@@ -345,7 +345,7 @@ class PageTables:
         self._reach = (config.local_window or 1) - 1
         speculative = config.speculative
         if speculative is not None and speculative.method_info.is_parallel:
-            self._reach += config.num_draft_tokens - 1
+            self._reach += config.max_draft_tokens - 1
         self.stats = stats
         self._is_shared = config.enable_prefix_caching
         # With a head, a page also depends on the token after it: the head's keys and
@@ -459,7 +459,7 @@ class PageTables:
         if room < 0:
             return CachedPrefix([])
         first = self.first_local(len(keys) * self.page_size)
-        if self._has_draft_model and request.num_draft_tokens:
+        if self._has_draft_model and request.max_draft_tokens:
             num_filled = self._num_found(
                 keys, lambda key: has_key(key) and self._is_drafted(page_of(key))
             )

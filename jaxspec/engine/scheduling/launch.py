@@ -91,7 +91,7 @@ class Launch:
     round_kind: RoundKind = field(init=False)
 
     def __post_init__(self) -> None:
-        is_drafting = self.shape.num_draft_tokens > 0
+        is_drafting = self.shape.num_levels > 0
         num_draft_tokens = int(self.drafts.max(initial=0)) if is_drafting else 0
         self.round_kind = RoundKind(self.shape, num_draft_tokens)
 
@@ -192,7 +192,7 @@ class LaunchBuilder:
         )
         self._rows.first_local[request.row] = request.first_local
         if self._has_draft_model and self._tables.lacks_local(request):
-            self._rows.num_draft_tokens[request.row] = 0
+            self._rows.max_draft_tokens[request.row] = 0
         request.status = Status.PREFILL
         self.admissions.append(_admission(request))
         self.add_pages(self._tables.grow(request, chunk.end + 1))

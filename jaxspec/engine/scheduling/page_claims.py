@@ -91,7 +91,7 @@ class PageClaimer:
             or table.is_slow[rows].any()
         ):
             return 1
-        if has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
+        if has_draft_model and shape.num_levels and table.lags(rows).any():
             return 1
         round_kind = RoundKind(shape, decode.num_draft_tokens)
         count = self._pacer.num_rounds(round_kind, shape.max_rounds)

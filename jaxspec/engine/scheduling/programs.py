@@ -160,7 +160,7 @@ class Shapes:
             form: [
                 StepShape(
                     num_seqs=n,
-                    num_draft_tokens=k,
+                    num_levels=k,
                     max_prompt_tokens=c,
                     features=form,
                     max_rounds=rounds if form in (GREEDY, SAMPLED) and not c else 1,
@@ -175,7 +175,7 @@ class Shapes:
                 forms[form] += [
                     dataclasses.replace(shape, template=None)
                     for shape in forms[form]
-                    if shape.num_draft_tokens and not shape.max_prompt_tokens
+                    if shape.num_levels and not shape.max_prompt_tokens
                 ]
         return forms
 
@@ -207,7 +207,7 @@ class Shapes:
             or (
                 form in (GREEDY, SAMPLED)
                 and len(self._policy.compiled_drafts) > 1
-                and not shape.num_draft_tokens
+                and not shape.num_levels
                 and (
                     shape.num_seqs > 1
                     or not (shape.max_prompt_tokens or form == GREEDY)
@@ -413,7 +413,7 @@ class Shapes:
             for form in forms
             for shape in self._forms[form]
             if shape.num_seqs >= num_seqs
-            and shape.num_draft_tokens >= compiled
+            and shape.num_levels >= compiled
             and shape.max_prompt_tokens >= tokens
             and not (has_side_branches and self._is_chain(shape))
         ]
@@ -422,7 +422,7 @@ class Shapes:
         return sorted(
             able,
             key=lambda shape: (
-                shape.num_draft_tokens,
+                shape.num_levels,
                 shape.max_prompt_tokens,
                 shape.num_seqs,
                 not self._is_chain(shape),

@@ -46,8 +46,8 @@ class RowTable:
         ahead: Upper bound on the tokens that unread rounds add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
-        num_draft_tokens: Maximum number of drafts per round that the request wants; 0
-            if it has given up its drafts, to free local pages.
+        max_draft_tokens: `Request.max_draft_tokens`; 0 if the request has given up its
+            drafts, to free local pages.
         num_draft_uncached: Draft lag: upper bound on the newest tokens that the draft
             model has no keys and values for, once all launches have run.
         kind: Index into `kinds`, the features that decoding needs.
@@ -89,7 +89,7 @@ class RowTable:
         self.num_tokens, self.num_unread = integers(), integers()
         self.num_unsure, self.ahead = integers(), integers()
         self.max_total, self.longest = integers(), integers()
-        self.num_draft_tokens, self.num_draft_uncached = integers(), integers(1)
+        self.max_draft_tokens, self.num_draft_uncached = integers(), integers(1)
         self.kind = integers()
         self._longest_drafted = longest_drafted
         self.max_draft_lag = 2 if num_parallel is None else num_parallel + 1
@@ -111,7 +111,7 @@ class RowTable:
         self.num_tokens[row] = request.num_tokens
         self.num_unread[row] = self.num_unsure[row] = self.ahead[row] = 0
         self.max_total[row], self.longest[row] = request.max_total, longest
-        self.num_draft_tokens[row] = request.num_draft_tokens
+        self.max_draft_tokens[row] = request.max_draft_tokens
         self.num_draft_uncached[row] = 1
         # Prompt logprobs are not needed once it decodes.
         features = dataclasses.replace(request.features, num_prompt_logprobs=None)
@@ -124,7 +124,7 @@ class RowTable:
         row = request.row
         request.num_unread = int(self.num_unread[row])
         self.requests[row] = None
-        self.owner[row], self.num_draft_tokens[row] = -1, 0
+        self.owner[row], self.max_draft_tokens[row] = -1, 0
         self.is_decoding[row] = self.has_grammar[row] = False
         self.free.append(row)
         request.row = -1
@@ -137,7 +137,7 @@ class RowTable:
     @property
     def wants_drafts(self) -> bool:
         """Whether any request wants drafts."""
-        return bool(np.count_nonzero(self.num_draft_tokens))
+        return bool(np.count_nonzero(self.max_draft_tokens))
 
     def owners_of(self, rows: list[int]) -> list[Request]:
         """Return the requests in these rows."""
@@ -175,7 +175,7 @@ class RowTable:
         """
         back = self.max_draft_lag
         if has_draft_model:
-            has_drafts = self.num_draft_tokens[rows] > 0
+            has_drafts = self.max_draft_tokens[rows] > 0
             has_drafts &= self.num_tokens[rows] < self._longest_drafted
             lag = np.where(has_drafts, self.num_draft_uncached[rows], 0)
             back = np.maximum(lag, back)
@@ -198,9 +198,9 @@ class RowTable:
             rows, max_tokens = rows[can_decode], max_tokens[can_decode]
         if not max_draft_tokens:
             return rows, np.zeros(len(rows), np.int64)
-        max_drafts = np.minimum(max_draft_tokens, self.num_draft_tokens[rows])
-        max_drafts[(max_tokens >= self._longest_drafted) | self.is_slow[rows]] = 0
-        return rows, max_drafts
+        draft_limits = np.minimum(max_draft_tokens, self.max_draft_tokens[rows])
+        draft_limits[(max_tokens >= self._longest_drafted) | self.is_slow[rows]] = 0
+        return rows, draft_limits
 
     def lags(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows need a draft prefill before they can have drafts."""
@@ -211,7 +211,7 @@ class RowTable:
         is_lagging = self.lags(rows)
         if not np.count_nonzero(is_lagging):
             return is_lagging  # the case in most rounds
-        is_lagging &= self.num_draft_tokens[rows] > 0
+        is_lagging &= self.max_draft_tokens[rows] > 0
         is_lagging &= self.num_tokens[rows] < self._longest_drafted
         return is_lagging & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
 
@@ -268,17 +268,17 @@ class RowTable:
         self,
         rows: np.ndarray,
         drafts: np.ndarray,
-        num_draft_tokens: int,
+        num_levels: int,
         num_rounds: int = 1,
     ) -> None:
         """Update the draft model's lag for a launch.
 
         Args:
             drafts: Draft tokens of each row.
-            num_draft_tokens: K of the program.
+            num_levels: Levels of drafts of the program.
         """
         lag = self.num_draft_uncached[rows]
-        if num_draft_tokens:
+        if num_levels:
             # After a drafting round, the lag is at most the last draft and the target's
             # token, or all new tokens. A larger lag is not reduced by it.
             is_read = lag <= self.max_draft_lag

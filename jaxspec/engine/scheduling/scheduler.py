@@ -75,7 +75,7 @@ class Scheduler:
         self.rows = RowTable(
             config.max_num_seqs,
             own_limit or config.max_model_len,
-            config.num_draft_tokens if is_parallel else None,
+            config.max_draft_tokens if is_parallel else None,
         )
         self.shapes = Shapes(config, policy, programs)
         self.masks = SlowMasks(self.rows)
@@ -132,11 +132,11 @@ class Scheduler:
     @property
     def choice(self) -> Choice:
         """The current choice, with K limited for the number of running requests."""
-        max_k = self._max_draft_tokens
-        k = min(self.policy.num_draft_tokens, max_k)
-        choice = self.policy.choice
+        max_draft_tokens = self._max_draft_tokens
+        k = min(self.policy.num_draft_tokens, max_draft_tokens)
+        choice, may_draft = self.policy.choice, max_draft_tokens > 0
         gain = choice.gain if k else 0.0
-        return replace(choice, num_draft_tokens=k, gain=gain, may_draft=max_k > 0)
+        return replace(choice, num_draft_tokens=k, gain=gain, may_draft=may_draft)
 
     @property
     def _prefilling(self) -> list[Request]:
@@ -200,13 +200,13 @@ class Scheduler:
         if self.tables.has_local:
             self._free_local_pages()
         candidates = self._candidates()
-        rows, max_drafts = candidates.rows, candidates.max_drafts
-        if self.policy.is_due(len(rows), candidates.num_draft_tokens):
+        rows, draft_limits = candidates.rows, candidates.draft_limits
+        if self.policy.is_due(len(rows), candidates.max_draft_tokens):
             features = self.rows.features(rows)
             self._estimator.count_lookups()
-            missing = self._estimator.missing(rows, max_drafts, features)
+            missing = self._estimator.missing(rows, draft_limits, features)
             self.shapes.request_compile(*missing)
-            self.policy.choose(self._estimator.estimate(rows, max_drafts, features))
+            self.policy.choose(self._estimator.estimate(rows, draft_limits, features))
         return candidates
 
     def _free_local_pages(self) -> None:
@@ -220,7 +220,7 @@ class Scheduler:
         ends = dict(zip(*behind, strict=True))
         for request in self._prefilling:
             position = request.num_prefilled
-            if self._has_draft_model and rows.num_draft_tokens[request.row]:
+            if self._has_draft_model and rows.max_draft_tokens[request.row]:
                 position = min(position, request.num_draft_cached)
             ends[request.row] = tables.first_local(position)
         for row, end in ends.items():
@@ -256,25 +256,26 @@ class Scheduler:
         row = int(num_kept.argmax())
         if num_kept[row] <= 0:
             return False
-        rows.num_draft_tokens[row] = 0
+        rows.max_draft_tokens[row] = 0
         self._free_local_pages()
         return True
 
     def _candidates(self) -> Candidates:
         max_draft_tokens = 0 if self.policy.is_idle else self._max_draft_tokens
-        rows, max_drafts = self.rows.decodable(max_draft_tokens)
-        max_k = int(max_drafts.max(initial=0)) if max_draft_tokens else 0
-        if not (max_k and self._can_wait):
-            return Candidates(rows, max_drafts, max_k)
+        rows, draft_limits = self.rows.decodable(max_draft_tokens)
+        if max_draft_tokens:
+            max_draft_tokens = int(draft_limits.max(initial=0))
+        if not (max_draft_tokens and self._can_wait):
+            return Candidates(rows, draft_limits, max_draft_tokens)
         is_lagging = self.rows.awaits_draft(rows)
         if not np.count_nonzero(is_lagging):
-            return Candidates(rows, max_drafts, max_k)
+            return Candidates(rows, draft_limits, max_draft_tokens)
         # All rows will decode together soon: request the program for that now.
         features = self.rows.features(rows)
-        missing = self.shapes.select(len(rows), max_k, 0, features).missing
-        rows, max_drafts = rows[~is_lagging], max_drafts[~is_lagging]
-        max_k = int(max_drafts.max(initial=0))
-        return Candidates(rows, max_drafts, max_k, missing)
+        missing = self.shapes.select(len(rows), max_draft_tokens, 0, features).missing
+        rows, draft_limits = rows[~is_lagging], draft_limits[~is_lagging]
+        max_draft_tokens = int(draft_limits.max(initial=0))
+        return Candidates(rows, draft_limits, max_draft_tokens, missing)
 
     @property
     def _can_wait(self) -> bool:
@@ -292,29 +293,29 @@ class Scheduler:
 
     def select_decode(self, candidates: Candidates) -> Decode:
         """Stage 1: the rows that decode, their drafts, and a compiled program."""
-        rows, drafts = candidates.rows, candidates.max_drafts
+        rows, drafts = candidates.rows, candidates.draft_limits
         if not len(rows):
             return Decode(rows, drafts, missing=(candidates.missing,))
-        choice, max_k = self.policy.next_choice, candidates.num_draft_tokens
-        can_draft = bool(max_k and self.policy.num_draft_tokens)
-        if max_k > choice.num_draft_tokens:
-            max_k = choice.num_draft_tokens
-            drafts = np.minimum(drafts, max_k)
+        choice, k = self.policy.next_choice, candidates.max_draft_tokens
+        can_draft = bool(k and self.policy.num_draft_tokens)
+        if k > choice.num_draft_tokens:
+            k = choice.num_draft_tokens
+            drafts = np.minimum(drafts, k)
         features = self.rows.features(rows)
         # While no plain program is compiled, plain rounds run in a program with drafts:
         # the one with side branches, as estimates take the time of K = 0 from there.
-        is_plain = self._has_draft_model and not max_k
+        is_plain = self._has_draft_model and not k
         has_side_branches = choice.has_side_branches or is_plain
         shape, better = self.shapes.select(
-            len(rows), max_k, 0, features, has_side_branches=has_side_branches
+            len(rows), k, 0, features, has_side_branches=has_side_branches
         )
         missing = candidates.missing, better
-        if max_k and self._has_draft_model:
+        if k and self._has_draft_model:
             lags = self.rows.lags(rows)
             if np.count_nonzero(lags):
                 drafts = np.where(lags, 0, drafts)
-                max_k = int(drafts.max())
-            if shape is not None and not max_k:
+                k = int(drafts.max())
+            if shape is not None and not k:
                 # All rows await the draft model, for a round or two. While the program
                 # with drafts is being compiled, the rows wait for it: a short text
                 # would end before anything was drafted.
@@ -324,8 +325,8 @@ class Scheduler:
                 missing = *missing, better
         if shape is None:
             return Decode(rows[:0], drafts[:0], lacks_drafts=can_draft, missing=missing)
-        lacks_drafts = can_draft and not max_k
-        return Decode(rows, drafts, max_k, shape, features, lacks_drafts, missing)
+        lacks_drafts = can_draft and not k
+        return Decode(rows, drafts, k, shape, features, lacks_drafts, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
         """Stage 2: the number of prompt tokens that the launch may include.
@@ -355,12 +356,14 @@ class Scheduler:
             return len(rows) > 0
         return not bool(self.rows.awaits_draft(rows).all())
 
-    def _may_request_on_demand(self, decode: Decode, max_k: int) -> bool:
+    def _may_request_on_demand(self, decode: Decode, max_draft_tokens: int) -> bool:
         """Return whether many launches without drafts will follow.
 
         That is assumed if rows decode and K is 0.
         """
-        return len(decode.rows) > 0 and not min(self.policy.num_draft_tokens, max_k)
+        return len(decode.rows) > 0 and not min(
+            self.policy.num_draft_tokens, max_draft_tokens
+        )
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
         """Stage 3: pages for running requests; if there are too few, preemptions."""
@@ -398,13 +401,13 @@ class Scheduler:
         num_change = len(admissions.admitted) - claims.num_preempted
         is_waiting = len(self.waiting) > num_change
         num_running = len(self.running) + num_change + is_waiting
-        max_k = self.policy.max_draft_tokens(num_running)
+        max_draft_tokens = self.policy.max_draft_tokens(num_running)
         shape, missing = self.shapes.select(
             num_seqs,
             decode.num_draft_tokens,
             sum(chunk.num_tiles for chunk in chunks) * TILE,
             features,
-            may_request_on_demand=self._may_request_on_demand(decode, max_k),
+            may_request_on_demand=self._may_request_on_demand(decode, max_draft_tokens),
         )
         assert shape is not None, "no compiled program serves the planned launch"
         return LaunchPlan(*parts, shape, missing)
@@ -434,9 +437,7 @@ class Scheduler:
         drafts = table.possible_drafts(rows, claims.drafts)
         table.count_launched(rows, drafts, num_rounds)
         if self._has_draft_model:
-            table.update_draft_lag(
-                rows, drafts, plan.shape.num_draft_tokens, num_rounds
-            )
+            table.update_draft_lag(rows, drafts, plan.shape.num_levels, num_rounds)
         charged_s = None if account is None else account.charged_s
         return batch.launch(plan.shape, rows, drafts, num_rounds, charged_s)
 
@@ -445,7 +446,7 @@ class Scheduler:
         request = admitted.chunk.request
         self.waiting.remove(request)
         self.running.append(request)
-        tree = self.shapes.tree(self.config.num_draft_tokens)
+        tree = self.shapes.tree(self.config.max_draft_tokens)
         longest = request.max_total + tree.num_rows - 1
         batch.begin(admitted, min(longest, self.config.max_model_len))
         self._estimator.admit(request)

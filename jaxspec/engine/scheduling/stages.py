@@ -20,13 +20,13 @@ class Candidates(NamedTuple):
 
     Attributes:
         rows: In order.
-        max_drafts: Maximum number of draft tokens of each row.
-        num_draft_tokens: The maximum of `max_drafts`.
+        draft_limits: Maximum number of draft tokens of each row.
+        max_draft_tokens: The maximum of `draft_limits`.
     """
 
     rows: np.ndarray
-    max_drafts: np.ndarray
-    num_draft_tokens: int
+    draft_limits: np.ndarray
+    max_draft_tokens: int
     missing: StepShape | None = None
 
 
@@ -36,7 +36,7 @@ class Decode(NamedTuple):
     Attributes:
         rows: Empty while no program for them is compiled.
         drafts: Draft tokens of each row.
-        num_draft_tokens: The maximum of `drafts`.
+        num_draft_tokens: K, the maximum of `drafts`.
         shape: The program for them, without prompts.
         features: Features that the rows need.
         lacks_drafts: K is above 0, but no row can have drafts in this launch.

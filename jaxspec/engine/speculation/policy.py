@@ -56,7 +56,7 @@ class RoundEstimates:
     """Measured and estimated values of the next round.
 
     Attributes:
-        max_drafts: [sequence]: maximum number of drafts of each sequence.
+        draft_limits: [sequence]: maximum number of drafts of each sequence.
         acceptance: [sequence, position]: rate once the drafts before it are accepted.
         seconds: Seconds of a round for each K from 0 on; None where unknown. With side
             branches, if the engine has any.
@@ -70,7 +70,7 @@ class RoundEstimates:
             or lookups are followed.
     """
 
-    max_drafts: np.ndarray
+    draft_limits: np.ndarray
     acceptance: np.ndarray
     seconds: Sequence[float | None]
     chain_seconds: Sequence[float | None] | None = None
@@ -98,10 +98,10 @@ class RoundEstimates:
             num_draft_tokens: The current K. If it is 0, the times of rounds with drafts
                 include draft prefill.
         """
-        times, num_seqs = self.times(), len(self.max_drafts)
-        max_k = times.shape[1] - 1
-        survival = np.cumprod(self.acceptance[:, :max_k], axis=1)
-        survival *= np.arange(max_k) < self.max_drafts[:, None]
+        times, num_seqs = self.times(), len(self.draft_limits)
+        max_draft_tokens = times.shape[1] - 1
+        survival = np.cumprod(self.acceptance[:, :max_draft_tokens], axis=1)
+        survival *= np.arange(max_draft_tokens) < self.draft_limits[:, None]
         accepted = np.cumsum(np.append(0.0, survival.sum(axis=0)))
         tokens = num_seqs + accepted * np.ones((len(times), 1))
         tokens[0] += self.side_tokens * accepted
@@ -127,8 +127,8 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     time is unknown: the configured K, with side branches.
     """
     if not estimates.are_times_known:
-        max_k = len(estimates.seconds) - 1
-        return replace(current, num_draft_tokens=max_k, has_side_branches=True)
+        k = len(estimates.seconds) - 1
+        return replace(current, num_draft_tokens=k, has_side_branches=True)
     rates = estimates.rates(current.num_draft_tokens)
     is_chain = len(rates) > 1 and not current.has_side_branches
     k = min(current.num_draft_tokens, rates.shape[1] - 1)
@@ -243,21 +243,21 @@ class SpeculationPolicy:
         """The choice of the next round: the best, or an alternative to measure."""
         return self._explored or self.choice
 
-    def is_due(self, num_seqs: int, max_k: int) -> bool:
+    def is_due(self, num_seqs: int, max_draft_tokens: int) -> bool:
         """Return whether a new choice must be made before the next round.
 
         Args:
-            max_k: Maximum number of drafts of a sequence.
+            max_draft_tokens: Maximum number of drafts of a sequence.
         """
-        if not self.is_adaptive or not max_k or self._explored is not None:
+        if not self.is_adaptive or not max_draft_tokens or self._explored is not None:
             return False
-        return (num_seqs, max_k) != self._load or self._rounds_left <= 0
+        return (num_seqs, max_draft_tokens) != self._load or self._rounds_left <= 0
 
     def choose(self, estimates: RoundEstimates) -> None:
         """Make a new choice for the next rounds."""
-        num_seqs, before = len(estimates.max_drafts), self.choice
-        max_k = len(estimates.seconds) - 1
-        self._load = num_seqs, max_k
+        num_seqs, before = len(estimates.draft_limits), self.choice
+        max_draft_tokens = len(estimates.seconds) - 1
+        self._load = num_seqs, max_draft_tokens
         self._budget = self._budgets[num_seqs.bit_length()]
         if self._budget.is_closed:
             self.choice = replace(before, num_draft_tokens=0)
@@ -273,14 +273,17 @@ class SpeculationPolicy:
     def _explore(self, estimates: RoundEstimates) -> None:
         """Begin to measure the alternative that ran least recently, if affordable."""
         choice, times = self.choice, estimates.times()
-        max_k, is_chain = times.shape[1] - 1, not self.choice.has_side_branches
+        max_draft_tokens = times.shape[1] - 1
+        is_chain = not choice.has_side_branches
         alternatives = list[Choice]()
         if choice.num_draft_tokens:
             alternatives.append(replace(choice, num_draft_tokens=0))
-            if choice.num_draft_tokens < max_k:
-                alternatives.append(replace(choice, num_draft_tokens=max_k))
+            if choice.num_draft_tokens < max_draft_tokens:
+                alternatives.append(replace(choice, num_draft_tokens=max_draft_tokens))
             if is_chain:
-                k = max_k if estimates.is_whole_tree else choice.num_draft_tokens
+                k = choice.num_draft_tokens
+                if estimates.is_whole_tree:
+                    k = max_draft_tokens
                 alternatives.append(
                     replace(choice, num_draft_tokens=k, has_side_branches=True)
                 )
@@ -301,9 +304,9 @@ class SpeculationPolicy:
 
     def _key(self, choice: Choice) -> tuple[int, str]:
         """Return an alternative's key: plain, most drafts, or with side branches."""
-        num_seqs, max_k = self._load or (1, 0)
+        num_seqs, max_draft_tokens = self._load or (1, 0)
         kind = "side" if choice.has_side_branches else "chain"
-        if choice.num_draft_tokens in (0, max_k):
+        if choice.num_draft_tokens in (0, max_draft_tokens):
             kind = f"{choice.num_draft_tokens}"
         return num_seqs.bit_length(), kind
 

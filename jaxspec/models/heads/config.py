@@ -66,7 +66,7 @@ class HeadConfig(ABC):
         return self.draft_vocab_size < self.vocab_size
 
     @property
-    def max_drafts(self) -> int | None:
+    def max_draft_tokens(self) -> int | None:
         """Maximum number of drafts in a row that it can propose; None: no limit."""
         return None
 
@@ -471,7 +471,7 @@ class MedusaConfig(HeadConfig):
             )
 
     @property
-    def max_drafts(self) -> int:
+    def max_draft_tokens(self) -> int:
         """One draft per head."""
         return self.num_heads
 

@@ -75,7 +75,7 @@ def look_up(
         longest=longest,
         shortest=shortest,
         num_matches=1 if tree.is_chain else NUM_BRANCHES,
-        num_draft_tokens=tree.num_levels,
+        num_levels=tree.num_levels,
     )
     num_drafts = jnp.where(matches.length[:, 0] > 0, tree.num_levels, 0)
     drafts = matches.following[:, 0]

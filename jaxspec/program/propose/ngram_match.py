@@ -41,7 +41,7 @@ def find_matches(
     longest: int,
     shortest: int,
     num_matches: int,
-    num_draft_tokens: int,
+    num_levels: int,
 ) -> Matches:
     """Find earlier occurrences of the newest tokens.
 
@@ -63,7 +63,7 @@ def find_matches(
     best = _top_ranks(rank, num_matches)
     place = best % size
     num_known = jnp.maximum(active.num_tokens[:, None] - 1 - place, 1)
-    offset = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None, None]
+    offset = jnp.arange(num_levels, dtype=jnp.int32)[None, None]
     following = place[:, :, None] + 1 + offset % num_known[:, :, None]
     drafts = jnp.take_along_axis(
         tokens, following.reshape(tokens.shape[0], -1), axis=1, mode="clip"
@@ -71,7 +71,7 @@ def find_matches(
     return Matches(
         length=best // size,
         following=drafts.reshape(following.shape),
-        num_following=jnp.full_like(best, num_draft_tokens),
+        num_following=jnp.full_like(best, num_levels),
     )
 
 

@@ -88,7 +88,7 @@ class Suffix(Lookup):
             longest=len(self.limits) - 1,
             shortest=self.shortest,
             num_matches=NUM_MATCHES,
-            num_draft_tokens=context.tree.num_levels,
+            num_levels=context.tree.num_levels,
         )
 
 
@@ -128,7 +128,7 @@ class CachedSuffix(Suffix):
             context.token_pages,
             longest=len(self.limits) - 1,
             shortest=self.shortest,
-            num_draft_tokens=context.tree.num_levels,
+            num_levels=context.tree.num_levels,
         )
         return merge_matches((in_sequence, in_answers), NUM_MATCHES)
 

@@ -42,7 +42,7 @@ def make_launch(
     return Launch(
         plan=StepPlan(tiles=tiles),
         shape=StepShape(
-            num_seqs=4, num_draft_tokens=3, max_prompt_tokens=64, features=WITH_LOGPROBS
+            num_seqs=4, num_levels=3, max_prompt_tokens=64, features=WITH_LOGPROBS
         ),
         rows=taken,
         owners=rows.owner[taken],

@@ -117,7 +117,7 @@ def make_request(prompt: list[int], **changes: Any) -> Request:
         1,
         prompt_token_ids=prompt,
         max_total=1000,
-        num_draft_tokens=MOST,
+        max_draft_tokens=MOST,
         **changes,
     )
     request.row = 0
@@ -297,7 +297,7 @@ class CostlyDrafts(Loop):
     """A loop in which rounds with drafts take 2.5 times as long as those without."""
 
     def cost(self, launch) -> float:
-        return 2.5e-3 if launch.shape.num_draft_tokens else 1e-3
+        return 2.5e-3 if launch.shape.num_levels else 1e-3
 
 
 def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
@@ -318,7 +318,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
     loop.device = LookupDevice(loop.pool, truth, has_draft=False)
     for shape in loop.scheduler.shapes.all(with_on_demand=True):
         if not shape.max_prompt_tokens:
-            for k in {1, MOST} if shape.num_draft_tokens else {0}:
+            for k in {1, MOST} if shape.num_levels else {0}:
                 loop.scheduler.step_times.seed(
                     RoundKind(shape, k), 2.5e-3 if k else 1e-3
                 )
@@ -328,7 +328,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
         2 * config.max_num_seqs,
         prompt_token_ids=[int(token) for token in prompt],
         max_total=60 + length,
-        num_draft_tokens=MOST,
+        max_draft_tokens=MOST,
         features=Features(all_greedy=True),
     ):
         loop.scheduler.add(request)

@@ -227,7 +227,7 @@ def run_together(config: EngineConfig, count: int, **changes: Any) -> Loop:
     values: dict[str, Any] = dict(
         prompt_token_ids=[1, 2, 3, 4],
         max_total=16,
-        num_draft_tokens=config.num_draft_tokens,
+        num_draft_tokens=config.max_draft_tokens,
     )
     return run_traffic(config, make_requests(config, count, **(values | changes)))
 
@@ -295,7 +295,7 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
 
 def test_drafting_stops_above_batch_size_and_resumes():
     config = make_config(max_num_seqs=4, disable_by_batch_size=2)
-    requests = make_requests(config, 4, prompt_token_ids=[1, 2, 3], num_draft_tokens=3)
+    requests = make_requests(config, 4, prompt_token_ids=[1, 2, 3], max_draft_tokens=3)
     for request, budget in zip(requests, (60, 14, 14, 14), strict=True):
         request.max_total = 3 + budget
     loop = run_traffic(config, requests)
@@ -345,7 +345,7 @@ def test_sequences_decode_during_draft_prefill():
 def test_first_token_does_not_wait_for_the_draft_prefill(kind):
     """The draft model prefills a prompt one launch later; then all rows get drafts."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
-    requests = make_requests(config, 2, num_draft_tokens=3, max_total=90)
+    requests = make_requests(config, 2, max_draft_tokens=3, max_total=90)
     for token, request in enumerate(requests, 1):
         request.prompt_token_ids, request.params.output_kind = [token] * 60, kind
     loop = run_traffic(config, requests)
@@ -361,7 +361,7 @@ def test_first_token_does_not_wait_for_the_draft_prefill(kind):
 
 def test_shared_pages_are_draft_prefilled_once():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
-    requests = make_requests(config, 4, num_draft_tokens=3)
+    requests = make_requests(config, 4, max_draft_tokens=3)
     loop = run_traffic(config, requests)
     reading = [one for one in loop.launches if one.shape.is_draft_prefill]
     read = sum(len(tile.tokens) for one in reading for tile in one.plan.tiles)
@@ -374,7 +374,7 @@ def test_draft_prefill_follows_admission_order():
     config = make_config(
         max_num_seqs=4, num_pages=200, max_model_len=400, max_num_batched_tokens=64
     )
-    requests = make_requests(config, 4, num_draft_tokens=3)
+    requests = make_requests(config, 4, max_draft_tokens=3)
     for token, request in enumerate(requests):
         length = 40 if token else 300
         request.prompt_token_ids, request.max_total = [token] * length, length + 20
@@ -397,7 +397,7 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
         disable_by_batch_size=15,
     )
     loop = Loop(config, seed=0)
-    requests = make_requests(config, 16, num_draft_tokens=3)
+    requests = make_requests(config, 16, max_draft_tokens=3)
     for request in requests:
         request.prompt_token_ids, request.max_total = [1] * 5, 390
         request.params.output_kind = kind
@@ -416,7 +416,7 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
     assert all((one.drafts == 3).all() for one in rounds[4:])
     # Until all rows have it, launches use no programs with room for drafts.
     idle = [one for one in rounds if not one.drafts.any()]
-    assert not any(one.shape.num_draft_tokens for one in idle)
+    assert not any(one.shape.num_levels for one in idle)
 
 
 def test_draft_prefill_does_not_delay_streams():
@@ -425,7 +425,7 @@ def test_draft_prefill_does_not_delay_streams():
     )
     loop = Loop(config, seed=0)
     loop.prompt_token_s = 1 / 256  # 64 tokens take 1/4 round, 512 two
-    stream, late = make_requests(config, 2, num_draft_tokens=3)
+    stream, late = make_requests(config, 2, max_draft_tokens=3)
     stream.prompt_token_ids, stream.max_total = [1] * 20, 400
     stream.params.output_kind = DELTA
     late.prompt_token_ids, late.max_total = [2] * 400, 440
@@ -454,7 +454,7 @@ def test_draft_model_is_unused_without_its_program():
     loop = Loop(config, seed=0)
     controller = SpeculationPolicy(config.speculative)
     loop.scheduler = Scheduler(config, controller, programs=FailedPrograms())
-    (request,) = make_requests(config, 1, num_draft_tokens=3)
+    (request,) = make_requests(config, 1, max_draft_tokens=3)
     loop.run([request])
     assert controller.is_stopped
     assert not any(launch.drafts.any() for launch in loop.launches)
@@ -479,7 +479,7 @@ def test_plain_rounds_are_timed_in_consecutive_launches():
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
     [request] = make_requests(config, 1)
-    request.max_total, request.num_draft_tokens = 300, 3
+    request.max_total, request.max_draft_tokens = 300, 3
     loop.scheduler.add(request)
     policy = loop.scheduler.policy
     while not (loop.launches and loop.launches[-1].drafts.any()):
@@ -504,7 +504,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     """
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
-    [request] = make_requests(config, 1, num_draft_tokens=3, max_total=390)
+    [request] = make_requests(config, 1, max_draft_tokens=3, max_total=390)
     request.params.temperature = 0.0
     loop.scheduler.add(request)
     policy, chosen_at, probed_at = loop.scheduler.policy, list[int](), list[int]()
@@ -538,7 +538,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     # read.
     assert sum(probed_at[0] <= at for at in chosen_at) == 2
     assert policy.is_idle
-    [other] = make_requests(config, 1, num_draft_tokens=3, max_total=300)
+    [other] = make_requests(config, 1, max_draft_tokens=3, max_total=300)
     loop.scheduler.add(other)
     loop.step()
     assert other.row >= 0 and not policy.is_idle
@@ -550,7 +550,7 @@ def test_prompts_end_the_timing_of_plain_rounds():
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
     loop = Loop(config, seed=0)
-    first, *others = make_requests(config, 9, num_draft_tokens=3)
+    first, *others = make_requests(config, 9, max_draft_tokens=3)
     first.max_total = 390
     loop.scheduler.add(first)
     while not (loop.launches and loop.launches[-1].drafts.any()):
@@ -577,7 +577,7 @@ def test_plain_rounds_between_other_launches_are_not_measured():
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
     loop = Loop(config, seed=0)
-    [request] = make_requests(config, 1, num_draft_tokens=3, max_total=390)
+    [request] = make_requests(config, 1, max_draft_tokens=3, max_total=390)
     request.prompt_token_ids = list(range(10)) * 35
     loop.scheduler.add(request)
     while not (loop.launches and loop.launches[-1].drafts.any()):
@@ -597,7 +597,7 @@ def test_k_is_at_most_the_largest_requested():
     decoding = [launch for launch in loop.launches if launch.decoding]
     assert {int(launch.drafts.max()) for launch in decoding} == {0}
     alone = [launch.shape for launch in decoding if not launch.plan.tiles]
-    assert {shape.num_draft_tokens for shape in alone} == {0}
+    assert {shape.num_levels for shape in alone} == {0}
 
 
 def test_no_drafts_are_planned_past_the_end_of_a_text():
@@ -622,7 +622,7 @@ def test_sequences_beyond_the_drafts_length_limit_get_no_drafts(monkeypatch, lon
     monkeypatch.setattr(FakeDevice, "run", note)
     loop = run_together(make_config(num_draft_tokens=3, longest_drafted=longest), 1)
     rounds = [
-        (drafts, launch.shape.num_draft_tokens)
+        (drafts, launch.shape.num_levels)
         for launch in loop.launches
         for _, drafts in launch.plan.decode
     ]
@@ -666,7 +666,7 @@ def test_plan_lists_all_allocated_pages():
         for request, drafts in zip(requests, (0, 8), strict=True):
             request.prompt_token_ids = [drafts + 1] * (5 if drafts else num_prompt)
             request.max_total = request.num_prompt_tokens + 12
-            request.num_draft_tokens = drafts
+            request.max_draft_tokens = drafts
             loop.scheduler.add(request)
         while loop.step():
             rows = loop.scheduler.rows
@@ -769,7 +769,7 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
 
     monkeypatch.setattr(policy, "begin_probe", begin)
     monkeypatch.setattr(policy, "record_draft_prefill", end)
-    requests = make_requests(config, 2, num_draft_tokens=3, max_total=370)
+    requests = make_requests(config, 2, max_draft_tokens=3, max_total=370)
     for request in requests:
         request.params.temperature = 0.0  # otherwise acceptance cannot be estimated
         loop.scheduler.add(request)
