@@ -227,7 +227,7 @@ def run_together(config: EngineConfig, count: int, **changes: Any) -> Loop:
     values: dict[str, Any] = dict(
         prompt_token_ids=[1, 2, 3, 4],
         max_total=16,
-        num_draft_tokens=config.max_draft_tokens,
+        max_draft_tokens=config.max_draft_tokens,
     )
     return run_traffic(config, make_requests(config, count, **(values | changes)))
 
