@@ -132,7 +132,7 @@ class OneProgramRunner(OneShapeRunner):
         if not shape.is_draft_prefill:
             shape = dataclasses.replace(
                 shape,
-                num_draft_tokens=self.config.max_draft_tokens,
+                num_levels=self.config.max_draft_tokens,
                 max_prompt_tokens=self.config.max_num_batched_tokens,
                 features=dataclasses.replace(
                     shape.features, all_greedy=self.all_greedy

@@ -27,7 +27,7 @@ def settle(
     has_row = rows.owner[launch.rows] == launch.owners
     rows.settle(
         launch.rows[has_row],
-        launch.drafts[has_row],
+        launch.draft_counts[has_row],
         launch.num_rounds,
         missing,
         is_lag=has_draft_model and not launch.shape.num_levels,
@@ -97,38 +97,42 @@ def _commit_rounds(
     # A preempted request still gets the tokens of this launch, but has lost its row.
     has_row = rows.owner[launch.rows] == launch.owners
     if has_row.all():
-        rows.count_read(launch.rows, launch.drafts, emitted)
+        rows.count_read(launch.rows, launch.draft_counts, emitted)
     else:
-        rows.count_read(launch.rows[has_row], launch.drafts[has_row], emitted[has_row])
-    drafts = accepted = side = np.zeros(count, np.int64)
+        rows.count_read(
+            launch.rows[has_row], launch.draft_counts[has_row], emitted[has_row]
+        )
+    draft_counts = accepted = side = np.zeros(count, np.int64)
     if launch.round_kind.num_draft_tokens or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer drafts than were planned.
-        drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
-        drafts = np.where(is_late & ~is_broken, 0, drafts)
-        accepted = np.minimum(result.num_accepted[:count], drafts)
+        draft_counts = np.minimum(result.num_draft_tokens[:count], launch.draft_counts)
+        draft_counts = np.where(is_late & ~is_broken, 0, draft_counts)
+        accepted = np.minimum(result.num_accepted[:count], draft_counts)
         # Drafts of a sequence that ended earlier do not count; of a sequence that ends
         # in this round, only drafts up to the end count.
         is_counted = has_row & (emitted > 0)
         is_done = result.is_done[:count]
         acceptance.record(
             launch.rows[is_counted],
-            np.where(is_done, accepted, drafts)[is_counted],
+            np.where(is_done, accepted, draft_counts)[is_counted],
             accepted[is_counted],
-            np.where(is_done, accepted, launch.drafts)[is_counted],
+            np.where(is_done, accepted, launch.draft_counts)[is_counted],
         )
         if result.num_accepted_nodes is not None:
             accepted_nodes = np.minimum(result.num_accepted_nodes[:count], emitted)
             side = np.where(is_dropped, 0, accepted_nodes - accepted)
             acceptance.record_side_branches(accepted[is_counted], side[is_counted])
         if result.tree_row is not None:
-            continues = is_counted & ~is_done & (drafts > 0)
-            stats.record_ends(drafts[continues], result.tree_row[:count][continues])
+            continues = is_counted & ~is_done & (draft_counts > 0)
+            stats.record_ends(
+                draft_counts[continues], result.tree_row[:count][continues]
+            )
     columns = zip(
         launch.decoding,
         has_row.tolist(),
         result.tokens[:count].tolist(),
         emitted.tolist(),
-        drafts.tolist(),
+        draft_counts.tolist(),
         accepted.tolist(),
         side.tolist(),
         result.is_done[:count].tolist(),
@@ -177,7 +181,7 @@ def _commit_rounds(
     if has_ended:
         emitted = emitted.copy()
         emitted[has_ended] = 0  # tokens after the end are dropped
-    stats.record_round(drafts, accepted, emitted, side)
+    stats.record_round(draft_counts, accepted, emitted, side)
     return advance
 
 

@@ -222,7 +222,7 @@ class DraftPrefill:
             shape=plan.shape,
             rows=np.zeros(0, np.int64),
             owners=np.zeros(0, np.int64),
-            drafts=np.zeros(0, np.int64),
+            draft_counts=np.zeros(0, np.int64),
             decoding=[],
             tiled=[chunk.request for chunk in plan.chunks for _ in chunk.tiles],
             registered=[],

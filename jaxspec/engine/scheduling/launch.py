@@ -61,7 +61,7 @@ class Launch:
     Attributes:
         rows: Decoding rows, in the order of the plan.
         owners: `RowTable.owner` of each row when the launch was planned.
-        drafts: Draft tokens of each decoding row.
+        draft_counts: Draft tokens of each decoding row.
         tiled: The request of each of the plan's tiles.
         registered: Pages registered in the prefix cache that this launch fills.
         is_probe: Whether it only measures acceptance probabilities, while no drafts are
@@ -79,7 +79,7 @@ class Launch:
     shape: StepShape
     rows: np.ndarray
     owners: np.ndarray
-    drafts: np.ndarray
+    draft_counts: np.ndarray
     decoding: list[Request]
     tiled: list[Request]
     registered: list[int]
@@ -92,7 +92,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         is_drafting = self.shape.num_levels > 0
-        num_draft_tokens = int(self.drafts.max(initial=0)) if is_drafting else 0
+        num_draft_tokens = int(self.draft_counts.max(initial=0)) if is_drafting else 0
         self.round_kind = RoundKind(self.shape, num_draft_tokens)
 
     @property
@@ -223,7 +223,7 @@ class LaunchBuilder:
         self,
         shape: StepShape,
         rows: np.ndarray,
-        drafts: np.ndarray,
+        draft_counts: np.ndarray,
         num_rounds: int,
         charged_s: float | None,
     ) -> Launch:
@@ -238,7 +238,7 @@ class LaunchBuilder:
                 if one.grammar is not None
             }
         plan = StepPlan(
-            decode=list(zip(listed, drafts.tolist(), strict=True)),
+            decode=list(zip(listed, draft_counts.tolist(), strict=True)),
             tiles=self.tiles,
             admissions=self.admissions,
             pages=self.new_pages.pages,
@@ -251,7 +251,7 @@ class LaunchBuilder:
             shape=shape,
             rows=rows,
             owners=self._rows.owner[rows],
-            drafts=drafts,
+            draft_counts=draft_counts,
             decoding=decoding,
             tiled=self.tiled,
             registered=self.registered,

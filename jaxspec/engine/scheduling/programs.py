@@ -123,28 +123,28 @@ class Shapes:
         a program of its own. The first program of each list serves all its launches.
         """
         compiled, num_logprobs = self._policy.compiled_drafts, self._config.num_logprobs
-        seqs, drafts = _power_of_two(self._config.max_num_seqs), compiled[-1]
+        seqs, levels = _power_of_two(self._config.max_num_seqs), compiled[-1]
         chunk = self._chunk
         small, single = (_tiled(chunk // part) for part in (8, 4))
         special = Features(has_controls=True, num_logprobs=num_logprobs)
         with_prompt = dataclasses.replace(special, num_prompt_logprobs=num_logprobs)
-        largest, alone = (seqs, drafts, chunk), (1, drafts, 0)
+        largest, alone = (seqs, levels, chunk), (1, levels, 0)
         sizes_without = [(n, 0, 0) for n in _sizes_up_to(seqs)]
         drafting = [(n, k, 0) for k in compiled[:0:-1] for n, *_ in sizes_without]
         # Sequences, drafts and prompt tokens.
         sizes: dict[Features, list[tuple[int, int, int]]] = {
             GREEDY: drafting + sizes_without,
-            SAMPLED: [largest, (1, 0, single), (seqs, drafts, small)]
+            SAMPLED: [largest, (1, 0, single), (seqs, levels, small)]
             + drafting
             + [(seqs, 0, small)]
             + [(seqs, 0, 0), *(sizes_without if drafting else [(1, 0, 0)])],
-            special: [largest, (seqs, drafts, small), alone, (seqs, drafts, 0)],
+            special: [largest, (seqs, levels, small), alone, (seqs, levels, 0)],
             # After its prompt, such a request decodes in `special` programs.
             with_prompt: [largest],
             dataclasses.replace(special, has_grammar=True): [
                 largest,
                 alone,
-                (seqs, drafts, 0),
+                (seqs, levels, 0),
             ],
             dataclasses.replace(with_prompt, has_grammar=True): [largest],
         }
@@ -154,7 +154,7 @@ class Shapes:
         if self._largest_chunk > chunk:
             for listed in sizes.values():
                 if largest in listed:
-                    listed.append((seqs, drafts, self._largest_chunk))
+                    listed.append((seqs, levels, self._largest_chunk))
         rounds = self._config.num_scheduler_steps
         forms = {
             form: [

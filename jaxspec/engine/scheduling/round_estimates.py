@@ -87,10 +87,10 @@ class RoundEstimator:
             self.acceptance.record_predicted(*predicted)
 
     def missing(
-        self, rows: np.ndarray, draft_limits: np.ndarray, features: Features
+        self, rows: np.ndarray, max_draft_counts: np.ndarray, features: Features
     ) -> list[StepShape | None]:
         """Return the missing programs, without which choices cannot be compared."""
-        draft_lengths = sorted({0, int(draft_limits.max())})
+        draft_lengths = sorted({0, int(max_draft_counts.max())})
         missing = list[StepShape | None]()
         for has_side_branches in (False, True):
             if has_side_branches or self._shapes.has_chains:
@@ -105,10 +105,10 @@ class RoundEstimator:
         return missing
 
     def estimate(
-        self, rows: np.ndarray, draft_limits: np.ndarray, features: Features
+        self, rows: np.ndarray, max_draft_counts: np.ndarray, features: Features
     ) -> RoundEstimates:
         """Return the estimates for the next round of some rows."""
-        max_draft_tokens, chain_seconds = int(draft_limits.max()), None
+        max_draft_tokens, chain_seconds = int(max_draft_counts.max()), None
         if self._shapes.has_chains:
             chain_seconds = self._seconds(
                 len(rows), max_draft_tokens, features, has_side_branches=False
@@ -118,7 +118,7 @@ class RoundEstimator:
             draft_prefill_s = self._draft_prefill.seconds_per_round(rows)
             is_observable |= not self.acceptance.is_unseeded(rows).any()
         return RoundEstimates(
-            draft_limits=draft_limits,
+            max_draft_counts=max_draft_counts,
             acceptance=self.acceptance.of_rows(rows),
             seconds=self._seconds(
                 len(rows), max_draft_tokens, features, has_side_branches=True
@@ -157,10 +157,12 @@ class RoundEstimator:
             return
         emitted = np.where(result.is_broken[:count], 0, result.num_emitted[:count])
         is_counted = (self._rows.owner[launch.rows] == launch.owners) & (emitted > 0)
-        if launch.drafts.any():
-            drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
+        if launch.draft_counts.any():
+            draft_counts = np.minimum(
+                result.num_draft_tokens[:count], launch.draft_counts
+            )
             accepted = result.num_accepted[:count]
-            is_whole = (drafts > 0) & (accepted >= drafts)
+            is_whole = (draft_counts > 0) & (accepted >= draft_counts)
             runs = np.where(is_whole, accepted, 0)[is_counted]
             self.acceptance.set_match_runs(launch.rows[is_counted], runs)
         elif not self._policy.num_draft_tokens:

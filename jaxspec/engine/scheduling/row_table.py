@@ -198,9 +198,9 @@ class RowTable:
             rows, max_tokens = rows[can_decode], max_tokens[can_decode]
         if not max_draft_tokens:
             return rows, np.zeros(len(rows), np.int64)
-        draft_limits = np.minimum(max_draft_tokens, self.max_draft_tokens[rows])
-        draft_limits[(max_tokens >= self._longest_drafted) | self.is_slow[rows]] = 0
-        return rows, draft_limits
+        max_draft_counts = np.minimum(max_draft_tokens, self.max_draft_tokens[rows])
+        max_draft_counts[(max_tokens >= self._longest_drafted) | self.is_slow[rows]] = 0
+        return rows, max_draft_counts
 
     def lags(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows need a draft prefill before they can have drafts."""
@@ -225,35 +225,35 @@ class RowTable:
         is_ready = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
         return rows[is_ready]
 
-    def possible_drafts(self, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+    def possible_drafts(self, rows: np.ndarray, draft_counts: np.ndarray) -> np.ndarray:
         """Limit the drafts of each row to the room that its sequence has."""
-        if not np.count_nonzero(drafts):
-            return drafts
+        if not np.count_nonzero(draft_counts):
+            return draft_counts
         left = self.max_total[rows] - self.fewest_tokens(rows) - 1
         # The device knows where a sequence ends, and drops drafts after it.
         is_long = self.max_total[rows] > self._longest_drafted
         if np.count_nonzero(is_long):
             room = self._longest_drafted - self.most_tokens(rows)
             left = np.where(is_long, np.minimum(left, room), left)
-        return np.minimum(drafts, np.maximum(left, 0))
+        return np.minimum(draft_counts, np.maximum(left, 0))
 
-    def rounds_left(self, rows: np.ndarray, drafts: np.ndarray) -> int:
+    def rounds_left(self, rows: np.ndarray, draft_counts: np.ndarray) -> int:
         """Return the rounds until the first row may end, or may exceed the draft limit.
 
         That limit is the longest sequence for which drafts are made.
 
         Args:
-            drafts: Maximum number of drafts of each row in a round.
+            draft_counts: Maximum number of drafts of each row in a round.
         """
         max_tokens, longest = self.most_tokens(rows), self._longest_drafted
-        each = drafts + 1
+        each = draft_counts + 1
         left = -(-(self.max_total[rows] - max_tokens) // each)
-        is_short = (drafts > 0) & (self.max_total[rows] > longest)
+        is_short = (draft_counts > 0) & (self.max_total[rows] > longest)
         left[is_short] = np.minimum(left, (longest - max_tokens + 1) // each)[is_short]
         return max(int(left.min(initial=2**31)), 1)
 
     def count_launched(
-        self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1
+        self, rows: np.ndarray, draft_counts: np.ndarray, num_rounds: int = 1
     ) -> None:
         """Count rounds that add at most `drafts[i] + 1` tokens to row i.
 
@@ -262,19 +262,19 @@ class RowTable:
         self.num_unread[rows] += num_rounds
         if num_rounds > 1:
             self.num_unsure[rows] += num_rounds - 1
-        self.ahead[rows] += num_rounds * (drafts + 1)
+        self.ahead[rows] += num_rounds * (draft_counts + 1)
 
     def update_draft_lag(
         self,
         rows: np.ndarray,
-        drafts: np.ndarray,
+        draft_counts: np.ndarray,
         num_levels: int,
         num_rounds: int = 1,
     ) -> None:
         """Update the draft model's lag for a launch.
 
         Args:
-            drafts: Draft tokens of each row.
+            draft_counts: Draft tokens of each row.
             num_levels: Levels of drafts of the program.
         """
         lag = self.num_draft_uncached[rows]
@@ -283,7 +283,7 @@ class RowTable:
             # token, or all new tokens. A larger lag is not reduced by it.
             is_read = lag <= self.max_draft_lag
             if not self._runs_all_rows:
-                is_read &= drafts > 0
+                is_read &= draft_counts > 0
             self.num_draft_uncached[rows] = np.where(
                 is_read, self.max_draft_lag, lag + num_rounds
             )
@@ -293,7 +293,7 @@ class RowTable:
     def settle(
         self,
         rows: np.ndarray,
-        drafts: np.ndarray,
+        draft_counts: np.ndarray,
         num_rounds: int,
         num_missing: int,
         *,
@@ -308,17 +308,17 @@ class RowTable:
         """
         self.num_unread[rows] -= num_missing
         self.num_unsure[rows] -= num_rounds - 1
-        self.ahead[rows] -= num_missing * (drafts + 1)
+        self.ahead[rows] -= num_missing * (draft_counts + 1)
         if is_lag:
             self.num_draft_uncached[rows] -= num_missing
 
     def count_read(
-        self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray
+        self, rows: np.ndarray, draft_counts: np.ndarray, emitted: np.ndarray
     ) -> None:
         """Count a round that has been read."""
         self.num_tokens[rows] += emitted
         self.num_unread[rows] -= 1
-        self.ahead[rows] -= drafts + 1
+        self.ahead[rows] -= draft_counts + 1
 
     def check(self) -> None:
         """Assert that every running request's values are possible."""

@@ -200,13 +200,15 @@ class Scheduler:
         if self.tables.has_local:
             self._free_local_pages()
         candidates = self._candidates()
-        rows, draft_limits = candidates.rows, candidates.draft_limits
+        rows, max_draft_counts = candidates.rows, candidates.max_draft_counts
         if self.policy.is_due(len(rows), candidates.max_draft_tokens):
             features = self.rows.features(rows)
             self._estimator.count_lookups()
-            missing = self._estimator.missing(rows, draft_limits, features)
+            missing = self._estimator.missing(rows, max_draft_counts, features)
             self.shapes.request_compile(*missing)
-            self.policy.choose(self._estimator.estimate(rows, draft_limits, features))
+            self.policy.choose(
+                self._estimator.estimate(rows, max_draft_counts, features)
+            )
         return candidates
 
     def _free_local_pages(self) -> None:
@@ -262,20 +264,20 @@ class Scheduler:
 
     def _candidates(self) -> Candidates:
         max_draft_tokens = 0 if self.policy.is_idle else self._max_draft_tokens
-        rows, draft_limits = self.rows.decodable(max_draft_tokens)
+        rows, max_draft_counts = self.rows.decodable(max_draft_tokens)
         if max_draft_tokens:
-            max_draft_tokens = int(draft_limits.max(initial=0))
+            max_draft_tokens = int(max_draft_counts.max(initial=0))
         if not (max_draft_tokens and self._can_wait):
-            return Candidates(rows, draft_limits, max_draft_tokens)
+            return Candidates(rows, max_draft_counts, max_draft_tokens)
         is_lagging = self.rows.awaits_draft(rows)
         if not np.count_nonzero(is_lagging):
-            return Candidates(rows, draft_limits, max_draft_tokens)
+            return Candidates(rows, max_draft_counts, max_draft_tokens)
         # All rows will decode together soon: request the program for that now.
         features = self.rows.features(rows)
         missing = self.shapes.select(len(rows), max_draft_tokens, 0, features).missing
-        rows, draft_limits = rows[~is_lagging], draft_limits[~is_lagging]
-        max_draft_tokens = int(draft_limits.max(initial=0))
-        return Candidates(rows, draft_limits, max_draft_tokens, missing)
+        rows, max_draft_counts = rows[~is_lagging], max_draft_counts[~is_lagging]
+        max_draft_tokens = int(max_draft_counts.max(initial=0))
+        return Candidates(rows, max_draft_counts, max_draft_tokens, missing)
 
     @property
     def _can_wait(self) -> bool:
@@ -293,14 +295,14 @@ class Scheduler:
 
     def select_decode(self, candidates: Candidates) -> Decode:
         """Stage 1: the rows that decode, their drafts, and a compiled program."""
-        rows, drafts = candidates.rows, candidates.draft_limits
+        rows, draft_counts = candidates.rows, candidates.max_draft_counts
         if not len(rows):
-            return Decode(rows, drafts, missing=(candidates.missing,))
+            return Decode(rows, draft_counts, missing=(candidates.missing,))
         choice, k = self.policy.next_choice, candidates.max_draft_tokens
         can_draft = bool(k and self.policy.num_draft_tokens)
         if k > choice.num_draft_tokens:
             k = choice.num_draft_tokens
-            drafts = np.minimum(drafts, k)
+            draft_counts = np.minimum(draft_counts, k)
         features = self.rows.features(rows)
         # While no plain program is compiled, plain rounds run in a program with drafts:
         # the one with side branches, as estimates take the time of K = 0 from there.
@@ -313,8 +315,8 @@ class Scheduler:
         if k and self._has_draft_model:
             lags = self.rows.lags(rows)
             if np.count_nonzero(lags):
-                drafts = np.where(lags, 0, drafts)
-                k = int(drafts.max())
+                draft_counts = np.where(lags, 0, draft_counts)
+                k = int(draft_counts.max())
             if shape is not None and not k:
                 # All rows await the draft model, for a round or two. While the program
                 # with drafts is being compiled, the rows wait for it: a short text
@@ -324,9 +326,11 @@ class Scheduler:
                 )
                 missing = *missing, better
         if shape is None:
-            return Decode(rows[:0], drafts[:0], lacks_drafts=can_draft, missing=missing)
+            return Decode(
+                rows[:0], draft_counts[:0], lacks_drafts=can_draft, missing=missing
+            )
         lacks_drafts = can_draft and not k
-        return Decode(rows, drafts, k, shape, features, lacks_drafts, missing)
+        return Decode(rows, draft_counts, k, shape, features, lacks_drafts, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
         """Stage 2: the number of prompt tokens that the launch may include.
@@ -434,12 +438,14 @@ class Scheduler:
         if plan.shape is None:
             return None
         rows, num_rounds = claims.rows, claims.num_rounds
-        drafts = table.possible_drafts(rows, claims.drafts)
-        table.count_launched(rows, drafts, num_rounds)
+        draft_counts = table.possible_drafts(rows, claims.draft_counts)
+        table.count_launched(rows, draft_counts, num_rounds)
         if self._has_draft_model:
-            table.update_draft_lag(rows, drafts, plan.shape.num_levels, num_rounds)
+            table.update_draft_lag(
+                rows, draft_counts, plan.shape.num_levels, num_rounds
+            )
         charged_s = None if account is None else account.charged_s
-        return batch.launch(plan.shape, rows, drafts, num_rounds, charged_s)
+        return batch.launch(plan.shape, rows, draft_counts, num_rounds, charged_s)
 
     def _begin(self, admitted: Admitted, batch: LaunchBuilder) -> None:
         """Give an admitted request its row and pages."""

@@ -56,7 +56,7 @@ class RoundEstimates:
     """Measured and estimated values of the next round.
 
     Attributes:
-        draft_limits: [sequence]: maximum number of drafts of each sequence.
+        max_draft_counts: [sequence]: maximum number of drafts of each sequence.
         acceptance: [sequence, position]: rate once the drafts before it are accepted.
         seconds: Seconds of a round for each K from 0 on; None where unknown. With side
             branches, if the engine has any.
@@ -70,7 +70,7 @@ class RoundEstimates:
             or lookups are followed.
     """
 
-    draft_limits: np.ndarray
+    max_draft_counts: np.ndarray
     acceptance: np.ndarray
     seconds: Sequence[float | None]
     chain_seconds: Sequence[float | None] | None = None
@@ -98,10 +98,10 @@ class RoundEstimates:
             num_draft_tokens: The current K. If it is 0, the times of rounds with drafts
                 include draft prefill.
         """
-        times, num_seqs = self.times(), len(self.draft_limits)
+        times, num_seqs = self.times(), len(self.max_draft_counts)
         max_draft_tokens = times.shape[1] - 1
         survival = np.cumprod(self.acceptance[:, :max_draft_tokens], axis=1)
-        survival *= np.arange(max_draft_tokens) < self.draft_limits[:, None]
+        survival *= np.arange(max_draft_tokens) < self.max_draft_counts[:, None]
         accepted = np.cumsum(np.append(0.0, survival.sum(axis=0)))
         tokens = num_seqs + accepted * np.ones((len(times), 1))
         tokens[0] += self.side_tokens * accepted
@@ -255,7 +255,7 @@ class SpeculationPolicy:
 
     def choose(self, estimates: RoundEstimates) -> None:
         """Make a new choice for the next rounds."""
-        num_seqs, before = len(estimates.draft_limits), self.choice
+        num_seqs, before = len(estimates.max_draft_counts), self.choice
         max_draft_tokens = len(estimates.seconds) - 1
         self._load = num_seqs, max_draft_tokens
         self._budget = self._budgets[num_seqs.bit_length()]

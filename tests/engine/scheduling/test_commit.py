@@ -46,7 +46,7 @@ def make_launch(
         ),
         rows=taken,
         owners=rows.owner[taken],
-        drafts=drafts,
+        draft_counts=drafts,
         decoding=decoding,
         tiled=tiled,
         registered=[],

@@ -342,7 +342,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_no_drafts_without_repetition(num_seqs):
     loop = watched(random_truth(4096), 200, max_num_seqs=num_seqs)
-    assert sum(launch.drafts.any() for launch in loop.launches) == 0
+    assert sum(launch.draft_counts.any() for launch in loop.launches) == 0
     kind = kind_of(loop.finished[0])
     assert loop.scheduler.acceptance.mean(kind)[0] < 0.05
 
@@ -353,10 +353,10 @@ def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
     prompt = [int(one) for one in np.random.default_rng(0).permutation(60)]
     loop = watched(repeat_truth(prompt), 200, max_num_seqs=num_seqs)
     decoding = [launch for launch in loop.launches if len(launch.rows)]
-    first = next(i for i, one in enumerate(decoding) if one.drafts.any())
+    first = next(i for i, one in enumerate(decoding) if one.draft_counts.any())
     # A match takes two tokens, several more show that it continues, and one launch is
     # already in flight.
     assert first <= 2 + 5 + 1
-    drafted = [bool(one.drafts.any()) for one in decoding[first:]]
+    drafted = [bool(one.draft_counts.any()) for one in decoding[first:]]
     assert np.mean(drafted) > 0.9
     assert loop.device.num_accepted > 0.9 * loop.device.num_proposed

@@ -45,7 +45,7 @@ def estimates(
 ) -> RoundEstimates:
     most = len(times) - 1
     values: dict[str, Any] = dict(
-        draft_limits=np.full(num_seqs, most),
+        max_draft_counts=np.full(num_seqs, most),
         acceptance=np.full((num_seqs, most), rate),
         seconds=list(times),
         is_observable=True,
@@ -102,7 +102,7 @@ def test_rates_are_expected_tokens_over_seconds():
     known = estimates(
         times=[0.010, 0.012, 0.016],
         num_seqs=2,
-        draft_limits=np.array([3, 1]),
+        max_draft_counts=np.array([3, 1]),
         acceptance=np.array([[0.5, 0.8], [0.25, 1.0]]),
     )
     one, two = 0.5 + 0.25, 0.5 + 0.5 * 0.8 + 0.25
