@@ -375,7 +375,7 @@ MUTANTS = [
     mutant(
         "unwanted_levels_are_accepted",
         "tree/verify._usable_nodes",
-        "(depth <= num_draft_tokens[:, None])",
+        "(depth <= num_valid_drafts[:, None])",
         "(depth > 0)",
         check=check_few_levels,
     ),

@@ -107,7 +107,7 @@ class OriginStream:
     def push(
         self,
         num_tokens: int,
-        num_draft_tokens: int,
+        num_valid_drafts: int,
         num_accepted: int,
         num_side_tokens: int = 0,
     ) -> None:
@@ -120,8 +120,8 @@ class OriginStream:
                 them is a bonus token.
         """
         last = "target"
-        if num_draft_tokens:
-            is_bonus = num_accepted == num_draft_tokens or num_side_tokens
+        if num_valid_drafts:
+            is_bonus = num_accepted == num_valid_drafts or num_side_tokens
             last = "bonus" if is_bonus else "recovered"
         self._origins += ["draft"] * num_accepted + ["leaf"] * num_side_tokens
         self._origins += [last] * (num_tokens - num_accepted - num_side_tokens)
@@ -380,7 +380,7 @@ class OutputProcessor:
         if stream.origins is not None:
             stream.origins.push(
                 len(part.token_ids),
-                part.num_draft_tokens,
+                part.num_valid_drafts,
                 part.num_accepted,
                 part.num_side_tokens,
             )

@@ -397,7 +397,7 @@ class StepPlan:
     """One launch: decoding sequences and their drafts, prompt tiles, new pages.
 
     Attributes:
-        decode: (row, draft tokens) of every decoding sequence.
+        decode: (row, number of wanted draft levels) of every decoding sequence.
         pages: (row, index in the row's page table, page id).
         local_pages: The same for the table of layers with a sliding window.
         num_rounds: Maximum number of rounds of these sequences; fewer run if one of

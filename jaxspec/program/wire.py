@@ -98,7 +98,7 @@ class PlanLayout(Layout):
 
         fields = {
             "decode_row": row(shape=(seqs,)),
-            "decode_num_draft_tokens": Column(shape=(seqs,)),
+            "decode_wanted_levels": Column(shape=(seqs,)),
             "page_update": row(shape=(3, self.max_page_updates)),
             "tile_length": Column(shape=(tiles,)),
             **records("tile", Tile, tiles),
@@ -141,7 +141,7 @@ class PlanLayout(Layout):
         if plan.decode:
             decode = np.array(plan.decode, np.int32)
             self.view(vector, "decode_row")[: len(decode)] = decode[:, 0]
-            self.view(vector, "decode_num_draft_tokens")[: len(decode)] = decode[:, 1]
+            self.view(vector, "decode_wanted_levels")[: len(decode)] = decode[:, 1]
         for name, updates in (
             ("page_update", plan.pages),
             ("local_page_update", plan.local_pages),
@@ -262,7 +262,7 @@ class StepResult:
 
     Attributes:
         tokens: `[seq, K + 1]`, of which the first `num_emitted[s]` of row s are valid.
-        num_draft_tokens: Draft tokens proposed: a lookup may find fewer than requested.
+        num_valid_drafts: Draft tokens proposed: a lookup may find fewer than requested.
         num_accepted: Draft tokens among `tokens`, the first ones, on the main chain.
         num_accepted_nodes: Accepted drafts, side branches included, even past the end
             of the text; None in a chain.
@@ -282,7 +282,7 @@ class StepResult:
 
     tokens: np.ndarray = _part("seq emitted")
     num_emitted: np.ndarray = _part("seq")
-    num_draft_tokens: np.ndarray = _part("seq")
+    num_valid_drafts: np.ndarray = _part("seq")
     num_accepted: np.ndarray = _part("seq")
     is_done: np.ndarray = _part("seq", bool)
     is_broken: np.ndarray = _part("seq", bool)

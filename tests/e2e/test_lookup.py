@@ -76,7 +76,7 @@ def test_rounds_have_no_few_or_all_drafts_and_are_counted(name):
     for plan, _, result in rounds:
         if not plan.decode:
             continue
-        counts = result.num_draft_tokens
+        counts = result.num_valid_drafts
         for index, (_, wanted) in enumerate(plan.decode):
             assert result.num_accepted[index] <= counts[index] <= wanted
             drafted += int(counts[index]) * bool(result.num_emitted[index])

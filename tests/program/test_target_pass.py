@@ -110,7 +110,7 @@ def test_a_text_without_repeats_runs_plain_rounds_only():
     (text,) = tokens_of(generate(pair.plain_engine(), [prompt], params))
     with pair.recorded(engine) as rounds:
         assert tokens_of(generate(engine, [prompt], params)) == [text]
-    assert all(not result.num_draft_tokens.any() for _, _, result in rounds)
+    assert all(not result.num_valid_drafts.any() for _, _, result in rounds)
     assert any(shape.num_levels for _, shape, _ in rounds)
 
 

@@ -36,7 +36,7 @@ PLAN = StepPlan(
 def test_entries_are_in_order_with_pads_after_them():
     fields = LAYOUT.read(jnp.asarray(LAYOUT.pack(PLAN)))
     assert fields["decode_row"].tolist() == [4, 0, PAD_ROW, PAD_ROW]
-    assert fields["decode_num_draft_tokens"].tolist() == [3, 1, 0, 0]
+    assert fields["decode_wanted_levels"].tolist() == [3, 1, 0, 0]
     assert fields["page_update"][:, :2].T.tolist() == [[4, 2, 17], [3, 0, 39]]
     assert (fields["page_update"][0, 2:] == PAD_ROW).all()
     assert fields["tile_row"].tolist() == [3, 2]

@@ -193,7 +193,7 @@ class FakeDevice:
         result = StepResult(
             tokens=np.zeros((shape.num_seqs, width), np.int32),
             num_emitted=np.zeros(shape.num_seqs, np.int32),
-            num_draft_tokens=np.zeros(shape.num_seqs, np.int32),
+            num_valid_drafts=np.zeros(shape.num_seqs, np.int32),
             num_accepted=num_accepted,
             # Only drafts of the main chain are ever accepted.
             num_accepted_nodes=None if shape.tree.is_chain else num_accepted,
@@ -219,7 +219,7 @@ class FakeDevice:
             )
             result.tokens[index, : len(tokens)] = tokens
             result.num_emitted[index] = len(tokens)
-            result.num_draft_tokens[index] = drafts
+            result.num_valid_drafts[index] = drafts
             result.num_accepted[index] = accepted
             result.is_done[index] = self.rows[row].is_done
             result.is_draft_broken[index] = drafts and self.is_draft_broken

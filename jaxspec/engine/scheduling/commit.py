@@ -105,7 +105,7 @@ def _commit_rounds(
     draft_counts = accepted = side = np.zeros(count, np.int64)
     if launch.round_kind.num_draft_tokens or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer drafts than were planned.
-        draft_counts = np.minimum(result.num_draft_tokens[:count], launch.draft_counts)
+        draft_counts = np.minimum(result.num_valid_drafts[:count], launch.draft_counts)
         draft_counts = np.where(is_late & ~is_broken, 0, draft_counts)
         accepted = np.minimum(result.num_accepted[:count], draft_counts)
         # Drafts of a sequence that ended earlier do not count; of a sequence that ends
@@ -145,7 +145,7 @@ def _commit_rounds(
     logprobs = result.logprobs
     for index, column in enumerate(columns):
         request, is_in_row, tokens, num_new, *counts, done, broken, late = column
-        num_drafts, num_accepted, num_side = counts
+        num_valid_drafts, num_accepted, num_side = counts
         if not is_in_row:
             if request.status is Status.FINISHED:
                 has_ended.append(index)
@@ -157,9 +157,9 @@ def _commit_rounds(
         del tokens[num_new:]
         request.output_token_ids += tokens
         if not num_new:
-            num_drafts = 0
-        elif num_drafts and request.spec_metrics is not None:
-            request.spec_metrics.record_step(num_drafts, num_accepted)
+            num_valid_drafts = 0
+        elif num_valid_drafts and request.spec_metrics is not None:
+            request.spec_metrics.record_step(num_valid_drafts, num_accepted)
         failure = request.grammar_failure
         if request.only_final_output and not (done or broken or failure):
             if num_new:
@@ -171,7 +171,7 @@ def _commit_rounds(
             is_done=done or broken or failure is not None,
             is_broken=broken,
             failure=failure,
-            num_draft_tokens=num_drafts,
+            num_valid_drafts=num_valid_drafts,
             num_accepted=num_accepted,
             num_side_tokens=num_side,
         )

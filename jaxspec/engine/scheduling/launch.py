@@ -116,6 +116,7 @@ class Progress:
         is_broken: The target's logits are NaN or infinite: the request ends.
         failure: The failure of the grammar: tokens after it are invalid, and the
             request ends.
+        num_valid_drafts: As in `StepResult`.
         num_accepted: Accepted drafts of the main chain, the first of `token_ids`.
         num_side_tokens: Accepted drafts of side branches, which follow them.
         logprobs: Of `token_ids`, one entry per token, if the request wants any.
@@ -128,7 +129,7 @@ class Progress:
     is_done: bool
     is_broken: bool = False
     failure: Failure | None = None
-    num_draft_tokens: int = 0
+    num_valid_drafts: int = 0
     num_accepted: int = 0
     num_side_tokens: int = 0
     logprobs: TokenLogprobs | None = None

@@ -159,7 +159,7 @@ class RoundEstimator:
         is_counted = (self._rows.owner[launch.rows] == launch.owners) & (emitted > 0)
         if launch.draft_counts.any():
             draft_counts = np.minimum(
-                result.num_draft_tokens[:count], launch.draft_counts
+                result.num_valid_drafts[:count], launch.draft_counts
             )
             accepted = result.num_accepted[:count]
             is_whole = (draft_counts > 0) & (accepted >= draft_counts)

@@ -77,8 +77,8 @@ def look_up(
         num_matches=1 if tree.is_chain else NUM_BRANCHES,
         num_levels=tree.num_levels,
     )
-    num_drafts = jnp.where(matches.length[:, 0] > 0, tree.num_levels, 0)
+    num_valid_drafts = jnp.where(matches.length[:, 0] > 0, tree.num_levels, 0)
     drafts = matches.following[:, 0]
     if not tree.is_chain:
         drafts = fill_tree(matches, drafts, tree)
-    return Proposal(drafts, num_drafts)
+    return Proposal(drafts, num_valid_drafts)

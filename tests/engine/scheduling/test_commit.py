@@ -58,7 +58,7 @@ def make_result(emitted: list[int]) -> StepResult:
     return StepResult(
         tokens=np.arange(16).reshape(4, 4),
         num_emitted=padded,
-        num_draft_tokens=np.where(padded > 0, 3, 0),
+        num_valid_drafts=np.where(padded > 0, 3, 0),
         num_accepted=np.maximum(padded - 1, 0),
         is_done=padded == 0,
         is_broken=np.zeros(4, bool),
