@@ -103,7 +103,7 @@ def _commit_rounds(
             launch.rows[has_row], launch.draft_counts[has_row], emitted[has_row]
         )
     draft_counts = accepted = side = np.zeros(count, np.int64)
-    if launch.round_kind.num_draft_tokens or result.num_accepted_nodes is not None:
+    if launch.has_drafts or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer drafts than were planned.
         draft_counts = np.minimum(result.num_valid_drafts[:count], launch.draft_counts)
         draft_counts = np.where(is_late & ~is_broken, 0, draft_counts)

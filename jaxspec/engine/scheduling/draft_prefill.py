@@ -112,7 +112,7 @@ class DraftPrefill:
     @property
     def _is_probe(self) -> bool:
         """Whether a launch would only measure acceptance probabilities."""
-        return self._policy.is_adaptive and not self._policy.num_draft_tokens
+        return self._policy.is_adaptive and not self._policy.is_drafting
 
     def next_turn(self, max_draft_tokens: int, *, has_newcomers: bool) -> Turn:
         """Return whether draft prefill is the next launch.

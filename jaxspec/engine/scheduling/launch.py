@@ -96,6 +96,11 @@ class Launch:
         self.round_kind = RoundKind(self.shape, num_draft_tokens)
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether any row has drafts."""
+        return self.round_kind.num_draft_tokens > 0
+
+    @property
     def num_rounds(self) -> int:
         """Maximum number of rounds that the launch runs."""
         return self.plan.num_rounds

@@ -109,7 +109,7 @@ class Shapes:
         self._forms = self._all_programs()
         self._on_demand = self._compiled_on_demand()
         self.draft_prefills: list[StepShape] = []
-        if config.draft_model_config is not None and len(policy.compiled_drafts) > 1:
+        if config.draft_model_config is not None and len(policy.compiled_levels) > 1:
             chunk = self._chunk
             sizes = {chunk} if config.batch_invariant else {_tiled(chunk // 8), chunk}
             self.draft_prefills = [
@@ -122,7 +122,7 @@ class Shapes:
         Logprobs and controls are compiled together, so that no mix of requests needs
         a program of its own. The first program of each list serves all its launches.
         """
-        compiled, num_logprobs = self._policy.compiled_drafts, self._config.num_logprobs
+        compiled, num_logprobs = self._policy.compiled_levels, self._config.num_logprobs
         seqs, levels = _power_of_two(self._config.max_num_seqs), compiled[-1]
         chunk = self._chunk
         small, single = (_tiled(chunk // part) for part in (8, 4))
@@ -206,7 +206,7 @@ class Shapes:
             or shape.max_prompt_tokens > self._chunk
             or (
                 form in (GREEDY, SAMPLED)
-                and len(self._policy.compiled_drafts) > 1
+                and len(self._policy.compiled_levels) > 1
                 and not shape.num_levels
                 and (
                     shape.num_seqs > 1

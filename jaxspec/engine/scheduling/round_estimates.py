@@ -165,7 +165,7 @@ class RoundEstimator:
             is_whole = (draft_counts > 0) & (accepted >= draft_counts)
             runs = np.where(is_whole, accepted, 0)[is_counted]
             self.acceptance.set_match_runs(launch.rows[is_counted], runs)
-        elif not self._policy.num_draft_tokens:
+        elif not self._policy.is_drafting:
             followed = np.flatnonzero(
                 is_counted & (self._rows.max_draft_tokens[launch.rows] > 0)
             )

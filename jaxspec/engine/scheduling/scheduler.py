@@ -235,8 +235,8 @@ class Scheduler:
 
         Only if no drafts are made: otherwise it waits for draft prefill.
         """
-        num_draft_tokens = min(self.policy.num_draft_tokens, self._max_draft_tokens)
-        return admissions.lacks_pages and not num_draft_tokens
+        is_drafting = self.policy.is_drafting and self._max_draft_tokens > 0
+        return admissions.lacks_pages and not is_drafting
 
     def _give_up_drafts(self) -> bool:
         """Free the local pages that one request keeps for the draft model.
@@ -299,7 +299,7 @@ class Scheduler:
         if not len(rows):
             return Decode(rows, draft_counts, missing=(candidates.missing,))
         choice, k = self.policy.next_choice, candidates.max_draft_tokens
-        can_draft = bool(k and self.policy.num_draft_tokens)
+        can_draft = k > 0 and self.policy.is_drafting
         if k > choice.num_draft_tokens:
             k = choice.num_draft_tokens
             draft_counts = np.minimum(draft_counts, k)
@@ -365,9 +365,8 @@ class Scheduler:
 
         That is assumed if rows decode and K is 0.
         """
-        return len(decode.rows) > 0 and not min(
-            self.policy.num_draft_tokens, max_draft_tokens
-        )
+        is_drafting = self.policy.is_drafting and max_draft_tokens > 0
+        return len(decode.rows) > 0 and not is_drafting
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
         """Stage 3: pages for running requests; if there are too few, preemptions."""
@@ -456,7 +455,7 @@ class Scheduler:
         longest = request.max_total + tree.num_rows - 1
         batch.begin(admitted, min(longest, self.config.max_model_len))
         self._estimator.admit(request)
-        if not self.policy.num_draft_tokens:
+        if not self.policy.is_drafting:
             # Requests that sample in another way have other acceptance rates.
             self.policy.reconsider()
         if self._has_draft_model and self.choice.num_draft_tokens:
@@ -530,7 +529,7 @@ class Scheduler:
         launch.expected_s = self.step_times.expected(launch.round_kind)
         # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
-        work = shape, launch.round_kind.num_draft_tokens > 0
+        work = shape, launch.has_drafts
         launch.is_measure = is_seldom or work == self._last_work
         self._last_work = work
         self.pacer.record(

@@ -154,8 +154,8 @@ class SpeculationPolicy:
     def __init__(self, speculative: SpeculativeConfig | None):
         self.speculative = speculative
         configured = speculative.num_levels if speculative else 0
-        # Compiled draft lengths; any smaller K is data.
-        self.compiled_drafts = (0, configured) if configured else (0,)
+        # Levels of the compiled programs; any smaller K is data.
+        self.compiled_levels = (0, configured) if configured else (0,)
         self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
         self.stop_reason: str | None = None
         self.choice = Choice(num_draft_tokens=configured)
@@ -218,8 +218,8 @@ class SpeculationPolicy:
         return self.speculative.disable_by_batch_size is None
 
     def compiled_for(self, num_draft_tokens: int) -> int:
-        """Return the smallest compiled draft length that serves K."""
-        return next(k for k in self.compiled_drafts if k >= num_draft_tokens)
+        """Return the levels of the smallest compiled programs that serve K."""
+        return next(n for n in self.compiled_levels if n >= num_draft_tokens)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -229,6 +229,11 @@ class SpeculationPolicy:
         return self.choice.num_draft_tokens
 
     @property
+    def is_drafting(self) -> bool:
+        """Whether K of the next rounds is above 0."""
+        return self.num_draft_tokens > 0
+
+    @property
     def is_timing_plain(self) -> bool:
         """Whether the next rounds are without drafts to measure their time."""
         return self._explored is not None and not self._explored.num_draft_tokens
@@ -236,7 +241,7 @@ class SpeculationPolicy:
     @property
     def is_idle(self) -> bool:
         """Whether the next rounds have no drafts, and need no new choice."""
-        return self.is_adaptive and not self.num_draft_tokens and self._rounds_left > 0
+        return self.is_adaptive and not self.is_drafting and self._rounds_left > 0
 
     @property
     def next_choice(self) -> Choice:
@@ -267,7 +272,7 @@ class SpeculationPolicy:
             if estimates.are_times_known:
                 self._explore(estimates)
         self._rounds_left = CONSTANTS.look_rounds
-        if not self.num_draft_tokens:
+        if not self.is_drafting:
             self._rounds_left = CONSTANTS.idle_look_rounds
 
     def _explore(self, estimates: RoundEstimates) -> None:
@@ -323,7 +328,7 @@ class SpeculationPolicy:
 
     def can_probe(self) -> bool:
         """Return whether to probe the draft model while nothing is drafted."""
-        if not self.is_adaptive or self.num_draft_tokens or self.is_stopped:
+        if not self.is_adaptive or self.is_drafting or self.is_stopped:
             return False
         return not self._budget.is_closed and self._budget.can_pay(self._probe_s)
 

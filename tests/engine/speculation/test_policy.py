@@ -56,7 +56,7 @@ def estimates(
 @pytest.mark.parametrize("configured", range(1, 9))
 def test_every_k_runs_in_a_compiled_length(configured):
     policy = make_policy(configured)
-    assert policy.compiled_drafts == (0, configured)
+    assert policy.compiled_levels == (0, configured)
     compiled = [policy.compiled_for(k) for k in range(configured + 1)]
     assert compiled == [0] + [configured] * configured
 
@@ -70,7 +70,7 @@ def test_policy_without_drafts_or_stopped_never_drafts(is_stopped):
         policy = world.policy
         policy.stop("the draft is broken")
     else:
-        assert policy.compiled_drafts == (0,)
+        assert policy.compiled_levels == (0,)
         assert not policy.can_follow_lookups
     assert policy.max_draft_tokens(1) == policy.num_draft_tokens == 0
     assert not policy.can_probe()
