@@ -162,14 +162,14 @@ class TextStream:
             return None
         # The start depends on each stop string's length: otherwise a shorter one that
         # was complete before, within `min_tokens`, would match again.
-        found = [
+        matches = [
             (position, stop)
             for stop in self._stops
             if (position := self._text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
-        if not found:
+        if not matches:
             return None
-        position, stop = min(found)
+        position, stop = min(matches)
         include = self._params.include_stop_str_in_output
         self._text = self._text[: position + len(stop) if include else position]
         return stop

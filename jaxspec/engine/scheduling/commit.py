@@ -50,14 +50,14 @@ def commit(
         zip(launch.plan.tiles, launch.tiled, strict=True)
     ):
         prompt_logprobs = _prompt_logprobs(result, index, tile, request)
-        part = _commit_first(result, index, request, rows) if tile.is_last else None
-        if part is not None:
-            stats.num_generated_tokens += len(part.token_ids)
-            if request.only_final_output and not part.is_done:
+        progress = _commit_first(result, index, request, rows) if tile.is_last else None
+        if progress is not None:
+            stats.num_generated_tokens += len(progress.token_ids)
+            if request.only_final_output and not progress.is_done:
                 advance.only_final.append(request)
                 continue
-            part.prompt_logprobs = prompt_logprobs
-            advance.parts.append(part)
+            progress.prompt_logprobs = prompt_logprobs
+            advance.parts.append(progress)
         elif request.status is not Status.FINISHED:
             if tile.is_last:
                 advance.late.append(request)
@@ -165,7 +165,7 @@ def _commit_rounds(
             if num_new:
                 advance.only_final.append(request)
             continue
-        part = Progress(
+        progress = Progress(
             request=request,
             token_ids=tokens,
             is_done=done or broken or failure is not None,
@@ -176,8 +176,8 @@ def _commit_rounds(
             num_side_tokens=num_side,
         )
         if logprobs is not None and request.features.num_logprobs is not None:
-            part.logprobs = _pick(logprobs, (index, slice(0, num_new)))
-        advance.parts.append(part)
+            progress.logprobs = _pick(logprobs, (index, slice(0, num_new)))
+        advance.parts.append(progress)
     if has_ended:
         emitted = emitted.copy()
         emitted[has_ended] = 0  # tokens after the end are dropped
@@ -204,15 +204,15 @@ def _commit_first(
         return None
     request.output_token_ids.append(token)
     failure = request.grammar_failure
-    part = Progress(
+    progress = Progress(
         request=request,
         token_ids=[token],
         is_done=bool(result.tile_is_done[index]) or failure is not None,
         failure=failure,
     )
     if request.features.num_logprobs is not None and result.tile_logprobs is not None:
-        part.logprobs = _pick(result.tile_logprobs, slice(index, index + 1))
-    return part
+        progress.logprobs = _pick(result.tile_logprobs, slice(index, index + 1))
+    return progress
 
 
 def _prompt_logprobs(

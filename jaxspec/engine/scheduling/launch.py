@@ -239,9 +239,9 @@ class LaunchBuilder:
         grammars = dict[int, GrammarState]()
         if shape.features.has_grammar:
             grammars = {
-                one.row: one.grammar
-                for one in (*decoding, *self.tiled)
-                if one.grammar is not None
+                request.row: request.grammar
+                for request in (*decoding, *self.tiled)
+                if request.grammar is not None
             }
         plan = StepPlan(
             decode=list(zip(listed, draft_counts.tolist(), strict=True)),

@@ -509,16 +509,16 @@ class Scheduler:
             if request.status is not Status.WAITING:
                 self._preempt(request)  # admitted again once its mask is computed
         self._estimator.record_runs(launch, result)
-        for part in advance.parts:
-            if part.is_broken:
+        for progress in advance.parts:
+            if progress.is_broken:
                 # No later request may reuse these pages.
-                self.tables.forget(part.request)
+                self.tables.forget(progress.request)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.policy.stop("the draft model's numbers are NaN or infinite")
         if self.policy.stop_reason is not None:
-            for part in advance.parts:
-                if part.request.spec_metrics is not None:
-                    part.request.spec_metrics.stop_reason = self.policy.stop_reason
+            for progress in advance.parts:
+                if progress.request.spec_metrics is not None:
+                    progress.request.spec_metrics.stop_reason = self.policy.stop_reason
         return advance
 
     def record_time(self, launch: Launch, seconds: float) -> None:
