@@ -103,18 +103,18 @@ class Network:
             return self.functions.logits(self.config, self.params, rows)
 
         if self._are_rows_independent:
-            found = multiply(rows)
+            logits = multiply(rows)
         else:
-            found = cpu.with_pads(multiply, rows)
-        return to_target_vocab(self.params, found, self.config.vocab_size)
+            logits = cpu.with_pads(multiply, rows)
+        return to_target_vocab(self.params, logits, self.config.vocab_size)
 
     @property
     def _are_rows_independent(self) -> bool:
         """Whether a row's bits are independent of the number of rows without pads."""
         return all(
-            isinstance(one, cpu.NativeMatrix)
-            for one in jax.tree.leaves(self.params, is_leaf=_is_matrix)
-            if _is_matrix(one)
+            isinstance(leaf, cpu.NativeMatrix)
+            for leaf in jax.tree.leaves(self.params, is_leaf=_is_matrix)
+            if _is_matrix(leaf)
         )
 
 

@@ -268,9 +268,9 @@ def column(
 def columns(record: Any) -> dict[str, Column]:
     """Return the columns of a record's class, by name, in order."""
     return {
-        one.name: one.metadata["column"]
-        for one in dataclasses.fields(record)
-        if "column" in one.metadata
+        entry.name: entry.metadata["column"]
+        for entry in dataclasses.fields(record)
+        if "column" in entry.metadata
     }
 
 

@@ -301,7 +301,7 @@ def _broken(
     return (decode & is_used).any(axis=1), tiles[:, -1]
 
 
-def _widen(part: Array, width: int) -> Array:
+def _widen(array: Array, width: int) -> Array:
     """Pad the second dimension with zeros."""
-    pads = [(0, 0), (0, width - part.shape[1])] + [(0, 0)] * (part.ndim - 2)
-    return jnp.pad(part, pads)
+    pads = [(0, 0), (0, width - array.shape[1])] + [(0, 0)] * (array.ndim - 2)
+    return jnp.pad(array, pads)

@@ -169,13 +169,13 @@ def _buckets(
 def _match_lengths(
     before: Int[Array, "*entry before"],
     newest: Int[Array, "*broadcast before"],
-    most: int,
+    longest: int,
 ) -> Int[Array, "*entry"]:
     """Return how many last tokens of each entry equal a sequence's newest tokens."""
     is_same = (before == newest) & (newest > 0)
     length = jnp.zeros(is_same.shape[:-1], jnp.int32)
     is_equal = jnp.ones(is_same.shape[:-1], bool)
-    for back in range(min(most, BEFORE)):
+    for back in range(min(longest, BEFORE)):
         is_equal &= is_same[..., -1 - back]
         length += is_equal.astype(jnp.int32)
     return length

@@ -47,14 +47,14 @@ class NGram(Lookup):
     ) -> tuple[Proposal, Any]:
         """Copy the continuation of the newest tokens' latest occurrence."""
         assert before is None, "a lookup comes first"
-        found = look_up(
+        proposal = look_up(
             context.active,
             context.token_pages,
             longest=self.longest,
             shortest=self.shortest,
             tree=context.tree,
         )
-        return found, state
+        return proposal, state
 
 
 def look_up(
