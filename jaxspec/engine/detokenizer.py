@@ -223,12 +223,12 @@ class LogprobStream:
         if num_requested is None or self.cumulative is None or not token_ids:
             return
         assert values is not None, "a launch without logprobs"
-        own = values.own.tolist()
+        token_logprobs = values.own.tolist()
         for index, token in enumerate(token_ids):
             position = self._position(token, values, index, num_requested, self._chosen)
             self._logprobs.append(position)
-            self._own.append(own[index])
-            self.cumulative += own[index]
+            self._own.append(token_logprobs[index])
+            self.cumulative += token_logprobs[index]
 
     def keep(self, count: int) -> None:
         """Drop the logprobs after the text's first `count` tokens."""

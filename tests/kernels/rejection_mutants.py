@@ -195,7 +195,9 @@ MUTANTS = [
         "masses >= wanted[:, None]",
         "masses > wanted[:, None]",
     ),
-    mutant("search ends early", "search.search", ">= 2 * one", ">= 3 * one"),
+    mutant(
+        "search ends early", "search.search", ">= 2 * token_mass", ">= 3 * token_mass"
+    ),
     mutant(
         "top-p of more than the mass",
         "reference._filter",

@@ -218,7 +218,7 @@ def _implementation(
 
 
 def _check_shapes(
-    logits: tuple[int, ...], *, sampling_values: SamplingValues | None, **given: Any
+    logits: tuple[int, ...], *, sampling_values: SamplingValues | None, **arrays: Any
 ) -> None:
     """Raise `ValueError` for shapes that do not match those of the logits."""
     if len(logits) != 3 or not logits[1]:
@@ -236,8 +236,8 @@ def _check_shapes(
         "sample_uniform": seq,
         "noise_words": (seqs, width, 2),
     }
-    given |= {} if sampling_values is None else sampling_values._asdict()
-    for name, array in given.items():
+    arrays |= {} if sampling_values is None else sampling_values._asdict()
+    for name, array in arrays.items():
         shape = expected.get(name, seq)
         if array is not None and array.shape != shape:
             raise ValueError(
