@@ -130,6 +130,10 @@ class Scheduler:
         return self.policy.max_draft_tokens(len(self.running) + bool(self.waiting))
 
     @property
+    def _may_draft(self) -> bool:
+        return self._max_draft_tokens > 0
+
+    @property
     def choice(self) -> Choice:
         """The current choice, with K limited for the number of running requests."""
         max_draft_tokens = self._max_draft_tokens
@@ -152,7 +156,7 @@ class Scheduler:
         if self._has_draft_model:
             has_newcomers = bool(self.waiting and self.rows.free)
             turn = self._draft_prefill.next_turn(
-                self._max_draft_tokens, has_newcomers=has_newcomers
+                may_draft=self._may_draft, has_newcomers=has_newcomers
             )
             self._draft_prefill.begin_turn(turn)
             if turn.is_first:
@@ -166,7 +170,7 @@ class Scheduler:
         if not self._has_draft_model:
             return None
         stream_s = self.pacer.spare_s if self._is_streaming() else None
-        plan = self._draft_prefill.plan(self._max_draft_tokens, stream_s)
+        plan = self._draft_prefill.plan(stream_s, may_draft=self._may_draft)
         return None if plan is None else self._draft_prefill.apply_plan(plan)
 
     def _next_round(self) -> Launch | None:
@@ -235,7 +239,7 @@ class Scheduler:
 
         Only if no drafts are made: otherwise it waits for draft prefill.
         """
-        is_drafting = self.policy.is_drafting and self._max_draft_tokens > 0
+        is_drafting = self.policy.is_drafting and self._may_draft
         return admissions.lacks_pages and not is_drafting
 
     def _give_up_drafts(self) -> bool:
@@ -289,9 +293,7 @@ class Scheduler:
         """
         if not (self.policy.is_constant and self._has_draft_model):
             return False
-        if not self._max_draft_tokens:
-            return False
-        return self.shapes.can_draft_prefill
+        return self._may_draft and self.shapes.can_draft_prefill
 
     def select_decode(self, candidates: Candidates) -> Decode:
         """Stage 1: the rows that decode, their drafts, and a compiled program."""
@@ -347,7 +349,7 @@ class Scheduler:
             list(itertools.islice(self.waiting, len(self.rows.free))),
             is_streaming=is_paced and self._is_streaming(),
             may_request_on_demand=self._may_request_on_demand(
-                decode, self._max_draft_tokens
+                decode, may_draft=self._may_draft
             ),
         )
 
@@ -360,12 +362,12 @@ class Scheduler:
             return len(rows) > 0
         return not bool(self.rows.awaits_draft(rows).all())
 
-    def _may_request_on_demand(self, decode: Decode, max_draft_tokens: int) -> bool:
+    def _may_request_on_demand(self, decode: Decode, *, may_draft: bool) -> bool:
         """Return whether many launches without drafts will follow.
 
         That is assumed if rows decode and K is 0.
         """
-        is_drafting = self.policy.is_drafting and max_draft_tokens > 0
+        is_drafting = self.policy.is_drafting and may_draft
         return len(decode.rows) > 0 and not is_drafting
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
@@ -404,13 +406,15 @@ class Scheduler:
         num_change = len(admissions.admitted) - claims.num_preempted
         is_waiting = len(self.waiting) > num_change
         num_running = len(self.running) + num_change + is_waiting
-        max_draft_tokens = self.policy.max_draft_tokens(num_running)
+        may_draft = self.policy.max_draft_tokens(num_running) > 0
         shape, missing = self.shapes.select(
             num_seqs,
             decode.num_draft_tokens,
             sum(chunk.num_tiles for chunk in chunks) * TILE,
             features,
-            may_request_on_demand=self._may_request_on_demand(decode, max_draft_tokens),
+            may_request_on_demand=self._may_request_on_demand(
+                decode, may_draft=may_draft
+            ),
         )
         assert shape is not None, "no compiled program serves the planned launch"
         return LaunchPlan(*parts, shape, missing)
