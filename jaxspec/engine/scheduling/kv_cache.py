@@ -514,15 +514,15 @@ class PageTables:
         assert not request.pages and not request.local_pages
         cached = self.cached_prefix(request, num_found, first_local)
         assert len(cached.pages) == num_found, "a planned page was evicted"
-        found = [page for page in cached.pages if page is not None]
+        global_pages = [page for page in cached.pages if page is not None]
         local = {
             index: page
             for index, page in cached.local_pages.items()
             if page is not None
         }
-        self.pool.share([*found, *local.values()])
+        self.pool.share([*global_pages, *local.values()])
         new = iter(self.pool.take(cached.num_new_local if self.has_local else 0))
-        request.pages, request.first_local = found, cached.first_local
+        request.pages, request.first_local = global_pages, cached.first_local
         if self.has_local:
             request.local_pages = [
                 local[index] if index in local else next(new)
@@ -779,12 +779,12 @@ class PlannedPages:
 
     def _free_of(self, cached: CachedPrefix) -> set[int]:
         is_free, unit_of = self._pool.is_free, self._pool.unit_of
-        found = {
+        units = {
             unit_of(page)
             for page in (*cached.pages, *cached.local_pages.values())
             if page is not None and is_free(page)
         }
-        return found - self._revived
+        return units - self._revived
 
     def begin(self, request: Request, cached: CachedPrefix, end: int) -> None:
         """Admit a request whose prompt is prefilled up to a position."""
