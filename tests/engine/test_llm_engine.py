@@ -201,7 +201,7 @@ def test_acceptance_equals_the_devices_results():
     parts = [part for part in found if part is not None]
     assert len(parts) == 6
     assert sum(part.num_accepted_draft_tokens for part in parts) == device.num_accepted
-    assert sum(part.num_valid_drafts for part in parts) == device.num_proposed
+    assert sum(part.num_draft_tokens for part in parts) == device.num_proposed
     assert stats.num_generated_tokens == 6 * 30
 
 
