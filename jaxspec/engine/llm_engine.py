@@ -364,9 +364,9 @@ class LLMEngine:
     def _stop_if_no_program_drafts(self) -> None:
         """Stop drafting if all programs with drafts failed to compile."""
         compiler = self.runner.compiler
-        if not any(shape.num_draft_tokens for shape in compiler.failures):
+        if not any(shape.num_levels for shape in compiler.failures):
             return
-        if not any(shape.num_draft_tokens for shape in compiler.made):
+        if not any(shape.num_levels for shape in compiler.made):
             self.policy.stop("no program with drafts could be compiled")
 
     def _wait_for_masks_or_program(self) -> float:

@@ -64,14 +64,14 @@ class TokenBatch:
             return self
         assert self.local_slot_mapping is not None
         regions = []
-        for one in self.regions:
-            assert one.local_page_table is not None
-            table = one.local_page_table
+        for region in self.regions:
+            assert region.local_page_table is not None
+            table = region.local_page_table
             if layer.divisor > 1:
                 table //= layer.divisor
             if layer.offset:
                 table += layer.offset
-            regions.append(replace(one, page_table=table))
+            regions.append(replace(region, page_table=table))
         slots = layer_slots(self.local_slot_mapping, layer, page_size)
         return replace(self, slot_mapping=slots, regions=tuple(regions))
 

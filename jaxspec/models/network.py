@@ -108,10 +108,10 @@ class Network:
             return self.functions.logits(self.config, self.params, rows)
 
         if are_rows_independent(self.params):
-            found = multiply(rows)
+            logits = multiply(rows)
         else:
-            found = cpu.with_pads(multiply, rows)
-        return to_target_vocab(self.params, found, self.config.vocab_size)
+            logits = cpu.with_pads(multiply, rows)
+        return to_target_vocab(self.params, logits, self.config.vocab_size)
 
 
 def are_rows_independent(params: Params) -> bool:
@@ -121,7 +121,9 @@ def are_rows_independent(params: Params) -> bool:
     are not used.
     """
     matrices = jax.tree.leaves(params, is_leaf=_is_matrix)
-    return all(isinstance(one, cpu.NativeMatrix) for one in matrices if _is_matrix(one))
+    return all(
+        isinstance(leaf, cpu.NativeMatrix) for leaf in matrices if _is_matrix(leaf)
+    )
 
 
 def _is_matrix(node: Any) -> bool:

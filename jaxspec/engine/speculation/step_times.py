@@ -115,7 +115,7 @@ class StepTimes:
         shape, num_draft_tokens = round_kind
         known = {
             k: seconds
-            for k in range(shape.num_draft_tokens + 1)
+            for k in range(shape.num_levels + 1)
             if (seconds := self.seconds.get(RoundKind(shape, k))) is not None
         }
         fewer = max((k for k in known if k < num_draft_tokens), default=None)

@@ -17,11 +17,15 @@ def attention_block(
 ) -> tuple[Array, KvPages]:
     """See `jaxspec_kernels.decoder_blocks`."""
     native.require("attention_block")
-    given: list[Array] = []
-    for one in attention.regions:
-        mask = one.ancestor_mask
+    region_operands: list[Array] = []
+    for region in attention.regions:
+        mask = region.ancestor_mask
         none = jnp.zeros((0, 0, 0), bool)
-        given += [one.page_table, one.kv_len, none if mask is None else mask]
+        region_operands += [
+            region.page_table,
+            region.kv_len,
+            none if mask is None else mask,
+        ]
     norms = attention.before, attention.after, attention.q_norm, attention.k_norm
     operands = stream, *map(_weight, norms)
     for panels in (attention.q_proj, attention.kv_proj, attention.o_proj):
@@ -36,9 +40,9 @@ def attention_block(
         tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (stream, *pages)),
         input_output_aliases={last - 1: 1, last: 2},
     )
-    made, pages, scales = call(
+    output, pages, scales = call(
         *operands,
-        *given,
+        *region_operands,
         num_queries=np.array([one.num_queries for one in attention.regions], np.int64),
         num_q_heads=np.int64(attention.num_q_heads),
         scale=np.float32(attention.scale),
@@ -48,7 +52,7 @@ def attention_block(
         **_numbers(*norms),
     )
     is_scaled = isinstance(kv_pages, ScaledPages)
-    return made, ScaledPages(pages, scales) if is_scaled else pages
+    return output, ScaledPages(pages, scales) if is_scaled else pages
 
 
 def feed_forward_block(

@@ -39,21 +39,21 @@ def attention_block(
         slots = jnp.where(is_used, slots, kv_pages.shape[0] * kv_pages.shape[1])
     kv_pages = write_kv_pages(kv_pages, key, value, slots)
     mixed, start = [], 0
-    for one in attention.regions:
-        count = one.kv_len.shape[0] * one.num_queries
-        here = query[start : start + count]
+    for region in attention.regions:
+        count = region.kv_len.shape[0] * region.num_queries
+        region_query = query[start : start + count]
         start += count
-        found = paged_attention(
-            here.reshape(-1, one.num_queries, *here.shape[1:]),
+        attended = paged_attention(
+            region_query.reshape(-1, region.num_queries, *region_query.shape[1:]),
             kv_pages,
-            one.page_table,
-            one.kv_len,
+            region.page_table,
+            region.kv_len,
             scale=attention.scale,
             soft_cap=attention.soft_cap,
             window=attention.window,
-            ancestor_mask=one.ancestor_mask,
+            ancestor_mask=region.ancestor_mask,
         )
-        mixed.append(found.reshape(count, -1).astype(jnp.float32))
+        mixed.append(attended.reshape(count, -1).astype(jnp.float32))
     mixed.append(jnp.zeros((rows - start, attention.num_q_heads * head_dim)))
     outputs = multiply(jnp.concatenate(mixed), attention.o_proj, model)
     return _add(stream, _norm(attention.after, outputs), is_used), kv_pages

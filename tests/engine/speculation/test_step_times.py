@@ -18,7 +18,7 @@ from jaxspec.engine.speculation.step_times import (
 from jaxspec.program.plan import StepPlan, StepShape, Tile
 from tests.support.loops import Loop, make_config, make_requests
 
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, max_prompt_tokens=0)
+SHAPE = StepShape(num_seqs=4, num_levels=8, max_prompt_tokens=0)
 ROUND_OF_3 = RoundKind(SHAPE, 3)
 
 
@@ -68,7 +68,7 @@ def test_fill_is_the_share_of_rows_with_tokens():
             shape=shape,
             rows=rows,
             owners=rows,
-            drafts=rows,
+            draft_counts=rows,
             decoding=[],
             tiled=[],
             registered=[],
@@ -134,7 +134,7 @@ def test_rounds_of_the_engine_are_recorded():
     """Recorded acceptance and times equal those of the fake device."""
     config = make_config(max_num_seqs=4, num_pages=200)
     loop = Loop(config, seed=0)
-    loop.run(make_requests(config, 4, num_draft_tokens=3))
+    loop.run(make_requests(config, 4, max_draft_tokens=3))
     times, device = loop.scheduler.step_times, loop.device
     acceptance = loop.scheduler.acceptance
     assert set(times.seconds) == {
