@@ -14,8 +14,8 @@ STALL = 4.0
 # slow round in a hundred would change the choice of K.
 MAX_RISE = 1.5
 # With products in C++, a round leaves out padding rows. This share of a full round's
-# time does not depend on the rows: reading weights, host work. Measured with the bundled
-# pair and 16 rows: 5 take 0.36 of the full time, 8 take 0.56 and 12 take 0.75.
+# time does not depend on the rows: reading weights, host work. Measured with the
+# bundled pair and 16 rows: 5 take 0.36 of the full time, 8 take 0.56, 12 take 0.75.
 FIXED_SHARE = 0.25
 # After this many times in a row that are not typical, the next one is counted although
 # it is not typical.
