@@ -171,7 +171,9 @@ class EngineArgs:
         kv_cache_memory_bytes: Bytes of each device for the pages of both models,
             instead of the rest of `gpu_memory_utilization`.
         num_gpu_blocks_override: Number of pages, instead of `gpu_memory_utilization`
-            and `kv_cache_memory_bytes`.
+            and `kv_cache_memory_bytes`. Where layers with a sliding window keep only
+            their window, a page holds `block_size` tokens of these layers, or (Gemma 3)
+            five times as many of the others.
         kv_cache_dtype: Type of the keys and values of all models: "auto" is the type of
             the weights; "int8", with a scale for each token and head, and "fp8" (or
             "fp8_e4m3"), without scales, take half of bfloat16's memory. They change
@@ -194,8 +196,10 @@ class EngineArgs:
             the start. Default: 300.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
         disable_hybrid_kv_cache_manager: Keep the keys and values of all tokens in all
-            layers (default). If false, layers with a sliding window keep only their
-            window: more and longer sequences fit. Texts are the same.
+            layers. By default, layers with a sliding window keep only their window:
+            more and longer sequences fit, and texts are the same. If
+            `num_gpu_blocks_override` is too small for that, the default is to keep all
+            tokens, and false is an error.
         speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
             model. Default: all of the target's, or fewer if an estimate shows that
             fewer are clearly faster and leave most of the pages.
@@ -505,9 +509,6 @@ class EngineArgs:
             draft_token_ids=draft_token_ids,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
-            disable_hybrid_kv_cache_manager=(
-                self.disable_hybrid_kv_cache_manager is not False
-            ),
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
             structured_outputs=StructuredOutputsConfig.read(
@@ -518,7 +519,7 @@ class EngineArgs:
         )
         if (
             self.num_gpu_blocks_override is not None
-            or values["disable_hybrid_kv_cache_manager"]
+            or self.disable_hybrid_kv_cache_manager
         ):
             return EngineConfig(**values)
         most = 2 * math.ceil(max_model_len / sizes["block_size"])

@@ -109,7 +109,9 @@ class Cell:
 
     def args(self, **changes: Any) -> EngineArgs:
         """Return the arguments of an engine with whole models."""
-        models: dict[str, Any] = dict(model=f"google/gemma-2-{self.target}")
+        models: dict[str, Any] = dict(
+            model=f"google/gemma-2-{self.target}", disable_hybrid_kv_cache_manager=True
+        )
         if self.draft is not None:
             models["speculative_model"] = f"google/gemma-2-{self.draft}"
         given: dict[str, Any] = models | self._sizes() | {"load_format": "dummy"}

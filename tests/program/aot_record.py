@@ -53,8 +53,10 @@ def engine_config(
 
     Args:
         num_layers: Layers of both models, or of each; None for all.
-        given: Engine arguments.
+        given: Engine arguments. By default all layers keep all tokens, as in the
+            recorded programs.
     """
+    given.setdefault("disable_hybrid_kv_cache_manager", True)
     layers = num_layers if isinstance(num_layers, tuple) else (num_layers, num_layers)
     with tempfile.TemporaryDirectory() as root:
 
