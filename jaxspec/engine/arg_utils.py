@@ -522,8 +522,8 @@ class EngineArgs:
             or self.disable_hybrid_kv_cache_manager
         ):
             return EngineConfig(**values)
-        most = 2 * math.ceil(max_model_len / sizes["block_size"])
-        config = EngineConfig(**values | dict(num_pages=most))
+        max_pages = 2 * math.ceil(max_model_len / sizes["block_size"])
+        config = EngineConfig(**values | dict(num_pages=max_pages))
         if config.unit_pages is None:
             return replace(config, num_pages=num_pages)
         unit_bytes = sum(
