@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--num-tokens",
         type=int,
-        help="new tokens of every request (default: 128; with --real 64)",
+        help="new tokens of every request (default: 128; with --real 32)",
     )
     add(
         "--num-speculative-tokens",
@@ -139,7 +139,7 @@ def check(options: argparse.Namespace) -> None:
     """Reject impossible options before anything is started."""
     cores = num_cores()
     if options.num_tokens is None:
-        options.num_tokens = 64 if options.real else 128
+        options.num_tokens = 32 if options.real else 128
     if options.output is None:
         name = "peers-real-cpu.json" if options.real else "peers-cpu.json"
         options.output = RESULTS / name

@@ -116,35 +116,30 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """
     result = kept_result(options)
     cells = {_key(row): row for row in result["cells"] if "failed" not in row}
-    groups = make_groups(options)
-    todo = [
-        (group, threads, load)
-        for group in groups
+    parts = [
+        (group, threads)
+        for group in make_groups(options)
         for threads in group.threads or options.threads
+    ]
+    order = [
+        (group.section, group.name, load.name, threads)
+        for group, threads in parts
         for load in group.loads
     ]
-    with tqdm(total=len(todo), desc="cells") as bar:
-        for group in groups:
-            for threads in group.threads or options.threads:
-                own = [
-                    load
-                    for load in group.loads
-                    if (group.section, group.name, load.name, threads) not in cells
-                ]
-                bar.update(len(group.loads) - len(own))
-                for row in measure(group, own, threads, options, folder):
-                    bar.set_postfix_str(f"{group.name}, {row['cell']}")
-                    cells[_key(row)] = row
-                    order = [(*_names(g, load), t) for g, t, load in todo]
-                    result["cells"] = [cells[one] for one in order if one in cells]
-                    text = json.dumps(result, indent=1) + "\n"
-                    write_whole(text, options.output)
-                    bar.update()
+    with tqdm(total=len(order), desc="cells") as bar:
+        for group, threads in parts:
+            name = group.section, group.name
+            missing = [
+                load for load in group.loads if (*name, load.name, threads) not in cells
+            ]
+            bar.update(len(group.loads) - len(missing))
+            for row in measure(group, missing, threads, options, folder):
+                bar.set_postfix_str(f"{group.name}, {row['cell']}")
+                cells[_key(row)] = row
+                result["cells"] = [cells[key] for key in order if key in cells]
+                write_whole(json.dumps(result, indent=1) + "\n", options.output)
+                bar.update()
     return result
-
-
-def _names(group: Group, load: Load) -> tuple[str, str, str]:
-    return group.section, group.name, load.name
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -235,7 +230,13 @@ def speed(
         return sum(map(len, load.prompts)) / first["seconds"], first["counts"]
     whole = ask(child, load, load.num_tokens, more)
     num_tokens = (load.num_tokens - 1) * len(load.prompts)
-    return num_tokens / (whole["seconds"] - first["seconds"]), whole["counts"]
+    seconds = whole["seconds"] - first["seconds"]
+    if seconds <= 0:
+        raise PeerError(
+            f"a run of {load.num_tokens} tokens took no longer than one of 1 token: "
+            "the machine is too busy"
+        )
+    return num_tokens / seconds, whole["counts"]
 
 
 def ask(
