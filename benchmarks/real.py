@@ -1,4 +1,4 @@
-"""The published Gemma 3 270M on this CPU, and llama.cpp on the same GGUF file.
+"""The published Gemma 3 270M on this CPU.
 
 `python -m benchmarks.real` measures the seconds to open the file, the seconds to the
 first token of a new process with and without a cache of compiled programs, peak memory,
@@ -7,7 +7,7 @@ answers copy from them and on prose. It also compares short and long prompts wit
 without local pages: the keys and values of layers with a sliding window.
 `--windows-only` measures only that, and keeps the other results. It writes
 `results/real-cpu.json` and the tables in `docs/models.md` and `docs/running.md`.
-llama.cpp comes as the package `xllamacpp` and runs without drafts.
+`python -m benchmarks.peers --real` compares the model with llama.cpp.
 """
 
 import argparse
@@ -46,7 +46,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 NUM_PROMPTS = 4
 MAX_MODEL_LEN = 1024
-LLAMA = "llama.cpp"
 # Prompts of the comparison of windows, in tokens.
 WINDOW_LENGTHS = 128, 8192
 SUFFIX = "suffix"
@@ -61,7 +60,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-speculative-tokens", type=int, default=4)
     add("--repeats", type=int, default=3, help="runs of every prompt in every mode")
     add("--dtype", default="auto")
-    add("--threads", type=int, default=2, help="of llama.cpp")
     add("--windows-only", action="store_true")
     return parser
 
@@ -110,27 +108,6 @@ def measure_method(method: str, options: argparse.Namespace) -> dict[str, Any]:
         domain: summarise([run for run in runs if run.domain == domain])
         for domain in ("copy", "prose")
     }
-
-
-def measure_llama(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure llama.cpp in a child process; tokens/s are by its own clock."""
-    given = {
-        "path": str(packaged_gemma3()),
-        "threads": options.threads,
-        "num_tokens": options.num_tokens,
-        "repeats": options.repeats,
-        "prompts": prompts(),
-    }
-    made = subprocess.run(
-        [sys.executable, str(HERE / "real_llama.py")],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if made.returncode:
-        raise SystemExit(f"llama.cpp failed:\n{made.stderr[-2000:]}")
-    return json.loads(made.stdout.splitlines()[-1])
 
 
 def measure_windows(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -303,17 +280,13 @@ def table(result: dict[str, Any]) -> str:
         ]
         lines.append(row(f"plain, next to {method}", [f"{one:.0f}" for one in plain]))
         lines.append(row(f"{method} drafts (ratio to plain)", shown))
-    llama = result[LLAMA]
-    speeds = [f"{llama[domain]:.0f}" for domain in ("copy", "prose")]
-    lines.append(row(f"{LLAMA}, plain", speeds))
     header = result["header"]
     lines += [
         "",
         f"{header['dtype']}, K = {header['num_speculative_tokens']}, "
         f"{header['num_tokens']} new tokens, {NUM_PROMPTS} prompts each, medians of "
         f"{header['repeats']} runs; {header['device']}, load {header['load']}. "
-        f"llama.cpp quantizes activations to 8 bits; its package is {llama['version']}."
-        " Speed-ups are medians of the ratios by prompt.",
+        "Speed-ups are medians of the ratios by prompt.",
     ]
     return "\n".join(lines)
 
@@ -339,7 +312,6 @@ def main() -> None:
             "num_parameters": open_checkpoint(packaged_gemma3()).num_parameters,
             "open_s": measure_open(),
             "startup": measure_startup(0, options.dtype, 16, model=PACKAGED_GEMMA3),
-            LLAMA: measure_llama(options),
             "methods": {name: measure_method(name, options) for name in METHODS},
         }
     result["windows"] = {"header": header, "rows": measure_windows(options)}
