@@ -79,10 +79,15 @@ def _devices(num_devices: int, num_draft_devices: int, **names: Any) -> Row:
 
 
 def _distribution(rule: str) -> Row:
+    """Return the row of a rule; `tests/kernels` and `tests/program` count all rules."""
+    quick, slow = ("draft model",), ()
+    if rule != "standard":
+        quick, slow = slow, quick
     return Row(
         check=partial(claims.positions_follow_target, rule=rule),
-        quick=("draft model",),
+        quick=quick,
         slow=(
+            *slow,
             *("pard", "pard, leaves", *QUANTIZED, "trimmed", *HEADS, *HEAD_BRANCHES),
             *(*LOOKUPS, "leaves", "tree", "n-gram, tree"),
         ),
