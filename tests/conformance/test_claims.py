@@ -107,13 +107,12 @@ TABLE: dict[str, Row] = {
         quick=(
             *("draft model", GEMMA3, "pard", "trimmed", "trimmed, tree", *HEADS),
             *("medusa, tree", "n-gram", "n-gram + draft model", "suffix", "tree"),
-            "n-gram, tree",
         ),
         slow=(
             *(*PARD, "trimmed, scanned", "trimmed, n-gram", "trimmed, leaves"),
             *("trimmed, pard", *QUANTIZED, "suffix + draft model", "eagle, leaves"),
             *("eagle3, leaves", "leaves", "tree, scanned", "largest tree"),
-            *("n-gram + draft model, leaves", "suffix, leaves"),
+            *("n-gram, tree", "n-gram + draft model, leaves", "suffix, leaves"),
         ),
     ),
     "texts end within rounds": Row(
