@@ -286,7 +286,7 @@ class EngineConfig:
                 ConfigError, "method", repr(head.kind), speculative.method, hint
             )
         head.check_target(self.model_config, self.model)
-        most = head.max_drafts
+        most = head.max_draft_tokens
         if most is not None and speculative.num_levels > most:
             is_tree = speculative.speculative_token_tree is not None
             name = TREE_KEY if is_tree else "num_speculative_tokens"
@@ -399,8 +399,8 @@ class EngineConfig:
         return speculative.rejection_sample_method == SYNTHETIC
 
     @property
-    def num_draft_tokens(self) -> int:
-        """Maximum depth of the drafts of a round (K); 0 without speculation."""
+    def max_draft_tokens(self) -> int:
+        """Maximum K, the number of levels of drafts; 0 without speculation."""
         return self.speculative.num_levels if self.speculative else 0
 
 

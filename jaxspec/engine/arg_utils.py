@@ -105,19 +105,19 @@ _REMOVED = dict.fromkeys(
 )
 
 
-def bundled_pair(given: Mapping[str, Any]) -> dict[str, Any]:
+def bundled_pair(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the bundled models, for users who name no model.
 
     Args:
-        given: Arguments by name; only those that choose drafts are used.
+        arguments: Arguments by name; only those that choose drafts are used.
     """
-    if any(given[name] is not None for name in _DRAFT_ARGUMENTS):
+    if any(arguments[name] is not None for name in _DRAFT_ARGUMENTS):
         return {"model": BUNDLED_TARGET}
     pair: dict[str, Any] = {
         "model": BUNDLED_TARGET,
         "speculative_model": BUNDLED_DRAFT,
     }
-    if given["num_speculative_tokens"] is None and given["spec_tokens"] is None:
+    if arguments["num_speculative_tokens"] is None and arguments["spec_tokens"] is None:
         pair["num_speculative_tokens"] = BUNDLED_DRAFT_TOKENS
     return pair
 
@@ -335,16 +335,16 @@ class EngineArgs:
     disable_logprobs_during_spec_decoding: bool | None = None
     speculative_disable_mqa_scorer: bool = False
 
-    def __new__(cls, **given: object):
+    def __new__(cls, **arguments: object):
         """Reject an unknown name, and suggest the nearest known one."""
         known = [item.name for item in fields(cls)]
-        for name in sorted(given.keys() - set(known)):
+        for name in sorted(arguments.keys() - set(known)):
             hint = nearest(name, known, f"see {cls.__name__}.")
-            given_as = "" if is_secret(name) else f" (given {shown(given[name])})"
+            given_as = "" if is_secret(name) else f" (given {shown(arguments[name])})"
             raise ConfigError(
                 f"{name}{given_as} is not an engine argument: {hint}",
                 parameter=name,
-                value=None if is_secret(name) else given[name],
+                value=None if is_secret(name) else arguments[name],
             )
         return super().__new__(cls)
 
@@ -526,9 +526,9 @@ class EngineArgs:
         if config.unit_pages is None:
             return replace(config, num_pages=num_pages)
         unit_bytes = sum(
-            one.kv_unit_bytes(config.unit_pages, *widths)
-            for one in (model, draft)
-            if one is not None
+            model_config.kv_unit_bytes(config.unit_pages, *widths)
+            for model_config in (model, draft)
+            if model_config is not None
         )
         if head is not None:
             unit_bytes += config.unit_pages * head.kv_bytes_per_token(*widths)
@@ -596,7 +596,7 @@ def _speculative(
     if "num_speculative_tokens" not in merged:
         count = method_of(merged.get("method", DRAFT_MODEL)).default_draft_tokens
         if head is not None:
-            count = min(count, head.max_drafts or count)
+            count = min(count, head.max_draft_tokens or count)
         merged["num_speculative_tokens"] = count
         warnings.warn(
             f"num_speculative_tokens is not given: {count} tokens are drafted per "
@@ -725,11 +725,11 @@ def _quantized(
 
 def _checked_dtype(dtype: str, model: ModelConfig, draft: ModelConfig | None) -> str:
     if dtype in ("half", "float16"):
-        for one in filter(None, (model, draft)):
-            if one.float16_error is not None:
+        for model_config in filter(None, (model, draft)):
+            if model_config.float16_error is not None:
                 allowed = "'auto', 'bfloat16' or 'float32'"
                 raise wrong_argument(
-                    ConfigError, "dtype", allowed, dtype, one.float16_error
+                    ConfigError, "dtype", allowed, dtype, model_config.float16_error
                 )
         warnings.warn(
             f"dtype={dtype!r} is taken as 'bfloat16': activations of {model.family} "
@@ -771,17 +771,17 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     return recommended
 
 
-def _max_logprobs(given: Any, vocab_size: int) -> int:
-    if given == -1 and vocab_size > MAX_LOGPROBS:
+def _max_logprobs(max_logprobs: Any, vocab_size: int) -> int:
+    if max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
         raise wrong_argument(
             ConfigError,
             "max_logprobs",
             f"an integer from 0 to {MAX_LOGPROBS}",
-            given,
+            max_logprobs,
             f"-1 means all {vocab_size} tokens of this vocabulary, which every "
             "launch would copy to the host for every token.",
         )
-    return vocab_size if given == -1 else given
+    return vocab_size if max_logprobs == -1 else max_logprobs
 
 
 def _cache_dir(given: str | None) -> str | None:

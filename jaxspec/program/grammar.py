@@ -122,10 +122,10 @@ def restrict(
         size = logits.shape[2]
         first = 0 if axes is None else jax.lax.axis_index(axes) * size
         is_allowed = unpack_bits(masks, first, size)
-        kept = jnp.where(is_allowed, logits, -jnp.inf)
-        is_left = (kept > -jnp.inf).any(axis=2, keepdims=True)
+        masked = jnp.where(is_allowed, logits, -jnp.inf)
+        is_left = (masked > -jnp.inf).any(axis=2, keepdims=True)
         if axes is not None:
             is_left = jax.lax.pmax(is_left.astype(jnp.int32), axes) > 0
-        return jnp.where(is_left | ~is_allowed, kept, raw)
+        return jnp.where(is_left | ~is_allowed, masked, raw)
 
     return backend.split(run, (rows, rows, whole), rows)(logits, raw, masks)

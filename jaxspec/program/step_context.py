@@ -193,7 +193,7 @@ class StepContext:
             active=self.active,
             token_pages=self.token_pages,
             tree=self.shape.tree,
-            wanted_levels=self.fields["decode_num_draft_tokens"],
+            wanted_levels=self.fields["decode_wanted_levels"],
             pool=self.pool,
             prompts=self.prompts(),
             backend=self.config.backend,

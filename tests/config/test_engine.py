@@ -196,11 +196,11 @@ def test_pages_and_drafts_are_derived():
     # 100 tokens fill six pages of 16 and begin a seventh.
     assert engine_config(num_pages=7).pages_per_seq == 7
     assert engine_config(max_model_len=96, num_pages=6).pages_per_seq == 6
-    assert engine_config().num_draft_tokens == 0
-    assert with_draft(speculative={"num_speculative_tokens": 3}).num_draft_tokens == 3
+    assert engine_config().max_draft_tokens == 0
+    assert with_draft(speculative={"num_speculative_tokens": 3}).max_draft_tokens == 3
     lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
     config = engine_config(speculative=lookup)
-    assert (config.draft_model_config, config.num_draft_tokens) == (None, 5)
+    assert (config.draft_model_config, config.max_draft_tokens) == (None, 5)
 
 
 def test_rejects_draft_that_does_not_fit_target():

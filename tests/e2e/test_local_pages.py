@@ -135,7 +135,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def results_of(engine: LLMEngine) -> Any:
     prompts, params = requests()
-    if not engine.config.num_draft_tokens:
+    if not engine.config.max_draft_tokens:
         params = [one.clone() for one in params]
         for one in params:
             one.extra_args = None

@@ -226,7 +226,7 @@ def drafting_engine(scan_layers: bool) -> LLMEngine:
     return make(scan_layers, runner=None, draft=draft(), num_draft_tokens=NUM_DRAFT)
 
 
-ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, max_prompt_tokens=0)
+ROUND = StepShape(num_seqs=2, num_levels=NUM_DRAFT, max_prompt_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def num_operations(scan_layers: bool, num_layers: int) -> int:
     runner: Any = make_engine(model, scan_layers=scan_layers, **pair.SETTINGS).runner
     shape = StepShape(
         num_seqs=2,
-        num_draft_tokens=0,
+        num_levels=0,
         max_prompt_tokens=0,
         features=Features(all_greedy=True),
     )

@@ -184,7 +184,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     """Compile a cell, and count the memory of whole models."""
     config, facts = cell.config(), cell.facts(cell.device)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
-    sizes = cell.num_seqs, config.num_draft_tokens, cell.num_tokens
+    sizes = cell.num_seqs, config.max_draft_tokens, cell.num_tokens
     shape = shapes.find(*sizes, FEATURES[cell.form])
     assert shape is not None
     step = compile_step(

@@ -384,7 +384,7 @@ def test_scanned_layers_read_weights_and_pages_in_place(devices, draft, max_roun
     k = 4 if draft else 0
     shape = StepShape(
         num_seqs=8,
-        num_draft_tokens=k,
+        num_levels=k,
         max_prompt_tokens=0,
         features=GREEDY,
         max_rounds=max_rounds,
@@ -431,7 +431,7 @@ def test_products_are_the_same_for_every_k_and_batch(draft, is_invariant):
     found = {
         shapes.find(num_seqs, k, 0, SAMPLED)
         for num_seqs in range(1, 9)
-        for k in range(config.num_draft_tokens + 1)
+        for k in range(config.max_draft_tokens + 1)
     }
     assert (len(found) == 1) == is_invariant
     [shape] = found if is_invariant else [shapes.find(1, 0, 0, SAMPLED)]

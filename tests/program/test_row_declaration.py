@@ -24,7 +24,7 @@ from jaxspec.program.rows import apply_plan, gather, init_rows, read_tiles
 from jaxspec.program.wire import PlanLayout
 
 pool = PoolShape(num_rows=4, num_pages=9, page_size=4, max_model_len=16, vocab_size=70)
-shape = StepShape(num_seqs=2, num_draft_tokens=1, max_prompt_tokens=32)
+shape = StepShape(num_seqs=2, num_levels=1, max_prompt_tokens=32)
 layout = PlanLayout(shape, pool)
 asked = Admission(
     row=2, num_prompt=3, min_total=0, max_total=9, temperature=1.0, top_k=0, top_p=1.0,

@@ -105,7 +105,7 @@ def make_request(number: int, random: np.random.Generator, config) -> Request:
         cache_salt="a" if random.random() < 0.25 else None,
         can_read_prefix_cache=bool(random.random() < 0.9),
         max_total=min(length + budget, config.max_model_len),
-        num_draft_tokens=int(random.integers(0, config.num_draft_tokens + 1)),
+        max_draft_tokens=int(random.integers(0, config.max_draft_tokens + 1)),
         seed=(number, 0),
         rule=0,
         stop_ids=stops,

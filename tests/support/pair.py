@@ -196,7 +196,7 @@ class GeneralRunner(Runner):
         count = self.config.num_logprobs
         return StepShape(
             num_seqs=self.config.max_num_seqs,
-            num_draft_tokens=shape.num_draft_tokens,
+            num_levels=shape.num_levels,
             max_prompt_tokens=self.config.max_num_batched_tokens,
             features=Features(
                 has_controls=True, num_logprobs=count, num_prompt_logprobs=count

@@ -86,8 +86,8 @@ class ProgramFacts:
     """The sizes that determine the memory of programs on one device.
 
     Attributes:
-        num_draft_tokens: K.
-        num_side_nodes: Drafts of a tree beyond K.
+        num_levels: Levels of drafts.
+        num_side_nodes: Other drafts of a tree.
         vocab_size: Columns of the target's logits.
         draft_vocab_size: Columns of the draft distributions; 0 if drafts are not
             sampled.
@@ -100,7 +100,7 @@ class ProgramFacts:
         code_bytes: Code of all programs, if it is in device memory.
     """
 
-    num_draft_tokens: int = 0
+    num_levels: int = 0
     num_side_nodes: int = 0
     vocab_size: int
     draft_vocab_size: int = 0
@@ -135,7 +135,7 @@ class ProgramFacts:
             has_controls: Count the programs with penalties and logprobs.
         """
         seqs = 1 << (sizes.num_seqs - 1).bit_length()
-        width = self.num_draft_tokens + self.num_side_nodes + 1
+        width = self.num_levels + self.num_side_nodes + 1
         rows = seqs * width
         tiles = self.num_prompt_tokens(sizes) // TILE
         once, groups = 4 * self.vocab_size * rows, 2 * MAX_GROUP_BYTES
@@ -149,7 +149,7 @@ class ProgramFacts:
         logits = min(whole, many * once + groups)
         logits += 4 * self.vocab_size * tile_times * tiles
         layers = self.token_bytes * (rows + tiles * TILE)
-        drafts = 4 * self.draft_vocab_size * self.num_draft_tokens * seqs
+        drafts = 4 * self.draft_vocab_size * self.num_levels * seqs
         return max(logits, layers) + drafts + self.fixed_bytes
 
 

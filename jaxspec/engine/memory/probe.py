@@ -418,7 +418,7 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
             draft_part = _part(model.vocab_size, mesh, DRAFT_MESH_AXES)
             target_part = _part(model.vocab_size, mesh, TARGET_MESH_AXES)
             draft_vocab = min(
-                draft_part, target_part + 2 * draft_part // config.num_draft_tokens
+                draft_part, target_part + 2 * draft_part // config.max_draft_tokens
             )
     hidden = _part(model.intermediate_size, mesh, TARGET_MESH_AXES)
     feed_forward_bytes = GATE_AND_UP_BYTES + resolve_dtype(config.dtype, mesh).itemsize
@@ -434,8 +434,8 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
         )
     num_nodes = speculative.num_nodes if speculative else 0
     return ProgramFacts(
-        num_draft_tokens=config.num_draft_tokens,
-        num_side_nodes=num_nodes - config.num_draft_tokens,
+        num_levels=config.max_draft_tokens,
+        num_side_nodes=num_nodes - config.max_draft_tokens,
         vocab_size=_part(model.vocab_size, mesh, TARGET_MESH_AXES),
         draft_vocab_size=draft_vocab,
         max_model_len=config.max_model_len,

@@ -26,7 +26,7 @@ class Request:
 
     Attributes:
         max_total: Tokens at which the sequence ends, prompt included.
-        num_draft_tokens: Maximum number of drafts per round for this request.
+        max_draft_tokens: Maximum number of drafts per round for this request.
         rule: An index of `jaxspec.program.plan.RULES`.
         features: Features that its programs need.
         controls: Penalties, bias and masks of single tokens.
@@ -59,7 +59,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     max_total: int
-    num_draft_tokens: int
+    max_draft_tokens: int
     seed: tuple[int, int]
     rule: int
     stop_ids: tuple[int, ...]

@@ -64,7 +64,7 @@ def test_described_program_equals_the_engines(
     mesh = device_descriptions.describe_mesh(None, config)
     program, forms = device_descriptions.describe(config, mesh)
     runner = make_runner(config)
-    shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
+    shape = StepShape(num_seqs=1, num_levels=0, max_prompt_tokens=0)
     cache = ProgramCache(tmp_path)
     real: Any = (*runner.params, runner.state)
     assert cache.path(program, shape, forms) == cache.path(runner.program, shape, real)

@@ -224,7 +224,7 @@ def test_memory_of_lookup_drafts_with_and_without_a_draft_model():
     )
     assert alone.draft == ModelBytes()
     programs = alone.programs
-    assert (programs.draft_vocab_size, programs.num_draft_tokens) == (0, 5)
+    assert (programs.draft_vocab_size, programs.num_levels) == (0, 5)
     assert both.programs.draft_vocab_size > 0
     assert both.programs_without == dataclasses.replace(
         both.programs, draft_vocab_size=0
@@ -308,7 +308,7 @@ def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
             continue
         programs = alone[target]
         k = int(numbers.get("K", 0))
-        programs = dataclasses.replace(programs, num_draft_tokens=k)
+        programs = dataclasses.replace(programs, num_levels=k)
         sizes = Sizes(int(numbers["batch"]), 32)
         found.append((f"h200 {row['name']}", programs, sizes, row["temp_bytes"]))
     return found
@@ -676,9 +676,7 @@ def test_warns_of_programs_larger_than_planned(caplog, monkeypatch):
     def build(num_seqs: int, temp_bytes: int, code_bytes: int) -> None:
         built = SimpleNamespace(executable=executable(temp_bytes, code_bytes))
         monkeypatch.setattr(made.cache, "build", lambda *_: built)
-        made.executable(
-            StepShape(num_seqs=num_seqs, num_draft_tokens=0, max_prompt_tokens=0)
-        )
+        made.executable(StepShape(num_seqs=num_seqs, num_levels=0, max_prompt_tokens=0))
 
     build(1, 10**9, 10**6)
     build(2, 10**8, 10**6)

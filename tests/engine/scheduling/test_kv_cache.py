@@ -349,7 +349,7 @@ def test_requests_give_up_drafts_before_one_is_preempted():
     config = make_config(
         window=4, num_pages=100, max_num_seqs=3, disable_by_batch_size=2
     )
-    requests = make_requests(config, 3, num_draft_tokens=3)
+    requests = make_requests(config, 3, max_draft_tokens=3)
     for number, request in enumerate(requests):
         request.prompt_token_ids = [number] * 70
     loop, has_given_up, num_running = Loop(config, 0), False, 0
@@ -357,7 +357,7 @@ def test_requests_give_up_drafts_before_one_is_preempted():
         loop.scheduler.add(request)
     while loop.step():
         rows = [request.row for request in loop.scheduler.running]
-        has_given_up |= bool((loop.scheduler.rows.num_draft_tokens[rows] == 0).any())
+        has_given_up |= bool((loop.scheduler.rows.max_draft_tokens[rows] == 0).any())
         num_running = max(num_running, len(rows))
     assert has_given_up
     # With all local pages, they would take 3 * 46 units.
