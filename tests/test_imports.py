@@ -82,7 +82,9 @@ def test_imports_are_at_the_top_and_absolute(folder: Path, path: Path) -> None:
     for node in imports_of(folder / path):
         where = f"{path}:{node.lineno}"
         # This also rejects `if TYPE_CHECKING:` and `try:` around an import.
-        assert node in parse(folder / path).body, f"{where}: move the import to the top of the module"
+        assert node in parse(folder / path).body, (
+            f"{where}: move the import to the top of the module"
+        )
         for name in names_of(node):
             assert not name.startswith("."), f"{where}: write the full module path"
             assert name != "__future__", f"{where}: jaxtyping needs real annotations"
