@@ -153,7 +153,9 @@ def plain_ids(**params: Any) -> list[list[int]]:
     "speculative",
     [
         dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3),
-        dict(method="suffix", num_speculative_tokens=3),
+        pytest.param(
+            dict(method="suffix", num_speculative_tokens=3), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda one: one["method"],
 )
@@ -172,6 +174,7 @@ def test_bfloat16_has_the_same_first_token():
         assert found.argmax() == PROMPTS[name]["top5_last"][0]["id"], name
 
 
+@pytest.mark.slow
 def test_command_line_generates_without_a_draft(capsys):
     prompt = PROMPTS["france"]
     flags = ["--model", PACKAGED_GEMMA3, "--max-tokens", "4", "--dtype", "float32"]

@@ -336,14 +336,9 @@ def test_eight_bit_pages_are_updated_in_place(kind, kept):
 
 
 @pytest.mark.aot
+@pytest.mark.long_suite(name="h200")
 @pytest.mark.parametrize(
-    "name",
-    # In `make test`, one program of every kind, each a minute of processor time.
-    members(
-        "h200",
-        ("plain/27b/batch 8", "pass/9b/batch 1/K 0", "round/9b-2b/K 8"),
-        is_example=lambda name: name.startswith("pass"),
-    ),
+    "name", ["plain/27b/batch 8", "pass/9b/batch 1/K 0", "round/9b-2b/K 8"]
 )
 def test_gpu_benchmark_program_compiles(name):
     skip_without_compiler("h200")
@@ -367,10 +362,8 @@ SCANNED = [
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    ("devices", "draft", "max_rounds"),
-    members("scanned", SCANNED, is_example=lambda case: case == SCANNED[0]),
-)
+@pytest.mark.long_suite(name="scanned")
+@pytest.mark.parametrize(("devices", "draft", "max_rounds"), SCANNED)
 def test_scanned_layers_read_weights_and_pages_in_place(devices, draft, max_rounds):
     """For TPUs only.
 
