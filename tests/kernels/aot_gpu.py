@@ -197,7 +197,7 @@ def _compile_into(
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         lowered = jax.jit(function).lower(*shapes)
-        options = {"xla_dump_to": str(folder), **wanted}
+        options: dict[str, str | bool] = {"xla_dump_to": str(folder), **wanted}
         return lowered.compile(compiler_options=options)
 
 
