@@ -59,16 +59,16 @@ def has_native_masks(mesh: Mesh) -> bool:
     return is_cpu and mesh.size == 1 and native.is_available()
 
 
-def window_of(num_draft_tokens: int) -> int:
+def window_of(max_draft_tokens: int) -> int:
     """Return the number of newest known tokens sent with a request for masks.
 
     One round lies between two requests for a sequence, or two if the masks of one were
     never used.
 
     Args:
-        num_draft_tokens: Maximum of a round.
+        max_draft_tokens: Maximum of a round.
     """
-    longest = max(num_draft_tokens, MAX_DRAFT_TOKENS)
+    longest = max(max_draft_tokens, MAX_DRAFT_TOKENS)
     return 2 * Tree.chain(longest).max_emitted
 
 
