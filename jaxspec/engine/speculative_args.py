@@ -5,6 +5,7 @@ may be mixed as long as they do not contradict each other. Knows nothing about f
 and models: `jaxspec.engine.arg_utils` reads those.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -24,6 +25,10 @@ from jaxspec.config.methods import (
 )
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.token_tree import TREE_KEY, read_paths
+from jaxspec.engine.vllm_arguments import (
+    VLLM_SPECULATIVE_KEYS,
+    check_vllm_arguments,
+)
 from jaxspec.errors import (
     ConfigError,
     UnsupportedError,
@@ -33,6 +38,8 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec_checkpoints.heads import MLP_SPECULATOR, MLP_SPECULATOR_REMOVED
+
+_log = logging.getLogger(__name__)
 
 # Argument -> key of speculative_config.
 SPECULATIVE_NAMES = {
@@ -59,20 +66,8 @@ _DEFAULT_PROMPT_LOOKUP = 5
 # vLLM's older notation for a kind of draft in place of a model.
 _KIND = re.compile(r"\[.*\]")
 _SPECULATIVE_KEYS = tuple(item.name for item in fields(SpeculativeConfig))
-# Keys without effect here: they tune parts that do not exist. Except "revision", which
-# `EngineArgs` reads from the caller's dict.
-_SPECULATIVE_NO_EFFECT = (
-    "enforce_eager",
-    "revision",
-    "code_revision",
-    "disable_padded_drafter_batch",
-    "disable_logprobs",
-    "disable_mqa_scorer",
-)
-_SPECULATIVE_LATER = (
-    "use_heterogeneous_vocab",
-    "num_speculative_tokens_per_batch_size",
-)
+# Read by `EngineArgs` from the caller's dict.
+_REVISION = "revision"
 # Keys of removed features, and what to use instead.
 _DYNAMIC = (
     "Dynamic trees were removed, because they were 0.59 to 1.05 times as fast as "
@@ -111,40 +106,40 @@ def merge_speculative_arguments(
         NotImplementedError: The kind of speculation is not supported.
     """
     config = arguments.get("speculative_config")
-    given = {}
+    settings = {}
     for key, value in _normalised_keys(config).items():
-        given[key] = (f"speculative_config[{key!r}]", value)
+        settings[key] = (f"speculative_config[{key!r}]", value)
     for name, key in SPECULATIVE_NAMES.items():
         value = arguments.get(name)
         if value is None:
             continue
         if name == "spec_decoding_acceptance_method":
             value = _OLD_RULES[value]
-        source, other = given.setdefault(key, (name, value))
+        source, other = settings.setdefault(key, (name, value))
         if other != value:
             raise ConfigError(
                 f"{name}={value!r} contradicts {source}={other!r}; give one of them.",
                 parameter=name,
                 value=value,
             )
-    merged = {key: value for key, (_, value) in given.items()}
+    merged = {key: value for key, (_, value) in settings.items()}
     if merged == {"rejection_sample_method": "standard"}:
         # The default of the older arguments; it does not enable speculation.
         return None
-    if config is not None and not given:
+    if config is not None and not settings:
         raise ConfigError(
             "speculative_config must name a draft model or a head under 'model', or "
             "'ngram' or 'suffix' under 'method', got {}.",
             parameter="speculative_config",
             value={},
         )
-    if given:
+    if settings:
         _settle_method(merged)
     _settle_kv_cache_dtype(merged, arguments.get(_KV_CACHE_DTYPE, "auto"))
     method = merged.get("method", DRAFT_MODEL)
     info = method_of(method)
-    if given and info.weights and "model" not in given:
-        source, value = next(iter(given.values()))
+    if settings and info.weights and "model" not in settings:
+        source, value = next(iter(settings.values()))
         raise ConfigError(
             f"{source}={value!r} was given without a draft model: add "
             "speculative_model (a model, or '[ngram]'), or leave it out to decode "
@@ -164,8 +159,7 @@ def merge_speculative_arguments(
         # vLLM's meaning: every draft of the tree counts.
         count = len(read_paths(merged[TREE_KEY]))
         merged.setdefault("num_speculative_tokens", count)
-    for key in _SPECULATIVE_NO_EFFECT:
-        merged.pop(key, None)
+    merged.pop(_REVISION, None)
     return merged or None
 
 
@@ -177,8 +171,7 @@ def _normalised_keys(config: object) -> dict[str, Any]:
         *_SPECULATIVE_KEYS,
         _KV_CACHE_DTYPE,
         _PARALLEL,
-        *_SPECULATIVE_NO_EFFECT,
-        *_SPECULATIVE_LATER,
+        _REVISION,
     )
     if not isinstance(config, Mapping):
         allowed = "a dict with keys among " + ", ".join(known)
@@ -197,27 +190,26 @@ def _normalised_keys(config: object) -> dict[str, Any]:
             )
         if key == "tensor_parallel_size":
             hint = "pass draft_tensor_parallel_size."
-        elif key in known or key in _SPECULATIVE_REMOVED:
+        elif key in (*known, *_SPECULATIVE_REMOVED, *VLLM_SPECULATIVE_KEYS):
             hint = ""
         else:
             hint = nearest(key, known, f"known: {known}.")
-        if hint:
+        if hint and (key, value) != ("tensor_parallel_size", None):
             raise ConfigError(
                 f"speculative_config has no key {spelled!r} (given {value!r}): {hint}",
                 parameter="speculative_config",
                 value=config,
             )
-        if value is None:
-            continue
-        if key in _SPECULATIVE_LATER and value is not False:
-            raise UnsupportedError(
-                f"speculative_config[{key!r}]={value!r} is not supported yet.",
-                parameter=key,
-                value=value,
-            )
-        if key not in _SPECULATIVE_LATER:
+        if value is not None:
             values[key] = value
-    return values
+    no_effect = check_vllm_arguments(
+        VLLM_SPECULATIVE_KEYS, values, "speculative_config[{!r}]"
+    )
+    if no_effect:
+        _log.warning("Arguments without effect: %s", ", ".join(no_effect))
+    return {
+        key: value for key, value in values.items() if key not in VLLM_SPECULATIVE_KEYS
+    }
 
 
 def _settle_kv_cache_dtype(merged: dict[str, Any], target: str) -> None:
@@ -320,17 +312,17 @@ def _settle_lookup(merged: dict[str, Any], *, is_first_generation: bool) -> None
     `speculative_model="[ngram]"` requires the longest length, and the shortest defaults
     to 1. With method NGRAM in the dict, both default to the one that is given, or to 5.
     """
-    most, fewest = (merged.get(key) for key in LOOKUPS[NGRAM][1])
-    if is_first_generation and most is None:
+    longest, shortest = (merged.get(key) for key in LOOKUPS[NGRAM][1])
+    if is_first_generation and longest is None:
         raise ConfigError(
             "speculative_model='[ngram]' requires ngram_prompt_lookup_max, the "
             f"maximum length of a matching n-gram; {_DEFAULT_PROMPT_LOOKUP} is a "
             "good value.",
             parameter="ngram_prompt_lookup_max",
         )
-    if is_first_generation and fewest is None:
-        fewest = 1
-    if most is None:
-        most = _DEFAULT_PROMPT_LOOKUP if fewest is None else fewest
-    merged["prompt_lookup_max"] = most
-    merged["prompt_lookup_min"] = most if fewest is None else fewest
+    if is_first_generation and shortest is None:
+        shortest = 1
+    if longest is None:
+        longest = _DEFAULT_PROMPT_LOOKUP if shortest is None else shortest
+    merged["prompt_lookup_max"] = longest
+    merged["prompt_lookup_min"] = longest if shortest is None else shortest
