@@ -356,7 +356,7 @@ void pack(ffi::ThreadPool& pool, const Groups& rows, int64_t groups, int64_t siz
   });
 }
 
-// Calls run(first, last) for parts of the panels, on as many threads as useful.
+// Calls run(first, last) for parts of the panels, on all threads that are useful.
 //
 // most: panels of a part; 0: any number.
 template <typename Run>
@@ -382,8 +382,8 @@ void for_each_panels(ffi::ThreadPool& pool, int64_t num_panels, int64_t panel_by
 
 #if defined(JAXSPEC_HAS_TILES)
 typedef float Tile[kTileRows * kTileOutputs];
-// Blocks of features of several blocks of rows that stay in a core's cache, 512 rows take
-// 512 kB; and panels whose sums do: 64 kB each.
+// For several blocks of rows: blocks of features at a time, 512 kB with 512 rows, and
+// panels of a part, whose sums take 64 kB each. Both fit in a core's cache.
 constexpr int64_t kChunk = 16, kMaxPanels = 16;
 
 // Prefetches a block of a panel some kB before it is used, or one of the panel `count`
@@ -581,7 +581,7 @@ void multiply_in_tiles(ffi::ThreadPool& pool, const Panels& panels, const float*
       multiply(std::integral_constant<int, 2>(), panel);
     if (panel < last) multiply(std::integral_constant<int, 1>(), panel);
   };
-  // Products of several blocks of rows: chunks of all rows stay in a core's cache, and a
+  // Products of several blocks of rows. A chunk of all rows fits in a core's cache, and a
   // panel's chunk is unpacked once.
   auto run_many = [&](int64_t first, int64_t last) {
     const FlushDenormals mode;
