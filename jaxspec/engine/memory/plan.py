@@ -611,8 +611,8 @@ def _no_room(plan: MemoryPlan, given_sizes: GivenSizes, budget: int) -> ConfigEr
         f"{shown_bytes(taken + seq_bytes)} are needed of {facts.device}'s "
         f"{shown_bytes(limit_bytes)}, of which gpu_memory_utilization={share:g} gives "
         f"{shown_bytes(budget)}: {', '.join(parts)}, and {shown_bytes(seq_bytes)} of "
-        f"keys and values for one sequence of max_model_len={facts.max_model_len} tokens. "
-        f"Set {advice}.",
+        f"keys and values for one sequence of max_model_len={facts.max_model_len} "
+        f"tokens. Set {advice}.",
         parameter=name,
         value=value,
     )
