@@ -235,7 +235,7 @@ class Program(_Setup):
             models, seqs=seqs, num_drafts=num_drafts, draft=draft, acceptance=acceptance
         )
         self.shape = StepShape(
-            num_seqs=seqs, num_draft_tokens=num_drafts, max_prompt_tokens=0
+            num_seqs=seqs, num_levels=num_drafts, max_prompt_tokens=0
         )
         arguments = (*self.params, self.forms)
         options = models.setting.compiler_options
@@ -281,7 +281,7 @@ class Program(_Setup):
                 )
                 emitted += int(step.num_emitted.sum())
                 accepted += int(step.num_accepted.sum())
-                drafted += int(step.num_draft_tokens.sum())
+                drafted += int(step.num_valid_drafts.sum())
             # A new seed, so that each repeat draws different random numbers.
             rows = dataclasses.replace(rows, seed=rows.seed + np.uint32(1))
         count = repeats * setting.steps * self._seqs

@@ -446,10 +446,14 @@ class LLM:
             with self.llm_engine.lock:
                 self.llm_engine.abort_request(request_ids)
                 for request_id in request_ids:
-                    for kept in (self._unfinished, self._finished, self._failures):
-                        kept.pop(request_id, None)
-                    for kept in (self._enqueued, self._calls):
-                        kept.pop(request_id, None)
+                    for by_request in (
+                        self._unfinished,
+                        self._finished,
+                        self._failures,
+                    ):
+                        by_request.pop(request_id, None)
+                    for by_request in (self._enqueued, self._calls):
+                        by_request.pop(request_id, None)
             raise
 
     def _take(self, request_ids: list[str]) -> list[RequestOutput]:
@@ -599,10 +603,10 @@ def _one_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
             value=len(params),
         )
     copies = []
-    for position, given in enumerate(params):
-        if not isinstance(given, SamplingParams):
+    for position, prompt_params in enumerate(params):
+        if not isinstance(prompt_params, SamplingParams):
             name = f"sampling_params[{position}]"
-            raise wrong_argument(RequestError, name, "SamplingParams", given)
-        copies.append(given.clone())
+            raise wrong_argument(RequestError, name, "SamplingParams", prompt_params)
+        copies.append(prompt_params.clone())
         copies[-1].output_kind = RequestOutputKind.FINAL_ONLY
     return copies

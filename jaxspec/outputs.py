@@ -45,12 +45,12 @@ class RequestSpecDecodeMetrics:
             self, histogram=self.histogram.copy(), proposals=self.proposals.copy()
         )
 
-    def record_step(self, num_draft_tokens: int, num_accepted: int) -> None:
+    def record_step(self, num_valid_drafts: int, num_accepted: int) -> None:
         """Count one step that proposed draft tokens."""
-        assert 0 <= num_accepted <= num_draft_tokens < len(self.histogram)
+        assert 0 <= num_accepted <= num_valid_drafts < len(self.histogram)
         self.histogram[num_accepted] += 1
-        self.proposals[num_draft_tokens] += 1
-        self.num_draft_tokens += num_draft_tokens
+        self.proposals[num_valid_drafts] += 1
+        self.num_draft_tokens += num_valid_drafts
 
     @property
     def num_spec_steps(self) -> int:

@@ -221,14 +221,15 @@ class SamplingParams:
         self,
         vocab_size: int,
         *,
-        num_draft_tokens: int | None = None,
+        max_draft_tokens: int | None = None,
         max_logprobs: int | None = None,
     ) -> None:
         """Check all fields again, also against the limits of the engine.
 
         Args:
             vocab_size: Token ids must be below this.
-            num_draft_tokens: The engine's draft tokens per step; None skips the check.
+            max_draft_tokens: The engine's maximum of draft tokens per step; None skips
+                the check.
             max_logprobs: The engine's maximum number of logprobs per token; None skips
                 the check.
 
@@ -246,13 +247,13 @@ class SamplingParams:
             for token in tokens or ():
                 check_token_id(RequestError, name, token, vocab_size)
         wanted = self.num_speculative_tokens
-        if wanted is not None and num_draft_tokens is not None:
+        if wanted is not None and max_draft_tokens is not None:
             check_integer(
                 RequestError,
                 "num_speculative_tokens",
                 wanted,
                 low=0,
-                high=num_draft_tokens,
+                high=max_draft_tokens,
                 hint="The upper limit is the engine's num_speculative_tokens.",
             )
         for name in ("logprobs", "prompt_logprobs"):

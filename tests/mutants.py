@@ -239,8 +239,8 @@ MUTANTS = [
     mutant(
         "suffix_counts_one_match_twice",
         "propose/ngram_match._top_ranks",
-        "rank == found[-1][:, None]",
-        "rank > found[-1][:, None]",
+        "rank == largest[-1][:, None]",
+        "rank > largest[-1][:, None]",
         check=check_chosen_suffixes,
     ),
     mutant(
@@ -375,7 +375,7 @@ MUTANTS = [
     mutant(
         "unwanted_levels_are_accepted",
         "tree/verify._usable_nodes",
-        "(depth <= num_draft_tokens[:, None])",
+        "(depth <= num_valid_drafts[:, None])",
         "(depth > 0)",
         check=check_few_levels,
     ),
@@ -410,8 +410,8 @@ MUTANTS = [
     mutant(
         "matches_that_differ_from_a_path_continue_it",
         "propose/ngram_match.fill_tree",
-        "here = agrees[:, rows] & is_known[:, None]",
-        "here = agrees[:, rows * 0] & is_known[:, None]",
+        "is_voting = agrees[:, rows] & is_known[:, None]",
+        "is_voting = agrees[:, rows * 0] & is_known[:, None]",
         check=check_branches,
     ),
     mutant(

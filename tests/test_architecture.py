@@ -68,7 +68,7 @@ def test_engine_runs_the_documented_round(rule: str, temperature: float):
                 lambda tokens: hf_logits(target, np.array(tokens)),
                 lambda tokens: hf_logits(draft, np.array(tokens)),
                 text,
-                int(result.num_draft_tokens[0]),
+                int(result.num_valid_drafts[0]),
                 jnp.array(admission.seed, jnp.uint32),
                 temperature,
                 rule == "coupled",

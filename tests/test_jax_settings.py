@@ -57,7 +57,7 @@ def test_settings_of_the_user_are_restored():
 
 def test_programs_are_the_same_under_other_settings(tmp_path):
     runner = pair.engine().runner
-    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, max_prompt_tokens=32)
+    shape = StepShape(num_seqs=2, num_levels=pair.NUM_DRAFT, max_prompt_tokens=32)
     arguments = (*runner.params, runner.state)
 
     def made() -> tuple[str, Any]:

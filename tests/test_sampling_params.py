@@ -270,9 +270,9 @@ def test_logprob_token_ids_set_the_number_of_logprobs():
 def test_drafts_per_request_are_at_most_the_engines():
     params = SamplingParams(extra_args={"num_speculative_tokens": 5})
     assert params.num_speculative_tokens == 5
-    params.validate_for(100, num_draft_tokens=5)
+    params.validate_for(100, max_draft_tokens=5)
     with pytest.raises(RequestError, match=r"from 0 to 3, got 5"):
-        params.validate_for(100, num_draft_tokens=3)
+        params.validate_for(100, max_draft_tokens=3)
     assert SamplingParams().num_speculative_tokens is None
 
 

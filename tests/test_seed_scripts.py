@@ -158,7 +158,7 @@ ASYNC_CHECKS = """
 assert last.finished
 assert completion.finish_reason in ("stop", "length")
 assert completion.spec_decode_metrics.num_draft_tokens > 0
-assert engine.engine.config.num_draft_tokens == 5
+assert engine.engine.config.max_draft_tokens == 5
 engine.shutdown()
 assert not engine.is_running
 """
@@ -266,4 +266,4 @@ def test_server_command_is_accepted(monkeypatch: pytest.MonkeyPatch):
     assert end.value.code == 0
     config = seen[0].engine.create_engine_config()
     assert config.served_model_name == "jaxspec/tiny-gemma2"
-    assert (config.num_draft_tokens, config.tensor_parallel_size) == (5, 4)
+    assert (config.max_draft_tokens, config.tensor_parallel_size) == (5, 4)

@@ -300,8 +300,8 @@ def _of_folder(name: str, count: int) -> Method:
     folder = model_folder(name, "--all-methods")
     kind = kind_of_head(read_config(folder)[0])
     if kind in KINDS:
-        max_drafts = read_dummy(folder).max_drafts
-        count = count if max_drafts is None else min(count, max_drafts)
+        max_draft_tokens = read_dummy(folder).max_draft_tokens
+        count = count if max_draft_tokens is None else min(count, max_draft_tokens)
     else:
         has_mask = config_from_folder(folder).mask_token_id is not None
         kind = PARD if has_mask else DRAFT_MODEL

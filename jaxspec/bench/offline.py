@@ -55,7 +55,7 @@ class Offline:
     @property
     def num_draft_tokens(self) -> int:
         """K as the engine is configured; 0 without speculation."""
-        return self.engine.config.num_draft_tokens
+        return self.engine.config.max_draft_tokens
 
     @property
     def forced_acceptance(self) -> list[float] | None:

@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _counts(offline: Offline, wanted: Sequence[int] | None) -> list[int]:
     """Return the values of K to measure: the flag's, or defaults up to the engine's."""
-    max_k = offline.engine.policy.compiled_drafts[-1]
+    max_k = offline.engine.policy.compiled_levels[-1]
     if not max_k:
         raise ConfigError(
             "spec measures speculation, and these flags name no drafts: give "

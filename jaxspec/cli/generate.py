@@ -282,7 +282,7 @@ def _setting(
         how = f"temperature {params.temperature:g}, seed {params.seed}"
     return (
         f"{options.model}, {runner.dtype} on {device.platform}, "
-        f"K = {engine.config.num_draft_tokens}, {how}"
+        f"K = {engine.config.max_draft_tokens}, {how}"
     )
 
 

@@ -111,19 +111,19 @@ _VllmFields = make_dataclass(
 )
 
 
-def bundled_pair(given: Mapping[str, Any]) -> dict[str, Any]:
+def bundled_pair(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the bundled models, for users who name no model.
 
     Args:
-        given: Arguments by name; only those that choose drafts are used.
+        arguments: Arguments by name; only those that choose drafts are used.
     """
-    if any(given[name] is not None for name in _DRAFT_ARGUMENTS):
+    if any(arguments[name] is not None for name in _DRAFT_ARGUMENTS):
         return {"model": BUNDLED_TARGET}
     pair: dict[str, Any] = {
         "model": BUNDLED_TARGET,
         "speculative_model": BUNDLED_DRAFT,
     }
-    if given["num_speculative_tokens"] is None and given["spec_tokens"] is None:
+    if arguments["num_speculative_tokens"] is None and arguments["spec_tokens"] is None:
         pair["num_speculative_tokens"] = BUNDLED_DRAFT_TOKENS
     return pair
 
@@ -179,7 +179,9 @@ class EngineArgs(_VllmFields):
         kv_cache_memory_bytes: Bytes of each device for the pages of both models,
             instead of the rest of `gpu_memory_utilization`.
         num_gpu_blocks_override: Number of pages, instead of `gpu_memory_utilization`
-            and `kv_cache_memory_bytes`.
+            and `kv_cache_memory_bytes`. Where layers with a sliding window keep only
+            their window, a page holds `block_size` tokens of these layers, or (Gemma 3)
+            five times as many of the others.
         kv_cache_dtype: Type of the keys and values of all models: "auto" is the type of
             the weights; "int8", with a scale for each token and head, and "fp8" (or
             "fp8_e4m3"), without scales, take half of bfloat16's memory. They change
@@ -202,8 +204,10 @@ class EngineArgs(_VllmFields):
             the start. Default: 300.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
         disable_hybrid_kv_cache_manager: Keep the keys and values of all tokens in all
-            layers (default). If false, layers with a sliding window keep only their
-            window: more and longer sequences fit. Texts are the same.
+            layers. By default, layers with a sliding window keep only their window:
+            more and longer sequences fit, and texts are the same. If
+            `num_gpu_blocks_override` is too small for that, the default is to keep all
+            tokens, and false is an error.
         speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
             model. Default: all of the target's, or fewer if an estimate shows that
             fewer are clearly faster and leave most of the pages.
@@ -315,16 +319,16 @@ class EngineArgs(_VllmFields):
     typical_acceptance_sampler_posterior_threshold: float | None = None
     typical_acceptance_sampler_posterior_alpha: float | None = None
 
-    def __new__(cls, **given: object):
+    def __new__(cls, **arguments: object):
         """Reject an unknown name, and suggest the nearest known one."""
         known = [item.name for item in fields(cls)]
-        for name in sorted(given.keys() - set(known)):
+        for name in sorted(arguments.keys() - set(known)):
             hint = nearest(name, known, f"see {cls.__name__}.")
-            given_as = "" if is_secret(name) else f" (given {shown(given[name])})"
+            given_as = "" if is_secret(name) else f" (given {shown(arguments[name])})"
             raise ConfigError(
                 f"{name}{given_as} is not an engine argument: {hint}",
                 parameter=name,
-                value=None if is_secret(name) else given[name],
+                value=None if is_secret(name) else arguments[name],
             )
         return super().__new__(cls)
 
@@ -497,9 +501,6 @@ class EngineArgs(_VllmFields):
             draft_token_ids=draft_token_ids,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
-            disable_hybrid_kv_cache_manager=(
-                self.disable_hybrid_kv_cache_manager is not False
-            ),
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
             structured_outputs=StructuredOutputsConfig.read(
@@ -510,17 +511,17 @@ class EngineArgs(_VllmFields):
         )
         if (
             self.num_gpu_blocks_override is not None
-            or values["disable_hybrid_kv_cache_manager"]
+            or self.disable_hybrid_kv_cache_manager
         ):
             return EngineConfig(**values)
-        most = 2 * math.ceil(max_model_len / sizes["block_size"])
-        config = EngineConfig(**values | dict(num_pages=most))
+        max_pages = 2 * math.ceil(max_model_len / sizes["block_size"])
+        config = EngineConfig(**values | dict(num_pages=max_pages))
         if config.unit_pages is None:
             return replace(config, num_pages=num_pages)
         unit_bytes = sum(
-            one.kv_unit_bytes(config.unit_pages, *widths)
-            for one in (model, draft)
-            if one is not None
+            model_config.kv_unit_bytes(config.unit_pages, *widths)
+            for model_config in (model, draft)
+            if model_config is not None
         )
         if head is not None:
             unit_bytes += config.unit_pages * head.kv_bytes_per_token(*widths)
@@ -615,7 +616,7 @@ def _speculative(
     if "num_speculative_tokens" not in merged:
         count = method_of(merged.get("method", DRAFT_MODEL)).default_draft_tokens
         if head is not None:
-            count = min(count, head.max_drafts or count)
+            count = min(count, head.max_draft_tokens or count)
         merged["num_speculative_tokens"] = count
         warnings.warn(
             f"num_speculative_tokens is not given: {count} tokens are drafted per "
@@ -744,11 +745,11 @@ def _quantized(
 
 def _checked_dtype(dtype: str, model: ModelConfig, draft: ModelConfig | None) -> str:
     if dtype in ("half", "float16"):
-        for one in filter(None, (model, draft)):
-            if one.float16_error is not None:
+        for model_config in filter(None, (model, draft)):
+            if model_config.float16_error is not None:
                 allowed = "'auto', 'bfloat16' or 'float32'"
                 raise wrong_argument(
-                    ConfigError, "dtype", allowed, dtype, one.float16_error
+                    ConfigError, "dtype", allowed, dtype, model_config.float16_error
                 )
         warnings.warn(
             f"dtype={dtype!r} is taken as 'bfloat16': activations of {model.family} "
@@ -790,17 +791,17 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     return recommended
 
 
-def _max_logprobs(given: Any, vocab_size: int) -> int:
-    if given == -1 and vocab_size > MAX_LOGPROBS:
+def _max_logprobs(max_logprobs: Any, vocab_size: int) -> int:
+    if max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
         raise wrong_argument(
             ConfigError,
             "max_logprobs",
             f"an integer from 0 to {MAX_LOGPROBS}",
-            given,
+            max_logprobs,
             f"-1 means all {vocab_size} tokens of this vocabulary, which every "
             "launch would copy to the host for every token.",
         )
-    return vocab_size if given == -1 else given
+    return vocab_size if max_logprobs == -1 else max_logprobs
 
 
 def _cache_dir(given: str | None) -> str | None:

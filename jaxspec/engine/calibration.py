@@ -68,14 +68,16 @@ class Calibrator:
         """Return the rounds left to time, of those that the choice of K compares."""
         if not self._policy.is_adaptive or self._sleep.level > 0:
             return []
-        max_k = self._config.num_draft_tokens
+        max_draft_tokens = self._config.max_draft_tokens
         rounds = []
         for shape in self._runner.compiler.made:
             if shape.is_draft_prefill or not (
                 shape.max_prompt_tokens or shape.features.has_grammar
             ):
                 # 0 drafts: programs also run while all rows wait for draft prefill.
-                drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, max_k)})
+                drafts = sorted(
+                    {min(k, shape.num_levels) for k in (0, 1, max_draft_tokens)}
+                )
                 rounds += [RoundKind(shape, k) for k in drafts]
         return [one for one in rounds if one not in self.timed]
 
@@ -83,7 +85,7 @@ class Calibrator:
         """Time a round over dummy sequences."""
         self.timed.add(round_kind)
         pool, size = scheduler.pool, self._config.page_size
-        tree = scheduler.shapes.tree(self._config.num_draft_tokens)
+        tree = scheduler.shapes.tree(self._config.max_draft_tokens)
         lookahead = 8 * tree.max_emitted + tree.num_rows - tree.max_emitted
         context = min(CONTEXT, self._config.max_model_len - lookahead)
         count = -(-(context + lookahead) // size)

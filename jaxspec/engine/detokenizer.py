@@ -163,14 +163,14 @@ class TextStream:
             return None
         # The start depends on each stop string's length: otherwise a shorter one that
         # was complete before, within `min_tokens`, would match again.
-        found = [
+        matches = [
             (position, stop)
             for stop in self._stops
             if (position := self._text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
-        if not found:
+        if not matches:
             return None
-        position, stop = min(found)
+        position, stop = min(matches)
         include = self._params.include_stop_str_in_output
         self._text = self._text[: position + len(stop) if include else position]
         return stop
@@ -226,15 +226,15 @@ class LogprobStream:
         if num_requested is None or self.cumulative is None or not token_ids:
             return
         assert values is not None, "a launch without logprobs"
-        own = values.own.tolist()
+        token_logprobs = values.own.tolist()
         for index, token in enumerate(token_ids):
             position = self._position(
                 token, values, index, num_requested, self._begun, self._chosen
             )
             self._begun = self._after(self._begun, [token])
             self._logprobs.append(position)
-            self._own.append(own[index])
-            self.cumulative += own[index]
+            self._own.append(token_logprobs[index])
+            self.cumulative += token_logprobs[index]
 
     def keep(self, count: int) -> None:
         """Drop the logprobs after the text's first `count` tokens."""

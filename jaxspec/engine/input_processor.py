@@ -160,7 +160,7 @@ class InputProcessor:
         speculative = config.speculative
         params.validate_for(
             config.model_config.vocab_size,
-            num_draft_tokens=speculative and speculative.num_levels,
+            max_draft_tokens=speculative and speculative.num_levels,
             max_logprobs=config.max_logprobs,
         )
         check_supported(params)
@@ -236,14 +236,14 @@ class InputProcessor:
         limit = config.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, num_prompt + params.max_tokens)
-        num_draft_tokens = config.num_draft_tokens
+        max_draft_tokens = config.max_draft_tokens
         if params.num_speculative_tokens is not None:
-            num_draft_tokens = min(num_draft_tokens, params.num_speculative_tokens)
+            max_draft_tokens = min(max_draft_tokens, params.num_speculative_tokens)
         metrics = None
         seed, rule = self._seed_and_rule(params)
-        if num_draft_tokens:
+        if max_draft_tokens:
             metrics = RequestSpecDecodeMetrics.empty(
-                config.num_draft_tokens,
+                config.max_draft_tokens,
                 is_synthetic=config.is_synthetic,
             )
         stop_ids = self._stop_ids(params)
@@ -255,7 +255,7 @@ class InputProcessor:
             prompt_token_ids=parsed.token_ids,
             params=params,
             max_total=limit,
-            num_draft_tokens=num_draft_tokens,
+            max_draft_tokens=max_draft_tokens,
             seed=seed,
             rule=rule,
             stop_ids=stop_ids,

@@ -26,7 +26,7 @@ from jaxspec.engine.scheduling.round_estimates import make_acceptance
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
-from jaxspec.engine.speculation.step_times import StepTimes
+from jaxspec.engine.speculation.step_times import FIXED_SHARE, StepTimes
 from jaxspec.errors import (
     ConfigError,
     EngineDeadError,
@@ -96,7 +96,7 @@ class LLMEngine:
         self.config, self.runner = config, runner
         self.stats = EngineStats()
         self.policy = SpeculationPolicy(config.speculative)
-        self.step_times = StepTimes()
+        self.step_times = StepTimes(FIXED_SHARE if runner.skips_padding else 1.0)
         self.acceptance = make_acceptance(config, self.policy)
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats, self.memory)
@@ -364,9 +364,9 @@ class LLMEngine:
     def _stop_if_no_program_drafts(self) -> None:
         """Stop drafting if all programs with drafts failed to compile."""
         compiler = self.runner.compiler
-        if not any(shape.num_draft_tokens for shape in compiler.failures):
+        if not any(shape.num_levels for shape in compiler.failures):
             return
-        if not any(shape.num_draft_tokens for shape in compiler.made):
+        if not any(shape.num_levels for shape in compiler.made):
             self.policy.stop("no program with drafts could be compiled")
 
     def _wait_for_masks_or_program(self) -> float:

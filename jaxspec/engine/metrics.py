@@ -168,7 +168,7 @@ class EngineMetrics:
         self._expected_s, self._error_s = Distribution(_ROUND_S), 0.0
         # Launches by K. All K are present from the start, so that rates include the
         # first launch of each.
-        self._launches = dict.fromkeys(range(config.num_draft_tokens + 1), 0)
+        self._launches = dict.fromkeys(range(config.max_draft_tokens + 1), 0)
         self._last_log = (time.monotonic(), 0, copy.deepcopy(stats))
         self._was_busy = False
         # `num_compared` and `num_agreed` at the last check of acceptance; None after
@@ -266,7 +266,7 @@ class EngineMetrics:
             "prompt_tokens_cached": self.num_cached_tokens,
             "generation_tokens": self._stats.num_generated_tokens,
         }
-        found = [
+        metrics = [
             *(self._gauge(name, value) for name, value in gauges.items()),
             *(
                 self._gauge("num_requests_waiting_by_reason", count, reason=reason)
@@ -284,7 +284,7 @@ class EngineMetrics:
             *self._drafts(),
             *(seen.read(name, dict(self._labels)) for name, seen in self._seen.items()),
         ]
-        prefixed = [(prefix, metric) for prefix in PREFIXES for metric in found]
+        prefixed = [(prefix, metric) for prefix in PREFIXES for metric in metrics]
         prefixed += [(OWN, metric) for metric in self._own(load)]
         return [
             dataclasses.replace(metric, name=f"{prefix}:{metric.name}")
@@ -360,7 +360,7 @@ class EngineMetrics:
         if speculative is None or speculative.num_nodes == speculative.num_levels:
             return []
         count = self._stats.num_side_tokens
-        found: list[Metric] = [
+        metrics: list[Metric] = [
             self._counter("spec_decode_num_accepted_leaves", count),
             self._gauge("speculation_has_leaves", load.choice.has_side_branches),
         ]
@@ -375,18 +375,19 @@ class EngineMetrics:
             name = "spec_decode_{}_by_rank"
             counts = {"num_compared": hits.compared, "num_accepted": hits.kept}
             for key, count in counts.items():
-                found.append(self._counter(name.format(key), count, **labels))
-        return found
+                metrics.append(self._counter(name.format(key), count, **labels))
+        return metrics
 
     def _choice(self, load: Load) -> list[Metric]:
         """Return the metrics of the choice of K, if there are drafts."""
-        if not self._config.num_draft_tokens:
+        if not self._config.max_draft_tokens:
             return []
         counters = {
             "saved_seconds": load.saved_s,
             "lost_seconds": load.lost_s,
             "probes": load.num_probes,
             "stops": load.num_stops,
+            "given_up": self._stats.num_given_up,
             "drafts_compared": load.num_compared,
             "drafts_agreed": load.num_agreed,
         }
@@ -413,8 +414,8 @@ class EngineMetrics:
         vLLM's metric has all fields of its `CacheConfig`. Fields of features that do
         not exist here (state-space models, shared keys, offloading) are left out.
         """
-        config, given = self._config, self._config.given
-        share = given and given.gpu_memory_utilization
+        config, given_sizes = self._config, self._config.given
+        share = given_sizes and given_sizes.gpu_memory_utilization
         if share is None and self._memory is not None:
             share = self._memory.utilization
         num_tokens = config.num_kv_tokens
@@ -425,11 +426,11 @@ class EngineMetrics:
             "gpu_memory_utilization": share,
             "is_attention_free": False,
             "kv_cache_max_concurrency": num_tokens / config.max_model_len,
-            "kv_cache_memory_bytes": given and given.kv_cache_memory_bytes,
+            "kv_cache_memory_bytes": given_sizes and given_sizes.kv_cache_memory_bytes,
             "kv_cache_size_tokens": num_tokens,
             "num_cpu_blocks": None,
             "num_gpu_blocks": config.num_pages,
-            "num_gpu_blocks_override": given and given.num_pages,
+            "num_gpu_blocks_override": given_sizes and given_sizes.num_pages,
             "sliding_window": getattr(config.model_config, "sliding_window", None),
         }
         return {name: str(value) for name, value in labels.items()}
@@ -439,7 +440,7 @@ class EngineMetrics:
 
         `efficiency` is emitted tokens / (K + 1 tokens per round).
         """
-        width, stats = self._config.num_draft_tokens, self._stats
+        width, stats = self._config.max_draft_tokens, self._stats
         if not width:
             return []
         rounds = stats.num_draft_rounds
@@ -547,7 +548,7 @@ class EngineMetrics:
         stats = self._stats
         drafted = stats.num_draft_tokens - before.num_draft_tokens
         accepted = stats.num_accepted_tokens - before.num_accepted_tokens
-        earlier = [*before.accepted_per_position, *[0] * self._config.num_draft_tokens]
+        earlier = [*before.accepted_per_position, *[0] * self._config.max_draft_tokens]
         rates = [
             (count - earlier[position]) / rounds
             for position, count in enumerate(stats.accepted_per_position)

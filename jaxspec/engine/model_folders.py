@@ -82,13 +82,13 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
 
 def _similar(name: str, folder: Path) -> str:
     """Return the question "did you mean ...?" for a similar name, or ""."""
-    found = difflib.get_close_matches(name, _BUNDLED, n=1)
-    if not found:
+    matches = difflib.get_close_matches(name, _BUNDLED, n=1)
+    if not matches:
         with contextlib.suppress(OSError):
             names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
             near = difflib.get_close_matches(folder.name, names, n=1)
-            found = [str(folder.parent / one) for one in near]
-    return f"; did you mean {found[0]!r}?" if found else ""
+            matches = [str(folder.parent / one) for one in near]
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class OriginStream:
     def push(
         self,
         num_tokens: int,
-        num_draft_tokens: int,
+        num_valid_drafts: int,
         num_accepted: int,
         num_side_tokens: int = 0,
     ) -> None:
@@ -120,8 +120,8 @@ class OriginStream:
                 them is a bonus token.
         """
         last = "target"
-        if num_draft_tokens:
-            is_bonus = num_accepted == num_draft_tokens or num_side_tokens
+        if num_valid_drafts:
+            is_bonus = num_accepted == num_valid_drafts or num_side_tokens
             last = "bonus" if is_bonus else "recovered"
         self._origins += ["draft"] * num_accepted + ["leaf"] * num_side_tokens
         self._origins += [last] * (num_tokens - num_accepted - num_side_tokens)
@@ -327,22 +327,23 @@ class OutputProcessor:
         Args:
             finish: Ends a request in the scheduler, with its finish and stop reason.
         """
-        progress = advance.parts
+        parts = advance.parts
         self._count(
-            advance.only_final + [part.request for part in progress if part.token_ids]
+            advance.only_final
+            + [progress.request for progress in parts if progress.token_ids]
         )
         outputs: list[RequestOutput] = []
         parents: dict[str, ParentRequest] = {}
-        for part in progress:
-            stream = self.streams[part.request.request_id]
-            if part.is_done or not stream.is_fast:
-                self._read(stream, part, finish)
+        for progress in parts:
+            stream = self.streams[progress.request.request_id]
+            if progress.is_done or not stream.is_fast:
+                self._read(stream, progress, finish)
                 # Prompt logprobs alone make no output: they are returned with the first
                 # token.
-                has_news = part.is_done or part.token_ids
+                has_news = progress.is_done or progress.token_ids
                 output = self._make_output(stream) if has_news else None
             else:
-                output = stream.delta(part.token_ids)
+                output = stream.delta(progress.token_ids)
             if output is None:
                 continue
             if stream.parent is None:
@@ -371,45 +372,47 @@ class OutputProcessor:
             stats.last_token_ts = now
             stats.num_generation_tokens = len(request.output_token_ids)
 
-    def _read(self, stream: Stream, part: Progress, finish: Finish) -> None:
+    def _read(self, stream: Stream, progress: Progress, finish: Finish) -> None:
         """Detokenize new tokens, and finish the request if the text ends."""
         request, logprobs = stream.request, stream.logprobs
-        if part.prompt_logprobs is not None:
-            logprobs.push_prompt(part.prompt_logprobs)
-        logprobs.push(part.token_ids, part.logprobs)
+        if progress.prompt_logprobs is not None:
+            logprobs.push_prompt(progress.prompt_logprobs)
+        logprobs.push(progress.token_ids, progress.logprobs)
         if stream.origins is not None:
             stream.origins.push(
-                len(part.token_ids),
-                part.num_draft_tokens,
-                part.num_accepted,
-                part.num_side_tokens,
+                len(progress.token_ids),
+                progress.num_valid_drafts,
+                progress.num_accepted,
+                progress.num_side_tokens,
             )
         shown = (
-            request.output_token_ids if request.only_final_output else part.token_ids
+            request.output_token_ids
+            if request.only_final_output
+            else progress.token_ids
         )
-        if part.is_broken:
+        if progress.is_broken:
             if request.only_final_output:
                 stream.text.push(request.output_token_ids)
             finish(request, "error", NOT_FINITE)
             return
-        failure = part.failure
+        failure = progress.failure
         if failure is not None:
             # A stop string in the tokens before the failure still ends the text.
             surplus = len(request.output_token_ids) - len(failure.tokens)
             self._drop(stream, surplus)
-            shown = part.token_ids = part.token_ids[:-surplus]
+            shown = progress.token_ids = progress.token_ids[:-surplus]
             if request.only_final_output:
                 shown = request.output_token_ids
-        ended_by_id = part.is_done and failure is None and _is_stop(request)
+        ended_by_id = progress.is_done and failure is None and _is_stop(request)
         if ended_by_id and not request.params.include_stop_str_in_output:
             shown = shown[:-1]
         matched = stream.text.push(shown)
-        if matched is None and part.is_done:
+        if matched is None and progress.is_done:
             text = stream.text.finish()
-            matched = None if text is None else (text, len(part.token_ids))
+            matched = None if text is None else (text, len(progress.token_ids))
         if matched is not None:
             stop, count = matched
-            surplus = len(part.token_ids) - count
+            surplus = len(progress.token_ids) - count
             if surplus:
                 self._drop(stream, surplus)
             finish(request, "stop", stop)
@@ -431,7 +434,7 @@ class OutputProcessor:
             is_eos = last == self._config.model_config.eos_token_ids[0]
             is_named = request.params.ignore_eos or not is_eos
             finish(request, "stop", last if is_named else None)
-        elif part.is_done:
+        elif progress.is_done:
             finish(request, "length", None)
 
     def _drop(self, stream: Stream, surplus: int) -> None:

@@ -219,16 +219,16 @@ def _past_jax_cache() -> Iterator[None]:
 
 
 def _load(
-    path: Path, mesh: Mesh, given: tuple[list[Any], list[Any]]
+    path: Path, mesh: Mesh, arguments: tuple[list[Any], list[Any]]
 ) -> Callable[..., Any] | None:
     """Load an executable; None if there is no file or it cannot be loaded.
 
     Args:
-        given: Its parameters and state, as in a call.
+        arguments: Its parameters and state, as in a call.
     """
     trees = (
-        jax.tree.structure(((*given, "plan"), {})),
-        jax.tree.structure((given[1], "result")),
+        jax.tree.structure(((*arguments, "plan"), {})),
+        jax.tree.structure((arguments[1], "result")),
     )
     try:
         payload = zlib.decompress(path.read_bytes())
@@ -312,14 +312,14 @@ def _digest(
     # A grammar's program calls back into an object of this process.
     program = dataclasses.replace(program, mask_source=None)
     digest = hashlib.sha256(_sources())
-    for part in (
+    for value in (
         _part_of(mesh),
         *_settings(),
         *_about(list(mesh.devices.flat)),
         *(list(mesh.shape.items()), mesh.axis_types),
         *(program, shape, forms, structure, sorted((options or {}).items())),
     ):
-        digest.update(repr(part).encode() + b"\0")
+        digest.update(repr(value).encode() + b"\0")
     return digest.hexdigest()
 
 

@@ -34,6 +34,7 @@ from jaxspec.engine.structured_output import TokenMasks, answer_masks
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.jax_settings import find_devices, own_settings
 from jaxspec.models import cpu
+from jaxspec.models.network import are_rows_independent
 from jaxspec.models.params import Params
 from jaxspec.program.executable_args import Arrays
 from jaxspec.program.grammar import MaskSource, has_native_masks, native_masks
@@ -132,6 +133,11 @@ class Runner:
         if not rates:
             return None
         return put(np.array(rates, np.float32), replicated(self.mesh))
+
+    @property
+    def skips_padding(self) -> bool:
+        """Whether rounds leave out padding rows: with products in C++."""
+        return are_rows_independent(self.params[0])
 
     @property
     def params(self) -> tuple[Params, tuple[Params | None, ...]]:
@@ -500,7 +506,7 @@ def program_of(
         pool=pool_of(config),
         mesh=mesh,
         mask_source=mask_source,
-        num_draft_tokens=config.num_draft_tokens,
+        max_draft_tokens=config.max_draft_tokens,
     )
 
 

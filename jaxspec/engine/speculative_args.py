@@ -106,40 +106,40 @@ def merge_speculative_arguments(
         NotImplementedError: The kind of speculation is not supported.
     """
     config = arguments.get("speculative_config")
-    given = {}
+    settings = {}
     for key, value in _normalised_keys(config).items():
-        given[key] = (f"speculative_config[{key!r}]", value)
+        settings[key] = (f"speculative_config[{key!r}]", value)
     for name, key in SPECULATIVE_NAMES.items():
         value = arguments.get(name)
         if value is None:
             continue
         if name == "spec_decoding_acceptance_method":
             value = _OLD_RULES[value]
-        source, other = given.setdefault(key, (name, value))
+        source, other = settings.setdefault(key, (name, value))
         if other != value:
             raise ConfigError(
                 f"{name}={value!r} contradicts {source}={other!r}; give one of them.",
                 parameter=name,
                 value=value,
             )
-    merged = {key: value for key, (_, value) in given.items()}
+    merged = {key: value for key, (_, value) in settings.items()}
     if merged == {"rejection_sample_method": "standard"}:
         # The default of the older arguments; it does not enable speculation.
         return None
-    if config is not None and not given:
+    if config is not None and not settings:
         raise ConfigError(
             "speculative_config must name a draft model or a head under 'model', or "
             "'ngram' or 'suffix' under 'method', got {}.",
             parameter="speculative_config",
             value={},
         )
-    if given:
+    if settings:
         _settle_method(merged)
     _settle_kv_cache_dtype(merged, arguments.get(_KV_CACHE_DTYPE, "auto"))
     method = merged.get("method", DRAFT_MODEL)
     info = method_of(method)
-    if given and info.weights and "model" not in given:
-        source, value = next(iter(given.values()))
+    if settings and info.weights and "model" not in settings:
+        source, value = next(iter(settings.values()))
         raise ConfigError(
             f"{source}={value!r} was given without a draft model: add "
             "speculative_model (a model, or '[ngram]'), or leave it out to decode "
@@ -312,17 +312,17 @@ def _settle_lookup(merged: dict[str, Any], *, is_first_generation: bool) -> None
     `speculative_model="[ngram]"` requires the longest length, and the shortest defaults
     to 1. With method NGRAM in the dict, both default to the one that is given, or to 5.
     """
-    most, fewest = (merged.get(key) for key in LOOKUPS[NGRAM][1])
-    if is_first_generation and most is None:
+    longest, shortest = (merged.get(key) for key in LOOKUPS[NGRAM][1])
+    if is_first_generation and longest is None:
         raise ConfigError(
             "speculative_model='[ngram]' requires ngram_prompt_lookup_max, the "
             f"maximum length of a matching n-gram; {_DEFAULT_PROMPT_LOOKUP} is a "
             "good value.",
             parameter="ngram_prompt_lookup_max",
         )
-    if is_first_generation and fewest is None:
-        fewest = 1
-    if most is None:
-        most = _DEFAULT_PROMPT_LOOKUP if fewest is None else fewest
-    merged["prompt_lookup_max"] = most
-    merged["prompt_lookup_min"] = most if fewest is None else fewest
+    if is_first_generation and shortest is None:
+        shortest = 1
+    if longest is None:
+        longest = _DEFAULT_PROMPT_LOOKUP if shortest is None else shortest
+    merged["prompt_lookup_max"] = longest
+    merged["prompt_lookup_min"] = longest if shortest is None else shortest

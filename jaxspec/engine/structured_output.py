@@ -656,15 +656,15 @@ def _schema_of(
 def _closed(schema: Any) -> Any:
     """Set `additionalProperties` to false where the schema does not set it."""
     if isinstance(schema, list):
-        return [_closed(part) for part in schema]
+        return [_closed(subschema) for subschema in schema]
     if not isinstance(schema, Mapping):
         return schema
     closed: dict[str, Any] = {}
-    for name, part in schema.items():
-        if name in _NAMED_SCHEMAS and isinstance(part, Mapping):
-            closed[name] = {key: _closed(one) for key, one in part.items()}
+    for name, subschema in schema.items():
+        if name in _NAMED_SCHEMAS and isinstance(subschema, Mapping):
+            closed[name] = {key: _closed(one) for key, one in subschema.items()}
         else:
-            closed[name] = part if name in _DATA else _closed(part)
+            closed[name] = subschema if name in _DATA else _closed(subschema)
     if closed.get("type") == "object" or isinstance(schema.get("properties"), Mapping):
         closed.setdefault("additionalProperties", False)
     return closed

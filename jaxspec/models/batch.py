@@ -47,6 +47,7 @@ class TokenBatch:
         local_slot_mapping: Slots of the first layer of a unit that has a sliding
             window; None if all layers use one page table.
         unit_pages: As for `PoolShape`.
+        is_used: Tokens whose results are read; None for all.
     """
 
     tokens: Int[Array, " token"]
@@ -55,6 +56,7 @@ class TokenBatch:
     regions: tuple[Region, ...]
     local_slot_mapping: Int[Array, " token"] | None = None
     unit_pages: int | None = field(default=None, metadata=dict(static=True))
+    is_used: Bool[Array, " token"] | None = None
 
     def of_layer(self, layer: KvLayer, page_size: int) -> "TokenBatch":
         """Return the batch with the page table and the slots of one layer."""
@@ -62,14 +64,14 @@ class TokenBatch:
             return self
         assert self.local_slot_mapping is not None
         regions = []
-        for one in self.regions:
-            assert one.local_page_table is not None
-            table = one.local_page_table
+        for region in self.regions:
+            assert region.local_page_table is not None
+            table = region.local_page_table
             if layer.divisor > 1:
                 table //= layer.divisor
             if layer.offset:
                 table += layer.offset
-            regions.append(replace(one, page_table=table))
+            regions.append(replace(region, page_table=table))
         slots = layer_slots(self.local_slot_mapping, layer, page_size)
         return replace(self, slot_mapping=slots, regions=tuple(regions))
 

@@ -102,12 +102,18 @@ def pad_batch(batch: TokenBatch, num_slots: int) -> TokenBatch:
     missing = MIN_ROWS - batch.tokens.shape[0]
     if missing <= 0:
         return batch
-    pads = (0, missing)
+    pads, local = (0, missing), batch.local_slot_mapping
+    if local is not None:
+        # A layer's slots may be a part of these (`layer_slots`).
+        last = num_slots * (batch.unit_pages or 1)
+        local = jnp.pad(local, pads, constant_values=last)
     return replace(
         batch,
         tokens=jnp.pad(batch.tokens, pads),
         positions=jnp.pad(batch.positions, pads),
         slot_mapping=jnp.pad(batch.slot_mapping, pads, constant_values=num_slots),
+        local_slot_mapping=local,
+        is_used=None if batch.is_used is None else jnp.pad(batch.is_used, pads),
     )
 
 
@@ -236,14 +242,14 @@ class HalfMatrix(NativeMatrix):
     @classmethod
     def of(cls, values: Any) -> "HalfMatrix":
         """Convert the values; raise `ValueError` if one is not exact in bfloat16."""
-        made = cls(_panels_of(values, jnp.bfloat16), *values.shape)
+        matrix = cls(_panels_of(values, jnp.bfloat16), *values.shape)
         is_there = not isinstance(values, jax.ShapeDtypeStruct)
-        if is_there and not np.array_equal(made.values, values, equal_nan=True):
+        if is_there and not np.array_equal(matrix.values, values, equal_nan=True):
             raise ValueError(
                 f"matrix of shape {values.shape} has values that bfloat16 cannot "
                 "represent exactly"
             )
-        return made
+        return matrix
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -273,15 +279,15 @@ class QuantizedMatrix(NativeMatrix):
         placement = replicated(matrix.sharding.mesh)
         if isinstance(matrix, jax.ShapeDtypeStruct):
             forms = quantized_form(matrix.shape, matrix.dtype, scales.shape[1])
-            made = QuantizedPanels(
+            panels = QuantizedPanels(
                 *(jax.ShapeDtypeStruct(*form, sharding=placement) for form in forms)
             )
         else:
-            made = quantized_panels(np.asarray(matrix), np.asarray(scales))
-            made = jax.device_put(made, placement)
+            panels = quantized_panels(np.asarray(matrix), np.asarray(scales))
+            panels = jax.device_put(panels, placement)
         row_type = jnp.dtype(values.dtype).name
         outputs, features = matrix.shape
-        return cls(made.values, outputs, features, made.scales, row_type)
+        return cls(panels.values, outputs, features, panels.scales, row_type)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -328,6 +334,7 @@ def attention_block(
             for one in batch.regions
         ],
         is_rounded=params["q_proj"].is_rounded,
+        is_used=batch.is_used,
         **settings,
     )
     return decoder_blocks.attention_block(

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models import cpu
 from jaxspec.models.backend import Backend
@@ -189,8 +189,13 @@ def feed_forward_block(
     after: Norm | None,
     activation: str,
     backend: Backend,
+    is_used: Bool[Array, " row"] | None = None,
 ) -> Float[Array, "row model"]:
-    """Return `stream + after(gated_feed_forward(before(stream)))`."""
+    """Return `stream + after(gated_feed_forward(before(stream)))`.
+
+    Args:
+        is_used: Rows whose results are read; None for all. On CPU, others cost nothing.
+    """
     if backend.has_blocks and cpu.are_native(params):
         block = gate_block(params["down_proj"].shape[1])
         return cpu.feed_forward_block(
@@ -200,6 +205,7 @@ def feed_forward_block(
             after=after,
             block=block,
             activation=activation,
+            is_used=is_used,
         )
     normed = normalise(before, stream)
     outer = gated_feed_forward(params, normed, activation=activation)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxspec.config.model import ModelConfig
@@ -89,11 +90,15 @@ class Network:
         """Run all layers; return their output and the updated pages per layer."""
         count = batch.tokens.shape[0]
         padded = batch
-        if not self._are_rows_independent:
+        if not are_rows_independent(self.params):
             padded = cpu.pad_batch(batch, kv_pages[0].shape[0] * kv_pages[0].shape[1])
         output, kv_pages = self.functions.forward(
             self.config, self.params, padded, kv_pages, self.backend
         )
+        if self.backend.has_blocks and padded.is_used is not None:
+            # Products in C++ leave out rows of zeros: the logits cost nothing there.
+            rows = jnp.where(padded.is_used[:, None], output.hidden_states, 0.0)
+            output = output._replace(hidden_states=rows)
         return jax.tree.map(lambda part: part[:count], output), kv_pages
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
@@ -102,20 +107,23 @@ class Network:
         def multiply(rows: Array) -> Array:
             return self.functions.logits(self.config, self.params, rows)
 
-        if self._are_rows_independent:
-            found = multiply(rows)
+        if are_rows_independent(self.params):
+            logits = multiply(rows)
         else:
-            found = cpu.with_pads(multiply, rows)
-        return to_target_vocab(self.params, found, self.config.vocab_size)
+            logits = cpu.with_pads(multiply, rows)
+        return to_target_vocab(self.params, logits, self.config.vocab_size)
 
-    @property
-    def _are_rows_independent(self) -> bool:
-        """Whether a row's bits are independent of the number of rows without pads."""
-        return all(
-            isinstance(one, cpu.NativeMatrix)
-            for one in jax.tree.leaves(self.params, is_leaf=_is_matrix)
-            if _is_matrix(one)
-        )
+
+def are_rows_independent(params: Params) -> bool:
+    """Return whether all products are in C++, so that rows need no padding.
+
+    A row's bits are independent of the number of rows, and a pass leaves out rows that
+    are not used.
+    """
+    matrices = jax.tree.leaves(params, is_leaf=_is_matrix)
+    return all(
+        isinstance(leaf, cpu.NativeMatrix) for leaf in matrices if _is_matrix(leaf)
+    )
 
 
 def _is_matrix(node: Any) -> bool:

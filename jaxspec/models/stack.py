@@ -180,17 +180,17 @@ def stacked_place(config: ModelConfig, path: ParamPath) -> tuple[ParamPath, int]
     return (LAYERS, str(kind), *path[2:]), turn
 
 
-def put(whole: Any, part: Any, entry: int, count: int) -> Any:
-    """Write `part` into a stack of `count` entries, which the first call creates.
+def put(stack: Any, params: Any, entry: int, count: int) -> Any:
+    """Write an entry of a stack of `count` entries, which the first call creates.
 
     The write is in place: no parameter ever has two whole stacks in memory.
 
     Args:
-        whole, part: Trees of arrays, or of their shapes.
+        stack, params: Trees of arrays, or of their shapes.
     """
-    if whole is None:
-        whole = jax.tree.map(lambda leaf: _room_for(leaf, count), part)
-    return jax.tree.map(lambda leaf, own: _put(leaf, own, entry), whole, part)
+    if stack is None:
+        stack = jax.tree.map(lambda leaf: _room_for(leaf, count), params)
+    return jax.tree.map(lambda leaf, param: _put(leaf, param, entry), stack, params)
 
 
 def _room_for(leaf: Any, count: int) -> Any:
@@ -203,12 +203,12 @@ def _room_for(leaf: Any, count: int) -> Any:
     return jnp.zeros(shape, leaf.dtype, device=placement)
 
 
-def _put(whole: Any, part: Any, entry: int) -> Any:
-    if isinstance(part, jax.ShapeDtypeStruct):
-        return whole
+def _put(stack: Any, param: Any, entry: int) -> Any:
+    if isinstance(param, jax.ShapeDtypeStruct):
+        return stack
     # Compiled, because only a compiled function can write into a donated argument.
-    write = jax.jit(_write, donate_argnums=0, out_shardings=whole.sharding)  # noqa: TID251
-    return write(whole, part, np.int32(entry))
+    write = jax.jit(_write, donate_argnums=0, out_shardings=stack.sharding)  # noqa: TID251
+    return write(stack, param, np.int32(entry))
 
 
 def _write(whole: Array, part: Array, entry: Array) -> Array:

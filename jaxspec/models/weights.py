@@ -94,11 +94,13 @@ def with_schemes(config: ModelConfig, specs: Specs) -> Specs:
         if len(spec.shape) == 2:
             stacked = stacked_place(config, path)
             stacks.setdefault(stacked[0] if stacked else path, []).append(path)
-    found = dict(specs)
+    updated = dict(specs)
     for paths in stacks.values():
-        own = shared_scheme([scheme.of_tensors(specs[path].tensors) for path in paths])
-        found |= {path: replace(specs[path], scheme=own) for path in paths}
-    return found
+        shared = shared_scheme(
+            [scheme.of_tensors(specs[path].tensors) for path in paths]
+        )
+        updated |= {path: replace(specs[path], scheme=shared) for path in paths}
+    return updated
 
 
 def choose_forms(
@@ -185,9 +187,9 @@ def load_params(
             mesh=mesh,
             mesh_axes=mesh_axes,
             are_bfloat16=all(
-                one.dtype == jnp.bfloat16
-                for one in tensors.values()
-                if len(one.shape) == 2 and not isinstance(one, QuantizedTensor)
+                tensor.dtype == jnp.bfloat16
+                for tensor in tensors.values()
+                if len(tensor.shape) == 2 and not isinstance(tensor, QuantizedTensor)
             ),
             is_trained=is_trained,
         )
@@ -211,18 +213,18 @@ def reader(
             return place(
                 parts, sharding=sharding, dtype=kind, on_bytes=on_bytes, **rows
             )
-        own = [quantize_tensor(part, spec.scheme) for part in parts]
+        quantized = [quantize_tensor(part, spec.scheme) for part in parts]
         # Read the values first: the scales of a tensor that is quantized while it is
         # read exist only after that.
         values = place(
-            [one.values for one in own],
+            [one.values for one in quantized],
             sharding=sharding,
             dtype=spec.scheme.value_type,
             **rows,
         )
         scales = place(
-            [one.scales for one in own],
-            sharding=scales_sharding(sharding, own[0].scales.shape[1]),
+            [one.scales for one in quantized],
+            sharding=scales_sharding(sharding, quantized[0].scales.shape[1]),
             dtype=np.dtype(np.float32),
             **rows,
         )
@@ -279,13 +281,13 @@ def _make_all(
         is_trained=is_trained,
     )
     flat: dict[ParamPath, Any] = {}
-    for path, made in make_each(specs, make, mesh=mesh, mesh_axes=mesh_axes):
+    for path, param in make_each(specs, make, mesh=mesh, mesh_axes=mesh_axes):
         stacked = stacked_place(config, path)
         if stacked is None:
-            flat[path] = made
+            flat[path] = param
         else:
             stack, entry = stacked
-            flat[stack] = put(flat.get(stack), made, entry, config.num_turns)
+            flat[stack] = put(flat.get(stack), param, entry, config.num_turns)
     return unflatten_dict(flat)
 
 
@@ -354,10 +356,10 @@ def random_params(
             # the whole array.
             makers[kind] = jax.jit(make, out_shardings=placed)  # noqa: TID251
         key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
-        made = makers[kind](jax.random.key_data(key))
+        drawn = makers[kind](jax.random.key_data(key))
         if spec.scheme is None:
-            return made
-        return Quantized(values=made[0], scales=made[1], dtype=dtype)
+            return drawn
+        return Quantized(values=drawn[0], scales=drawn[1], dtype=dtype)
 
     params = _make_all(
         config,

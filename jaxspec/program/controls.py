@@ -85,16 +85,16 @@ def prepare(
     known = history.whole(token_pages, active.page_table)
     whole, columns = PartitionSpec(), PartitionSpec(None, axes)
 
-    def spread(controls: ControlRows, known: Array, active: Active):
+    def spread_slice(controls: ControlRows, known: Array, active: Active):
         return _spread(controls, known, active, _slice_of(vocab_size, axes))
 
-    found = backend.split(spread, whole, columns)(gathered, known, active)
+    spread = backend.split(spread_slice, whole, columns)(gathered, known, active)
     is_controlled = active.is_active & gathered.is_controlled
     neutral = jnp.array([[0.0, 0.0, 1.0]], jnp.float32)
     place = active.num_tokens[:, None] + jnp.arange(-_TAIL, 0, dtype=jnp.int32)[None]
     tail = history.read(token_pages, active.page_table, jnp.maximum(place, 0))
     return Effects(
-        spread=found,
+        spread=spread,
         penalties=jnp.where(is_controlled[:, None], gathered.penalties, neutral),
         bad_words=jnp.where(is_controlled[:, None, None], gathered.bad_words, NO_TOKEN),
         tail=jnp.where(place >= active.num_prompt[:, None], tail, NO_TOKEN),
@@ -128,12 +128,12 @@ def _slice_of(
     return jax.lax.axis_index(axes) * size, size
 
 
-def _columns(tokens: Int[Array, "*batch"], part: tuple) -> Int[Array, "*batch"]:
+def _columns(tokens: Int[Array, "*batch"], vocab_slice: tuple) -> Int[Array, "*batch"]:
     """Return the tokens' indices in a part of the vocabulary.
 
     Tokens of other parts get an index past its end.
     """
-    first, size = part
+    first, size = vocab_slice
     # Not just the difference: a negative index would count from the end.
     return jnp.where(tokens >= first, tokens - first, size)
 
@@ -142,21 +142,21 @@ def _spread(
     controls: ControlRows,
     known: Int[Array, "seq position"],
     active: Active,
-    part: tuple,
+    vocab_slice: tuple,
 ) -> Spread:
     """Spread the known tokens and the controls over a part of the vocabulary."""
-    first, size = part
+    first, size = vocab_slice
     shape = known.shape[0], size
     row = jnp.arange(shape[0], dtype=jnp.int32)[:, None]
     is_controlled = (active.is_active & controls.is_controlled)[:, None]
     position = jnp.arange(known.shape[1], dtype=jnp.int32)[None]
     is_known = is_controlled & (position < active.num_tokens[:, None])
     is_output = is_known & (position >= active.num_prompt[:, None])
-    place = _columns(jnp.where(is_output, known, NO_TOKEN), part)
+    place = _columns(jnp.where(is_output, known, NO_TOKEN), vocab_slice)
     counts = jnp.zeros(shape, jnp.int32).at[row, place].add(1, mode="drop")
-    place = _columns(jnp.where(is_known, known, NO_TOKEN), part)
+    place = _columns(jnp.where(is_known, known, NO_TOKEN), vocab_slice)
     is_seen = jnp.zeros(shape, bool).at[row, place].set(True, mode="drop")
-    place = _columns(jnp.where(is_controlled, controls.bias_ids, NO_TOKEN), part)
+    place = _columns(jnp.where(is_controlled, controls.bias_ids, NO_TOKEN), vocab_slice)
     bias = jnp.zeros(shape, jnp.float32)
     bias = bias.at[row, place].add(controls.bias_values, mode="drop")
     is_allowed = unpack_bits(controls.allowed, first, size) | ~is_controlled
@@ -187,12 +187,12 @@ def adjust(
 
     def run(logits: Array, spread: Spread, whole: tuple) -> Array:
         effects, drafts, num_before = whole
-        part = _slice_of(vocab_size, axes)
+        vocab_slice = _slice_of(vocab_size, axes)
         before = num_before + jnp.arange(logits.shape[1], dtype=jnp.int32)
-        seen = _count_drafts(spread, drafts, before, part[0])
+        seen = _count_drafts(spread, drafts, before, vocab_slice[0])
         logits = _penalize(logits, *seen, effects.penalties)
         logits = logits + spread.bias[:, None]
-        return _forbid_bad_words(logits, effects, drafts, before, (*part, axes))
+        return _forbid_bad_words(logits, effects, drafts, before, (*vocab_slice, axes))
 
     split = backend.split(run, (rows, columns, whole), rows)
     small = dataclasses.replace(effects, spread=None)
@@ -234,14 +234,14 @@ def _forbid_bad_words(
     effects: Effects,
     drafts: Int[Array, "seq draft"],
     before: Int[Array, " width"],
-    part: tuple,
+    vocab_slice: tuple,
 ) -> Float[Array, "seq width vocab"]:
     """Mask a word's last token if the tokens before it match the rest of the word.
 
     If no allowed token would remain, or only stop ids before `min_tokens`, bad words
     are not masked: the sampler would otherwise pick a token that is not allowed.
     """
-    first, size, axes = part
+    first, size, axes = vocab_slice
     seqs, width, _ = logits.shape
     tokens = jnp.concatenate([effects.tail, drafts], axis=1)
     window = before[:, None] + jnp.arange(_TAIL, dtype=jnp.int32)[None]
@@ -251,13 +251,13 @@ def _forbid_bad_words(
     column = _columns(jnp.where(is_match, last, NO_TOKEN), (first, size))
     seq = jnp.arange(seqs, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(width, dtype=jnp.int32)[None, :, None]
-    kept = logits.at[seq, row, column].set(-jnp.inf, mode="drop")
+    masked = logits.at[seq, row, column].set(-jnp.inf, mode="drop")
     # `forbid_early_stop` follows, and masks some of the remaining tokens.
     is_early = (before[None] < effects.num_early[:, None])[:, :, None]
     ends = jnp.where(is_early, effects.stop_ids[:, None], NO_TOKEN)
     ends = _columns(ends, (first, size))
-    left = kept.at[seq, row, ends].set(-jnp.inf, mode="drop")
+    left = masked.at[seq, row, ends].set(-jnp.inf, mode="drop")
     is_left = (left > -jnp.inf).any(axis=2, keepdims=True)
     if axes is not None:
         is_left = jax.lax.pmax(is_left.astype(jnp.int32), axes) > 0
-    return jnp.where(is_left, kept, logits)
+    return jnp.where(is_left, masked, logits)

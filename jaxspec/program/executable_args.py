@@ -46,7 +46,7 @@ def flatten(arguments: Arguments) -> tuple[list[Any], list[Any]]:
 
 
 def _is_drafting(shape: StepShape) -> bool:
-    return shape.num_draft_tokens > 0 or shape.is_draft_prefill
+    return shape.num_levels > 0 or shape.is_draft_prefill
 
 
 class Arrays:
@@ -68,10 +68,8 @@ class Arrays:
         # parameters, and the number of state arrays used. State arrays that plain
         # programs do not use come last.
         self._calls: list[tuple[list[Array], int]] = []
-        for num_drafts in (0, 1):
-            shape = StepShape(
-                num_seqs=1, num_draft_tokens=num_drafts, max_prompt_tokens=0
-            )
+        for num_levels in (0, 1):
+            shape = StepShape(num_seqs=1, num_levels=num_levels, max_prompt_tokens=0)
             weights, _ = flatten(used_arguments(proposers, shape, (*params, state)))
             _, places = flatten(used_arguments(proposers, shape, (*params, numbers)))
             assert places == list(range(len(places))), "unused arrays are not last"

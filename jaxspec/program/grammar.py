@@ -59,16 +59,16 @@ def has_native_masks(mesh: Mesh) -> bool:
     return is_cpu and mesh.size == 1 and native.is_available()
 
 
-def window_of(num_draft_tokens: int) -> int:
+def window_of(max_draft_tokens: int) -> int:
     """Return the number of newest known tokens sent with a request for masks.
 
     One round lies between two requests for a sequence, or two if the masks of one were
     never used.
 
     Args:
-        num_draft_tokens: Maximum of a round.
+        max_draft_tokens: Maximum of a round.
     """
-    longest = max(num_draft_tokens, MAX_DRAFT_TOKENS)
+    longest = max(max_draft_tokens, MAX_DRAFT_TOKENS)
     return 2 * Tree.chain(longest).max_emitted
 
 
@@ -134,10 +134,10 @@ def restrict(
         size = logits.shape[2]
         first = 0 if axes is None else jax.lax.axis_index(axes) * size
         is_allowed = unpack_bits(masks, first, size)
-        kept = jnp.where(is_allowed, logits, -jnp.inf)
-        is_left = (kept > -jnp.inf).any(axis=2, keepdims=True)
+        masked = jnp.where(is_allowed, logits, -jnp.inf)
+        is_left = (masked > -jnp.inf).any(axis=2, keepdims=True)
         if axes is not None:
             is_left = jax.lax.pmax(is_left.astype(jnp.int32), axes) > 0
-        return jnp.where(is_left | ~is_allowed, kept, raw)
+        return jnp.where(is_left | ~is_allowed, masked, raw)
 
     return backend.split(run, (rows, rows, whole), rows)(logits, raw, masks)

@@ -61,10 +61,10 @@ def _local_logprobs(
     def total(values: Array) -> Array:
         return values if axes is None else jax.lax.psum(values, axes)
 
-    def most(values: Array) -> Array:
+    def maximum(values: Array) -> Array:
         return values if axes is None else jax.lax.pmax(values, axes)
 
-    largest = most(logits.max(axis=1))
+    largest = maximum(logits.max(axis=1))
     exp_sum = total(row_sums(jnp.exp(logits - largest[:, None]))[:, 0])
 
     def logprob(values: Array) -> Array:
@@ -76,15 +76,15 @@ def _local_logprobs(
     is_here = (column >= 0) & (column < size)
     # A maximum over one element, not a gather: from a single row of logits XLA:CPU
     # would recompute the gathered one, with other instructions and other bits.
-    is_own = jnp.arange(size)[None] == column[:, None]
-    found = jnp.where(is_own, logits, -jnp.inf).max(axis=1)
-    own = total(jnp.where(is_here, found, 0.0))
-    rank = 1 + total((logits > own[:, None]).sum(axis=1, dtype=jnp.int32))
+    is_token = jnp.arange(size)[None] == column[:, None]
+    token_logit = jnp.where(is_token, logits, -jnp.inf).max(axis=1)
+    token_logit = total(jnp.where(is_here, token_logit, 0.0))
+    rank = 1 + total((logits > token_logit[:, None]).sum(axis=1, dtype=jnp.int32))
 
     place = chosen - first
     is_there = (place >= 0) & (place < size)
-    found = jnp.take_along_axis(logits, jnp.clip(place, 0, size - 1), axis=1)
-    others = total(jnp.where(is_there, found, 0.0))
+    chosen_logits = jnp.take_along_axis(logits, jnp.clip(place, 0, size - 1), axis=1)
+    chosen_logits = total(jnp.where(is_there, chosen_logits, 0.0))
 
     top, ids = jax.lax.top_k(logits, min(num_top, size))
     ids = ids + first
@@ -97,8 +97,14 @@ def _local_logprobs(
     pads = (0, 0), (0, num_top - top.shape[1])
     top = jnp.pad(logprob(top), pads, constant_values=-jnp.inf)
     ids = jnp.pad(ids, pads, constant_values=NO_TOKEN)
-    made: tuple[Any, ...] = logprob(own), rank, ids, top, logprob(others)
-    return jnp.concatenate(TokenLogprobs(*made).parts(), axis=1)
+    values: tuple[Any, ...] = (
+        logprob(token_logit),
+        rank,
+        ids,
+        top,
+        logprob(chosen_logits),
+    )
+    return jnp.concatenate(TokenLogprobs(*values).parts(), axis=1)
 
 
 def maybe_logprobs(
@@ -121,10 +127,10 @@ def maybe_logprobs(
         return None
     if chosen is not None:
         chosen = jnp.repeat(chosen, tokens.shape[1], axis=0)
-    found = token_logprobs(
+    table = token_logprobs(
         logits, tokens.reshape(-1), num_top=num_top, backend=backend, chosen=chosen
     )
-    return found.reshape(*tokens.shape, -1)
+    return table.reshape(*tokens.shape, -1)
 
 
 def chosen_ids(

@@ -109,19 +109,19 @@ class StepShape:
 
     Attributes:
         num_seqs: Rows of the decode region.
-        num_draft_tokens: K, the maximum number of drafts of a sequence; a sequence may
-            have fewer. 0 leaves the draft model out of the program.
+        num_levels: Levels of drafts. K is at most this, for each sequence. 0 leaves
+            the draft model out of the program.
         max_prompt_tokens: Room for prompt tokens, a multiple of `TILE`; 0 for none.
         features: Optional parts that the requests of the launch need.
         is_draft_prefill: No sequence decodes. The draft model reads prompts and tokens
             that only the target has read, and compares the tokens with its own.
         max_rounds: Maximum number of rounds of a launch; the actual number is data.
             With 1 there is no loop.
-        template: The engine's tree of drafts, of K levels; None: a chain.
+        template: The engine's tree of drafts, of `num_levels`; None: a chain.
     """
 
     num_seqs: int
-    num_draft_tokens: int
+    num_levels: int
     max_prompt_tokens: int
     features: Features = Features()
     is_draft_prefill: bool = False
@@ -141,7 +141,7 @@ class StepShape:
         """Return the program of a draft prefill."""
         return cls(
             num_seqs=0,
-            num_draft_tokens=0,
+            num_levels=0,
             max_prompt_tokens=max_prompt_tokens,
             is_draft_prefill=True,
         )
@@ -159,7 +159,7 @@ class StepShape:
         rounds = f"x{self.max_rounds}" if self.max_rounds > 1 else ""
         tree = self.tree
         nodes = "" if tree.is_chain else f"t{tree.num_nodes}"
-        size = f"{self.num_seqs}x{self.num_draft_tokens}{nodes}{rounds}{chunk}"
+        size = f"{self.num_seqs}x{self.num_levels}{nodes}{rounds}{chunk}"
         return f"{size}_{self.features.name}"
 
     @property
@@ -169,10 +169,10 @@ class StepShape:
         A chain for requests with controls, grammars or logprobs, which depend on the
         tokens before and are computed for one path only.
         """
-        k = self.num_draft_tokens
-        if self.template is None or not k or self.features.needs_one_path:
-            return Tree.chain(k)
-        assert self.template.num_levels == k, (self.template, k)
+        levels = self.num_levels
+        if self.template is None or not levels or self.features.needs_one_path:
+            return Tree.chain(levels)
+        assert self.template.num_levels == levels, (self.template, levels)
         return self.template
 
     @property
@@ -268,9 +268,9 @@ def column(
 def columns(record: Any) -> dict[str, Column]:
     """Return the columns of a record's class, by name, in order."""
     return {
-        one.name: one.metadata["column"]
-        for one in dataclasses.fields(record)
-        if "column" in one.metadata
+        entry.name: entry.metadata["column"]
+        for entry in dataclasses.fields(record)
+        if "column" in entry.metadata
     }
 
 
@@ -397,7 +397,7 @@ class StepPlan:
     """One launch: decoding sequences and their drafts, prompt tiles, new pages.
 
     Attributes:
-        decode: (row, draft tokens) of every decoding sequence.
+        decode: (row, number of wanted draft levels) of every decoding sequence.
         pages: (row, index in the row's page table, page id).
         local_pages: The same for the table of layers with a sliding window.
         num_rounds: Maximum number of rounds of these sequences; fewer run if one of

@@ -105,23 +105,27 @@ def layer_pages(
     names = ("page", None, "kv_head", None)
 
     device = mesh.devices.flat[0]
-    kept = {KV_INT8: jnp.dtype(jnp.int8), KV_FP8: FP8}.get(pool.kv_cache_dtype, dtype)
+    stored_dtype = {KV_INT8: jnp.dtype(jnp.int8), KV_FP8: FP8}.get(
+        pool.kv_cache_dtype, dtype
+    )
     form = jax.ShapeDtypeStruct(
         shape,
-        storage_dtype(kept, device.platform),
+        storage_dtype(stored_dtype, device.platform),
         sharding=named_sharding(mesh, names, shape, unit=2, mesh_axes=mesh_axes),
     )
-    check_kept(pool.kv_cache_dtype, device, form)
+    check_kv_cache_dtype(pool.kv_cache_dtype, device, form)
     if pool.kv_cache_dtype == KV_INT8:
         return scaled_form(form, device.platform)
     return form
 
 
-def check_kept(kept: str, device: Any, form: jax.ShapeDtypeStruct) -> None:
+def check_kv_cache_dtype(
+    kv_cache_dtype: str, device: Any, form: jax.ShapeDtypeStruct
+) -> None:
     """Reject a page type that the device's kernels cannot read in this placement.
 
     Args:
-        kept: A name of `KV_CACHE_DTYPES`.
+        kv_cache_dtype: A name of `KV_CACHE_DTYPES`.
         form: Shape and placement of the pages.
 
     Raises:
@@ -130,19 +134,23 @@ def check_kept(kept: str, device: Any, form: jax.ShapeDtypeStruct) -> None:
     assert form.sharding is not None
     heads = form.sharding.shard_shape(form.shape)[2] // 2
     name, kind = "kv_cache_dtype", device.device_kind
-    if device.platform == "tpu" and kept in (KV_INT8, KV_FP8) and heads < 2:
+    if device.platform == "tpu" and kv_cache_dtype in (KV_INT8, KV_FP8) and heads < 2:
         hint = (
             "Each device has one KV head of a model, and XLA would copy all pages in "
             "every layer: lower tensor_parallel_size, or that of the draft model."
         )
         raise wrong_argument(
-            UnsupportedError, name, f"'auto' on these {kind}", kept, hint
+            UnsupportedError, name, f"'auto' on these {kind}", kv_cache_dtype, hint
         )
     capability = getattr(device, "compute_capability", None)
-    if kept == KV_FP8 and capability and float(capability) < MIN_FP8_CAPABILITY:
+    if (
+        kv_cache_dtype == KV_FP8
+        and capability
+        and float(capability) < MIN_FP8_CAPABILITY
+    ):
         hint = f"It has compute capability {capability}, and fp8 needs 8.9."
         allowed = f"'auto' or 'int8' on {kind}"
-        raise wrong_argument(UnsupportedError, name, allowed, kept, hint)
+        raise wrong_argument(UnsupportedError, name, allowed, kv_cache_dtype, hint)
 
 
 def run_if(

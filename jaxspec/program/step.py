@@ -80,10 +80,10 @@ def _run_round(
 ) -> tuple[EngineState, dict[str, Array]]:
     """Run one round; return the state after it, and the parts of its result."""
     active, shape = context.active, context.shape
-    proposal, num_draft_tokens, proposers = _propose(
+    proposal, num_valid_drafts, proposers = _propose(
         context, target_params, proposer_params, state.proposers
     )
-    target = TargetPass.of(context, target_params, state, num_draft_tokens)
+    target = TargetPass.of(context, target_params, state, num_valid_drafts)
     inputs = active.last_tokens[:, 1:]
     if proposal is not None:
         inputs = jnp.concatenate([inputs, proposal.tokens], axis=1)
@@ -101,7 +101,7 @@ def _run_round(
     # Use only the new `token_pages` below: a later read of the old ones would force XLA
     # to copy the pool.
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
-    result = _result(emitted, verified, proposal, num_draft_tokens)
+    result = _result(emitted, verified, proposal, num_valid_drafts)
     if shape.max_prompt_tokens:
         context, first = _finish_prompts(context, verified)
         result |= first
@@ -181,10 +181,10 @@ def _propose(
     # The host may not know yet how few tokens are left before the maximum length:
     # drafts past it are padding.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
-    num_draft_tokens = jnp.minimum(context.fields["decode_num_draft_tokens"], room)
+    num_valid_drafts = jnp.minimum(context.fields["decode_wanted_levels"], room)
     if proposal is not None:
-        num_draft_tokens = jnp.minimum(num_draft_tokens, proposal.num_drafts)
-    return proposal, num_draft_tokens, tuple(new_states)
+        num_valid_drafts = jnp.minimum(num_valid_drafts, proposal.num_valid_drafts)
+    return proposal, num_valid_drafts, tuple(new_states)
 
 
 def _draft_prefill(
@@ -284,7 +284,7 @@ def _result(
     emitted: Emitted,
     verified: Verified,
     proposal: Proposal | None,
-    num_draft_tokens: Int[Array, " seq"],
+    num_valid_drafts: Int[Array, " seq"],
 ) -> dict[str, Array]:
     is_draft_broken = None if proposal is None else proposal.is_broken
     if is_draft_broken is None:
@@ -292,7 +292,7 @@ def _result(
     result = {
         "tokens": emitted.tokens,
         "num_emitted": emitted.num_emitted,
-        "num_draft_tokens": num_draft_tokens,
+        "num_valid_drafts": num_valid_drafts,
         # A sequence that ends inside an accepted run keeps only the drafts before it.
         "num_accepted": jnp.minimum(verified.num_accepted, emitted.num_emitted),
         "is_done": emitted.is_done,

@@ -31,7 +31,7 @@ class ProgramConfig:
             before it. Empty is plain decoding.
         mesh: The devices, whose platform chooses the kernels.
         mask_source: Host callback that returns grammar masks; None without grammars.
-        num_draft_tokens: Maximum number of drafts in a row, of all executables.
+        max_draft_tokens: Maximum number of drafts in a row, of all executables.
     """
 
     target: ModelConfig
@@ -39,7 +39,7 @@ class ProgramConfig:
     pool: PoolShape
     mesh: Mesh
     mask_source: grammar.MaskSource | None = None
-    num_draft_tokens: int = 0
+    max_draft_tokens: int = 0
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
         """Return where a model runs whose heads are split over these axes."""
@@ -180,7 +180,7 @@ class StepContext:
                 self.fields["grammar_id"],
                 self.token_pages,
                 self.active,
-                window=grammar.window_of(self.config.num_draft_tokens),
+                window=grammar.window_of(self.config.max_draft_tokens),
                 inner=adjust,
                 backend=backend,
             )
@@ -196,7 +196,7 @@ class StepContext:
             active=self.active,
             token_pages=self.token_pages,
             tree=self.shape.tree,
-            wanted_levels=self.fields["decode_num_draft_tokens"],
+            wanted_levels=self.fields["decode_wanted_levels"],
             pool=self.pool,
             prompts=self.prompts(),
             backend=self.config.backend,

@@ -54,7 +54,7 @@ class TargetPass:
     """One pass of the target over the newest tokens, their drafts and prompts.
 
     Attributes:
-        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+        num_valid_drafts: Valid drafts of each sequence: columns at or past it are
             padding.
         prompts: Tiles that share the pass.
         adjust: Applies the requests' controls to logits; None without controls.
@@ -64,7 +64,7 @@ class TargetPass:
 
     context: StepContext
     target: Network
-    num_draft_tokens: Int[Array, " seq"]
+    num_valid_drafts: Int[Array, " seq"]
     prompts: TokenBatch | None
     adjust: Adjust | None
     logprob_ids: Int[Array, "seq id"] | None
@@ -76,13 +76,13 @@ class TargetPass:
         context: StepContext,
         params: Params,
         state: EngineState,
-        num_draft_tokens: Int[Array, " seq"],
+        num_valid_drafts: Int[Array, " seq"],
     ) -> "TargetPass":
         """Prepare the values that passes of every width share."""
         return cls(
             context=context,
             target=build_network(context.config.target, params, context.backend),
-            num_draft_tokens=num_draft_tokens,
+            num_valid_drafts=num_valid_drafts,
             prompts=context.prompts(),
             adjust=context.adjuster(),
             logprob_ids=context.logprob_ids(),
@@ -107,6 +107,10 @@ class TargetPass:
         if width < tree.num_rows:
             tree = Tree.chain(width - 1)
         is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
+        is_used = is_written
+        if tree.is_chain:
+            column = jnp.arange(width, dtype=jnp.int32)[None]
+            is_used &= column <= self.num_valid_drafts[:, None]
         kv_len = active.num_tokens + width - 1
         batches = [
             make_token_batch(
@@ -117,6 +121,7 @@ class TargetPass:
                 pool,
                 tree=tree,
                 local_page_table=active.local_page_table,
+                is_used=is_used,
             )
         ]
         if prompts is not None:
@@ -128,7 +133,7 @@ class TargetPass:
             proposal,
             inputs,
             logits,
-            self.num_draft_tokens,
+            self.num_valid_drafts,
             active,
             context.backend,
             adjust=self.adjust,
@@ -197,16 +202,16 @@ class TargetPass:
         """
         shape = self.context.shape
         verified = self._no_result(inputs, pages)
-        max_drafts, smaller = self.num_draft_tokens.max(initial=0), -1
-        for num_drafts in (*fewer, shape.tree.num_nodes):
-            is_smallest = (max_drafts > smaller) & (max_drafts <= num_drafts)
-            run = functools.partial(self._run_first, proposal, num_drafts)
+        max_valid_drafts, smaller = self.num_valid_drafts.max(initial=0), -1
+        for num_nodes in (*fewer, shape.tree.num_nodes):
+            is_smallest = (max_valid_drafts > smaller) & (max_valid_drafts <= num_nodes)
+            run = functools.partial(self._run_first, proposal, num_nodes)
             verified = run_if(is_smallest, run, verified)
-            smaller = num_drafts
+            smaller = num_nodes
         return verified
 
     def _run_first(
-        self, proposal: Proposal, num_drafts: int, before: Verified
+        self, proposal: Proposal, num_nodes: int, before: Verified
     ) -> Verified:
         """Run the first drafts only.
 
@@ -214,7 +219,7 @@ class TargetPass:
         the computations on them and run them in every round.
         """
         return self.run_and_verify(
-            proposal.first(num_drafts), before.tokens[:, : num_drafts + 1], before.pages
+            proposal.first(num_nodes), before.tokens[:, : num_nodes + 1], before.pages
         )
 
     def _no_result(self, inputs: Int[Array, "seq width"], pages: KvPools) -> Verified:
@@ -223,11 +228,11 @@ class TargetPass:
         layers = self.context.config.target_layers
         return Verified(
             tokens=inputs,
-            num_accepted=jnp.zeros_like(self.num_draft_tokens),
+            num_accepted=jnp.zeros_like(self.num_valid_drafts),
             tree_row=None
             if shape.tree.is_chain
-            else jnp.zeros_like(self.num_draft_tokens),
-            num_accepted_nodes=jnp.zeros_like(self.num_draft_tokens),
+            else jnp.zeros_like(self.num_valid_drafts),
+            num_accepted_nodes=jnp.zeros_like(self.num_valid_drafts),
             is_broken=jnp.zeros_like(self.context.active.is_active),
             is_tile_broken=jnp.zeros(0, bool),
             tile_logits=jnp.zeros((0, model.vocab_size), jnp.float32),
@@ -301,7 +306,7 @@ def _broken(
     return (decode & is_used).any(axis=1), tiles[:, -1]
 
 
-def _widen(part: Array, width: int) -> Array:
+def _widen(array: Array, width: int) -> Array:
     """Pad the second dimension with zeros."""
-    pads = [(0, 0), (0, width - part.shape[1])] + [(0, 0)] * (part.ndim - 2)
-    return jnp.pad(part, pads)
+    pads = [(0, 0), (0, width - array.shape[1])] + [(0, 0)] * (array.ndim - 2)
+    return jnp.pad(array, pads)

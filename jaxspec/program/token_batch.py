@@ -18,6 +18,7 @@ def make_token_batch(
     *,
     tree: Tree | None = None,
     local_page_table: Int[Array, "seq table"] | None = None,
+    is_used: Bool[Array, "seq query"] | None = None,
 ) -> TokenBatch:
     """Make a batch of one region; the queries' slots are right-aligned at `kv_len`.
 
@@ -29,6 +30,7 @@ def make_token_batch(
             before it.
         local_page_table: The table of layers with a sliding window; None if they use
             the other one.
+        is_used: Tokens whose results are read; None for those that are written.
     """
     count = tokens.shape[1]
     tree = Tree.chain(count - 1) if tree is None else tree
@@ -67,6 +69,7 @@ def make_token_batch(
         if local_page_table is None
         else slots(local_page_table),
         unit_pages=None if local_page_table is None else pool.unit_pages,
+        is_used=(is_written if is_used is None else is_used).reshape(-1),
     )
 
 
@@ -83,4 +86,12 @@ def join_batches(batches: list[TokenBatch]) -> TokenBatch:
         regions=tuple(region for batch in batches for region in batch.regions),
         local_slot_mapping=jnp.concatenate(local) if local else None,
         unit_pages=batches[0].unit_pages,
+        is_used=_join_used(batches),
     )
+
+
+def _join_used(batches: list[TokenBatch]) -> Bool[Array, " token"] | None:
+    """Concatenate the masks of used tokens; None if all tokens are used."""
+    masks = [mask for one in batches if (mask := one.is_used) is not None]
+    assert len(masks) in (0, len(batches)), "some batches do not say what is used"
+    return jnp.concatenate(masks) if masks else None

@@ -37,7 +37,7 @@ class _Inputs(NamedTuple):
     """The inputs of a verdict besides logits and probabilities, per sequence."""
 
     tokens: Int[Array, "seq draft"]
-    num_draft_tokens: Int[Array, " seq"]
+    num_valid_drafts: Int[Array, " seq"]
     active: Active
     sampling_values: SamplingValues | None
     numbers: Numbers
@@ -47,7 +47,7 @@ class _Inputs(NamedTuple):
 def verify(
     proposal: Proposal | None,
     logits: Float[Array, "token vocab"],
-    num_draft_tokens: Int[Array, " seq"],
+    num_valid_drafts: Int[Array, " seq"],
     active: Active,
     backend: Backend,
     *,
@@ -63,13 +63,13 @@ def verify(
         proposal: None for no drafts.
         logits: The model's own, sequence-major. Row i predicts the token in the place
             of draft i (from 0); the last row, the token after all drafts.
-        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+        num_valid_drafts: Valid drafts of each sequence: columns at or past it are
             padding.
         tree: A chain with a node for each draft.
         adjust: Applies the requests' controls to logits; None without controls.
         forced_acceptance: As for `force`, at least one per draft; None forces nothing.
     """
-    vocab_size, seqs = logits.shape[1], num_draft_tokens.shape[0]
+    vocab_size, seqs = logits.shape[1], num_valid_drafts.shape[0]
     tokens, probs = jnp.zeros((seqs, 0), jnp.int32), None
     if proposal is not None:
         tokens, probs = proposal.tokens, proposal.probs
@@ -87,7 +87,7 @@ def verify(
     numbers = draw_numbers(active, purposes, 0, width=width)
     num_forced = None
     if forced_acceptance is not None and draft:
-        num_forced = force(forced_acceptance[:draft], num_draft_tokens, active)
+        num_forced = force(forced_acceptance[:draft], num_valid_drafts, active)
 
     axes, local_vocab = backend.vocab_axes(vocab_size), vocab_size
     if axes is not None:
@@ -103,7 +103,7 @@ def verify(
         probs,
         _Inputs(
             tokens,
-            num_draft_tokens,
+            num_valid_drafts,
             active,
             sampling_values_of(active),
             numbers,
@@ -143,7 +143,7 @@ def verify_group(
         inputs.tokens,
         probs,
         logits,
-        inputs.num_draft_tokens,
+        inputs.num_valid_drafts,
         inputs.sampling_values,
         rule=active.rule,
         accept_uniform=None if uniform is None else uniform[:, :-1],
@@ -177,16 +177,16 @@ def verify_groups(
     )
     # The probabilities are draft-major, as they were made: reordering them would make a
     # copy.
-    num_drafts, rows = 0, None
+    num_levels, rows = 0, None
     if probs is not None:
-        num_drafts = probs.shape[1]
+        num_levels = probs.shape[1]
         rows = probs.swapaxes(0, 1).reshape(-1, probs.shape[2])
 
     def verify_slice(item: tuple[Array, tuple[Array, _Inputs]]) -> Verdict:
         start, (logits, inputs) = item
         group_probs = None
         if rows is not None:
-            starts = (start + index * seqs for index in range(num_drafts))
+            starts = (start + index * seqs for index in range(num_levels))
             group_probs = jnp.stack(
                 [jax.lax.dynamic_slice_in_dim(rows, first, size) for first in starts],
                 axis=1,
@@ -212,7 +212,7 @@ def _group_size(shape: tuple[int, ...]) -> int:
 
 def force(
     probabilities: Float[Array, " draft"],
-    num_draft_tokens: Int[Array, " seq"],
+    num_valid_drafts: Int[Array, " seq"],
     active: Active,
 ) -> Int[Array, " seq"]:
     """Return the number of drafts to accept, whatever the models compute.
@@ -221,12 +221,12 @@ def force(
     `probabilities[i]`. The uniforms are those of the rules, keyed by the request's seed
     and where the round starts.
     """
-    shape = num_draft_tokens.shape[0], probabilities.shape[0]
+    shape = num_valid_drafts.shape[0], probabilities.shape[0]
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
     seed = jnp.broadcast_to(active.seed[:, None], (*shape, 2))
     start = jnp.broadcast_to(active.num_tokens[:, None], shape)
     uniform = randomness.uniform(seed, start, randomness.ACCEPT, index)
-    is_accepted = (uniform < probabilities[None]) & (index < num_draft_tokens[:, None])
+    is_accepted = (uniform < probabilities[None]) & (index < num_valid_drafts[:, None])
     return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
 
 

@@ -53,10 +53,10 @@ class Layout:
     def view(self, vector: Any, name: str) -> Any:
         """Return one array of a vector, for numpy a view; flags are 0 or 1."""
         place, shape, dtype = self._parts[name]
-        part = vector[place]
+        array = vector[place]
         if shape is not None:
-            part = part.reshape(shape)
-        return part if dtype is None else part.view(dtype)
+            array = array.reshape(shape)
+        return array if dtype is None else array.view(dtype)
 
     def read(self, vector: Any) -> dict[str, Any]:
         """Return all arrays of a vector, in their own types."""
@@ -98,7 +98,7 @@ class PlanLayout(Layout):
 
         fields = {
             "decode_row": row(shape=(seqs,)),
-            "decode_num_draft_tokens": Column(shape=(seqs,)),
+            "decode_wanted_levels": Column(shape=(seqs,)),
             "page_update": row(shape=(3, self.max_page_updates)),
             "tile_length": Column(shape=(tiles,)),
             **records("tile", Tile, tiles),
@@ -141,7 +141,7 @@ class PlanLayout(Layout):
         if plan.decode:
             decode = np.array(plan.decode, np.int32)
             self.view(vector, "decode_row")[: len(decode)] = decode[:, 0]
-            self.view(vector, "decode_num_draft_tokens")[: len(decode)] = decode[:, 1]
+            self.view(vector, "decode_wanted_levels")[: len(decode)] = decode[:, 1]
         for name, updates in (
             ("page_update", plan.pages),
             ("local_page_update", plan.local_pages),
@@ -157,12 +157,14 @@ class PlanLayout(Layout):
         admitted = plan.admissions
         self._write(vector, "admit", [one.row for one in admitted], admitted)
         controlled = [one for one in admitted if one.controls is not None]
-        most = self.shape.max_controlled
-        assert len(controlled) <= most, f"{len(controlled)} controlled over {most}"
+        max_controlled = self.shape.max_controlled
+        assert len(controlled) <= max_controlled, (
+            f"{len(controlled)} controlled over {max_controlled}"
+        )
         values = [
-            one.controls.values(self.pool.vocab_size)
-            for one in controlled
-            if one.controls is not None
+            admission.controls.values(self.pool.vocab_size)
+            for admission in controlled
+            if admission.controls is not None
         ]
         self._write(vector, "control", [one.row for one in controlled], values)
         for row, reading in plan.grammars.items():
@@ -179,16 +181,16 @@ class PlanLayout(Layout):
         if not records:
             return
         self.view(vector, f"{prefix}_row")[: len(rows)] = rows
-        for name, one in columns(records[0]).items():
+        for name, declared in columns(records[0]).items():
             if f"{prefix}_{name}" not in self.fields:
                 continue
             entries = self.view(vector, f"{prefix}_{name}")
             if entries.ndim == 1:
-                entries[: len(records)] = [getattr(one, name) for one in records]
+                entries[: len(records)] = [getattr(record, name) for record in records]
                 continue
             for entry, record in zip(entries, records, strict=False):
                 value = getattr(record, name)
-                start = len(entry) - len(value) if one.is_right_aligned else 0
+                start = len(entry) - len(value) if declared.is_right_aligned else 0
                 entry[start : start + len(value)] = value
 
 
@@ -262,7 +264,7 @@ class StepResult:
 
     Attributes:
         tokens: `[seq, K + 1]`, of which the first `num_emitted[s]` of row s are valid.
-        num_draft_tokens: Draft tokens proposed: a lookup may find fewer than requested.
+        num_valid_drafts: Draft tokens proposed: a lookup may find fewer than requested.
         num_accepted: Draft tokens among `tokens`, the first ones, on the main chain.
         num_accepted_nodes: Accepted drafts, side branches included, even past the end
             of the text; None in a chain.
@@ -282,7 +284,7 @@ class StepResult:
 
     tokens: np.ndarray = _part("seq emitted")
     num_emitted: np.ndarray = _part("seq")
-    num_draft_tokens: np.ndarray = _part("seq")
+    num_valid_drafts: np.ndarray = _part("seq")
     num_accepted: np.ndarray = _part("seq")
     is_done: np.ndarray = _part("seq", bool)
     is_broken: np.ndarray = _part("seq", bool)
@@ -358,14 +360,14 @@ class ResultLayout(Layout):
 
     def __init__(self, shape: StepShape):
         sizes, parts = _sizes(shape), {}
-        for one in dataclasses.fields(
+        for declared in dataclasses.fields(
             DraftPrefillResult if shape.is_draft_prefill else StepResult
         ):
-            if "part" in one.metadata:
-                words, dtype = one.metadata["part"]
+            if "part" in declared.metadata:
+                words, dtype = declared.metadata["part"]
                 if sizes.keys() >= set(words.split()):
-                    found = tuple(sizes[word] for word in words.split())
-                    parts[one.name] = Column(dtype, found)
+                    part_shape = tuple(sizes[word] for word in words.split())
+                    parts[declared.name] = Column(dtype, part_shape)
         super().__init__(parts)
 
 

@@ -88,10 +88,10 @@ def scaled_form(values: jax.ShapeDtypeStruct, platform: str) -> ScaledPages:
         split = PartitionSpec(*placement.spec[:3])
         placement = NamedSharding(placement.mesh, split)
     if platform == "tpu":
-        own = two_kv_heads
+        device_heads = two_kv_heads
         if values.sharding is not None:
-            own = values.sharding.shard_shape(values.shape)[2]
-        lanes = two_kv_heads // own * scale_lanes(page_size, own)
+            device_heads = values.sharding.shard_shape(values.shape)[2]
+        lanes = two_kv_heads // device_heads * scale_lanes(page_size, device_heads)
         shape = (pages, 1, lanes)
     scales: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placement)
     forms: Any = values

@@ -39,10 +39,10 @@ def implementation_for(platform: str) -> str:
             f"{', '.join(_OF_PLATFORM)}; implementation='reference' runs on every "
             "platform of XLA, but slowly"
         )
-    found = _OF_PLATFORM[platform]
-    if found == "cpu" and not native.is_available():
+    implementation = _OF_PLATFORM[platform]
+    if implementation == "cpu" and not native.is_available():
         return "reference"
-    return found
+    return implementation
 
 
 @functools.cache

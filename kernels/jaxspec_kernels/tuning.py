@@ -145,13 +145,13 @@ def read(path: Traversable, device_kind: str) -> dict[str, Any]:
     return table
 
 
-def _check_sizes(path: Traversable, where: str, found: Any) -> None:
-    is_object = isinstance(found, dict) and bool(found)
+def _check_sizes(path: Traversable, where: str, sizes: Any) -> None:
+    is_object = isinstance(sizes, dict) and bool(sizes)
     # True is an int to Python.
     if not is_object or not all(
-        type(size) is int and size > 0 for size in found.values()
+        type(size) is int and size > 0 for size in sizes.values()
     ):
-        raise _broken(path, f"has {where}: {found!r}; sizes are whole numbers above 0")
+        raise _broken(path, f"has {where}: {sizes!r}; sizes are whole numbers above 0")
 
 
 def _broken(path: Traversable, what: str) -> ValueError:

@@ -233,7 +233,7 @@ def test_engine_and_prompts_are_those_of_the_flags(monkeypatch):
     monkeypatch.setattr(offline, "LLMEngine", load)
     prompts = open_offline(flags("latency"), num_prompts=10, num_seqs=10).prompts
     ((config, tokenizer),) = given
-    assert (config.max_num_seqs, config.num_draft_tokens, len(prompts)) == (10, 5, 10)
+    assert (config.max_num_seqs, config.max_draft_tokens, len(prompts)) == (10, 5, 10)
     # Conversations are formatted as chat turns, and all prompts begin with bos.
     assert tokenizer.decode(prompts[0], skip_special_tokens=False).startswith(
         "<bos><start_of_turn>user\nA farmer"

@@ -125,7 +125,7 @@ def test_modes_alternate():
     for plan, shape in runner.plans:
         if plan.admissions:
             order.append(False)
-        order[-1] |= bool(shape.num_draft_tokens and plan.decode)
+        order[-1] |= bool(shape.num_levels and plan.decode)
     drafted = ["speculative" if is_drafted else "plain" for is_drafted in order]
     a, b = "plain", "speculative"
     assert drafted == [a, b, *(a, b), *(b, a), *(a, b)], "warm-ups, then alternately"

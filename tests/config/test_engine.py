@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.engine import EngineConfig, SpeculativeConfig
+from jaxspec.config.engine import EngineConfig, GivenSizes, SpeculativeConfig
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.families import config_from_folder, config_from_hf
 from jaxspec.models.gemma.config import Gemma2Config
@@ -69,6 +69,29 @@ def test_reads_published_config():
     assert [config.window(layer) for layer in range(4)] == [4096, None] * 2
     # Keys and values of 26 layers with 4 heads of 256, two bytes each.
     assert config.kv_bytes_per_token(2) == 2 * 26 * 4 * 256 * 2
+
+
+def test_layers_keep_only_their_window_where_that_is_possible():
+    def kept(**changes: Any) -> str:
+        config = dict(sliding_window=32) | changes.pop("config", {})
+        made = engine_config(model_config=read(**config), **changes)
+        assert (made.local_window is None) == made.kept_tokens.startswith("All layers")
+        return made.kept_tokens
+
+    off = "disable_hybrid_kv_cache_manager"
+    assert kept() == kept(**{off: False})
+    assert kept() == "Layers with a sliding window keep only 32 tokens"
+    assert f"all tokens: {off}=True" in kept(**{off: True})
+    assert "only one kind of layers" in kept(config=dict(num_hidden_layers=1))
+    assert "window of 100 tokens" in kept(config=dict(sliding_window=100))
+    # A sequence takes at most seven pages of either kind.
+    enough, few = (
+        dict(num_pages=count, given=GivenSizes(num_pages=count)) for count in (14, 13)
+    )
+    assert kept(**enough) == kept()
+    assert "num_gpu_blocks_override=13 is less than the 14 pages" in kept(**few)
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
+        kept(**few, **{off: False})
 
 
 @pytest.mark.parametrize(
@@ -196,11 +219,11 @@ def test_pages_and_drafts_are_derived():
     # 100 tokens fill six pages of 16 and begin a seventh.
     assert engine_config(num_pages=7).pages_per_seq == 7
     assert engine_config(max_model_len=96, num_pages=6).pages_per_seq == 6
-    assert engine_config().num_draft_tokens == 0
-    assert with_draft(speculative={"num_speculative_tokens": 3}).num_draft_tokens == 3
+    assert engine_config().max_draft_tokens == 0
+    assert with_draft(speculative={"num_speculative_tokens": 3}).max_draft_tokens == 3
     lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
     config = engine_config(speculative=lookup)
-    assert (config.draft_model_config, config.num_draft_tokens) == (None, 5)
+    assert (config.draft_model_config, config.max_draft_tokens) == (None, 5)
 
 
 def test_rejects_draft_that_does_not_fit_target():

@@ -226,8 +226,9 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
     params = mixed_params(len(family), is_greedy=proposer.is_greedy)
     plain = with_settings(pair.plain_engine())
     expected = tokens_of(generate(plain, family, params))
-    crowd = proposer.options.get("max_num_seqs", 2)
-    engine = proposers.with_config(proposers.engine(name), num_pages=24 + 2 * crowd)
+    engine = proposers.engine(name)
+    fewest = engine.config.units_per_seq
+    engine = proposers.with_config(engine, num_pages=fewest)
     engine.add_request("gone", STEM, GREEDY)
     for _ in range(3):
         engine.step()
@@ -260,8 +261,8 @@ def drafting_stops_and_resumes(name: str) -> None:
         for number, (plan, shape, _) in enumerate(rounds):
             if shape.is_draft_prefill:
                 draft_prefills.append(number)
-            elif shape.num_draft_tokens:
-                assert shape.num_draft_tokens == engine.config.num_draft_tokens
+            elif shape.num_levels:
+                assert shape.num_levels == engine.config.max_draft_tokens
                 drafting.append(number)
             elif plan.decode:
                 plain.append(number)
@@ -295,15 +296,15 @@ class RandomPolicy(SpeculationPolicy):
         super().__init__(*arguments)
         self.random = np.random.default_rng(seed)
 
-    def is_due(self, num_seqs: int, max_k: int) -> bool:
+    def is_due(self, num_seqs: int, max_draft_tokens: int) -> bool:
         # A choice lasts several rounds: if each changed it, draft prefill would never
         # end.
-        return max_k > 0 and self.random.random() < 0.15
+        return max_draft_tokens > 0 and self.random.random() < 0.15
 
     def choose(self, estimates: RoundEstimates) -> None:
-        max_k = len(estimates.seconds) - 1
+        max_draft_tokens = len(estimates.seconds) - 1
         self.choice = Choice(
-            num_draft_tokens=int(self.random.integers(0, max_k + 1)),
+            num_draft_tokens=int(self.random.integers(0, max_draft_tokens + 1)),
             has_side_branches=bool(self.random.integers(2)),
         )
 

@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2, window of 13": dict(family=pair.GEMMA2, window=13, page_size=8),
 }
 # Each case compiles two engines.
-IN_MAKE_TEST = ("gemma3", "gemma3, n-gram", "gemma2, tree")
+IN_MAKE_TEST = ("gemma3", "gemma2, tree")
 
 
 class PoisonedRunner(OneProgramRunner):
@@ -135,7 +135,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def results_of(engine: LLMEngine) -> Any:
     prompts, params = requests()
-    if not engine.config.num_draft_tokens:
+    if not engine.config.max_draft_tokens:
         params = [one.clone() for one in params]
         for one in params:
             one.extra_args = None

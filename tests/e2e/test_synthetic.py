@@ -61,7 +61,7 @@ def drafted_rounds(engine: LLMEngine, params: list[SamplingParams]) -> np.ndarra
         result = fetch(*launched)
         if not isinstance(result, StepResult):
             return result
-        is_whole = (result.num_draft_tokens == 3) & (result.num_emitted > 0)
+        is_whole = (result.num_valid_drafts == 3) & (result.num_emitted > 0)
         kept.extend(result.num_accepted[is_whole])
         return result
 

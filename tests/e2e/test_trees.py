@@ -219,7 +219,7 @@ def test_requests_with_controls_use_only_the_main_chain(name, control, prompts):
     forms = {
         (shape.features.needs_one_path, shape.tree.is_chain)
         for _, shape, _ in rounds
-        if shape.num_draft_tokens
+        if shape.num_levels
     }
     assert forms == {(True, True), (False, False)}
     assert engine.stats.num_side_tokens > 0

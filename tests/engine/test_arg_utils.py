@@ -181,7 +181,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "parallel draft model": (
         {"speculative_config": PARALLEL},
-        {"draft_model_config.mask_token_id": 3, "num_draft_tokens": 12},
+        {"draft_model_config.mask_token_id": 3, "max_draft_tokens": 12},
     ),
     # One layer is less than a period of local and global layers.
     "scanned layers, except those of a short draft model": (
@@ -200,7 +200,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "speculative.prompt_lookup_max": 5,
             "speculative.max_model_len": 100,
             "draft_model_config": None,
-            "num_draft_tokens": 3,
+            "max_draft_tokens": 3,
             # All pages are the target's, so there are as many as without drafts.
             "num_pages": 512,
         },
@@ -330,7 +330,7 @@ def test_draft_stops_at_the_shortest_limit(
         ({"dtype": "half"}, "'half' is taken as 'bfloat16'", "dtype", "bfloat16"),
         ({"dtype": "float16"}, "'bfloat16'.*of Gemma 2 exceed", "dtype", "bfloat16"),
         *(
-            (arguments, f"is not given: {count}", "num_draft_tokens", count)
+            (arguments, f"is not given: {count}", "max_draft_tokens", count)
             for arguments, count in (
                 ({"speculative_model": "draft"}, 5),
                 ({"spec_method": "ngram"}, 5),
@@ -363,7 +363,7 @@ def test_arguments_of_older_scripts_are_accepted():
         enable_sleep_mode=True,
         disable_log_requests=True,
     ).create_engine_config()
-    assert (config.num_draft_tokens, config.dtype) == (2, "bfloat16")
+    assert (config.max_draft_tokens, config.dtype) == (2, "bfloat16")
 
 
 @pytest.mark.parametrize(

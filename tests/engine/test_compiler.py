@@ -11,8 +11,7 @@ from jaxspec.engine.compiler import Compiler
 from jaxspec.program.plan import StepShape
 
 SHAPES = [
-    StepShape(num_seqs=seqs, num_draft_tokens=0, max_prompt_tokens=0)
-    for seqs in (1, 2, 4, 8)
+    StepShape(num_seqs=seqs, num_levels=0, max_prompt_tokens=0) for seqs in (1, 2, 4, 8)
 ]
 LIMIT_S = 10.0
 

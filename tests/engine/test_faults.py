@@ -67,7 +67,7 @@ def test_failure_with_drafts_stops_drafting(where, after, num_seqs):
         assert counts is not None and counts.stop_reason == "a launch failed"
     assert_idle(engine)
     _, shape = runner.plans[-1]
-    assert shape.num_draft_tokens == 0
+    assert shape.num_levels == 0
     assert not runner.device.has_draft
 
 
@@ -167,7 +167,7 @@ def test_failure_stops_an_engine_over_several_hosts(where: str):
 def test_failed_programs_with_drafts_are_reported(caplog):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     add(engine)
-    shape = StepShape(num_seqs=1, num_draft_tokens=3, max_prompt_tokens=0)
+    shape = StepShape(num_seqs=1, num_levels=3, max_prompt_tokens=0)
     runner.compiler.failures = {shape: RuntimeError("out of memory")}
     counts = ends_of(run_all(engine))["0"].spec_decode_metrics
     reason = "no program with drafts could be compiled"

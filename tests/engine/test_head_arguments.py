@@ -96,12 +96,12 @@ def test_kind_and_sizes_of_a_head_are_read_from_its_folder(folders, kind):
     assert config.speculative is not None
     assert config.speculative.method == kind
     assert config.speculative.model == folders[kind]
-    assert config.num_draft_tokens == 2
+    assert config.max_draft_tokens == 2
     # The kind of head is read from the folder, as in vLLM.
     assert configure(folders, None, model=folders[kind]) == config
     with pytest.warns(UserWarning, match="num_speculative_tokens is not given"):
         config = configure(folders, kind, num_speculative_tokens=None)
-    assert config.num_draft_tokens == (CONFIGS[kind].max_drafts or 5)
+    assert config.max_draft_tokens == (CONFIGS[kind].max_draft_tokens or 5)
 
 
 CHAIN_OF_4 = str([(0,) * level for level in range(1, 5)])
@@ -152,7 +152,7 @@ def test_rejects_head_for_another_target(folders, target, message):
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_heads_draft_a_chain_with_leaves_but_no_wider_tree(folders, kind):
     leaves = "[(0,), (1,), (0, 0), (0, 1)]"
-    assert configure(folders, kind, speculative_token_tree=leaves).num_draft_tokens == 2
+    assert configure(folders, kind, speculative_token_tree=leaves).max_draft_tokens == 2
     tree = "[(0,), (1,), (0, 0), (1, 0)]"
     with pytest.raises(UnsupportedError, match=f"with leaves.*{kind}") as caught:
         configure(folders, kind, speculative_token_tree=tree)

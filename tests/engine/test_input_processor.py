@@ -78,7 +78,7 @@ def test_unseeded_requests_use_the_configured_rule(keys, rule):
 def test_request_sets_its_number_of_drafts(asked: int | None, drafts: int):
     extra = None if asked is None else {"num_speculative_tokens": asked}
     request = make(extra_args=extra)
-    assert request.num_draft_tokens == drafts
+    assert request.max_draft_tokens == drafts
     assert (request.spec_metrics is None) == (drafts == 0)
     with pytest.raises(RequestError, match="from 0 to 3, got 4"):
         make(extra_args={"num_speculative_tokens": 4})

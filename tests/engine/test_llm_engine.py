@@ -56,7 +56,7 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
 
     monkeypatch.setattr(runner, "time_round", time_round)
     shapes = [
-        StepShape(num_seqs=n, num_draft_tokens=3, max_prompt_tokens=0, features=GREEDY)
+        StepShape(num_seqs=n, num_levels=3, max_prompt_tokens=0, features=GREEDY)
         for n in (1, 2)
     ]
     engine.add_request("0", PROMPT, SamplingParams(temperature=0, max_tokens=60))

@@ -109,7 +109,7 @@ def test_only_a_request_whose_features_have_no_program_waits():
 def test_a_single_request_waits_for_the_program_with_its_drafts():
     """Otherwise a short text would end before the first draft."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
-    (request,) = make_requests(config, 1, num_draft_tokens=3)
+    (request,) = make_requests(config, 1, max_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [2] * 20, 60
     programs = ComingPrograms(pause=10**9)
     loop = Loop(config, 0, programs=programs)
@@ -118,7 +118,7 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
     loop.step()
     assert not loop.launches
     (prompt,) = programs.asked
-    assert (prompt.num_draft_tokens, prompt.max_prompt_tokens > 0) == (0, True)
+    assert (prompt.num_levels, prompt.max_prompt_tokens > 0) == (0, True)
     programs.asked.clear()
     programs.add(prompt)
     for _ in range(6):
@@ -127,7 +127,7 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
     assert {launch.shape for launch in loop.launches} == {prompt}
     draft_prefill, own = programs.asked
     assert draft_prefill == loop.scheduler.shapes.draft_prefills[0]
-    assert (own.num_seqs, own.num_draft_tokens, own.max_prompt_tokens) == (1, 3, 0)
+    assert (own.num_seqs, own.num_levels, own.max_prompt_tokens) == (1, 3, 0)
     programs.add(draft_prefill)
     programs.add(own)
     while loop.step():

@@ -122,7 +122,7 @@ def test_grammar_program_is_saved_with_native_masks(tmp_path):
 def test_names_are_readable():
     features = Features(has_controls=True, num_logprobs=0, num_prompt_logprobs=3)
     shape = StepShape(
-        num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512, features=features
+        num_seqs=8, num_levels=5, max_prompt_tokens=512, features=features
     )
     name = "step_8x5_512_sampled_controls_logprobs_prompt_logprobs"
     assert program_name(shape) == name

@@ -135,7 +135,7 @@ def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(runner, "time", clock)
     rows = timed.state.rows
-    shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
+    shape = StepShape(num_seqs=1, num_levels=0, max_prompt_tokens=0)
     # The first run also waited for earlier work, and the first timed row was disturbed.
     assert timed.time_round(RoundKind(shape, 0), [0, 1, 2, 3], 8) == 3.0
     assert len(begun) == 7
@@ -147,7 +147,7 @@ def test_empty_plan_does_not_change_the_state():
     engine = pair.engine()
     run_traffic(engine)
     before = jax.tree.map(np.array, engine.runner.state)
-    shape = StepShape(num_seqs=2, num_draft_tokens=3, max_prompt_tokens=0)
+    shape = StepShape(num_seqs=2, num_levels=3, max_prompt_tokens=0)
     result = engine.runner.launch(StepPlan(), shape)
     fetched = engine.runner.fetch(result, shape)
     assert isinstance(fetched, StepResult)
@@ -165,7 +165,7 @@ def test_pages_are_not_allocated_twice_after_an_interrupt():
     (pages,) = runner.state.proposers
     for leaf in jax.tree.leaves(dataclasses.replace(runner.state, proposers=())):
         leaf.delete()
-    shape = StepShape(num_seqs=2, num_draft_tokens=0, max_prompt_tokens=0)
+    shape = StepShape(num_seqs=2, num_levels=0, max_prompt_tokens=0)
     runner.launch(StepPlan(), shape)
     assert all(one.is_deleted() for one in pages)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(runner.state))
@@ -174,7 +174,7 @@ def test_pages_are_not_allocated_twice_after_an_interrupt():
 def test_a_shutdown_releases_the_compiled_programs():
     engine = make_engine(make_micro())
     engine.runner.cache = ProgramCache(None)
-    shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
+    shape = StepShape(num_seqs=1, num_levels=0, max_prompt_tokens=0)
     program = weakref.ref(engine.runner.executable(shape))
     gc.collect()
     assert program() is not None
@@ -343,7 +343,7 @@ def test_followers_get_launches_before_the_leader_runs_them(leading):
 
 def test_followers_get_compiles_and_are_awaited(leading):
     engine, followers = leading
-    shape = StepShape(num_seqs=2, num_draft_tokens=0, max_prompt_tokens=0)
+    shape = StepShape(num_seqs=2, num_levels=0, max_prompt_tokens=0)
     engine.runner.compiler.clear()
     engine.runner.executable(shape)
     assert followers.events == [("compile", shape_values(shape)), "waited for 1"]

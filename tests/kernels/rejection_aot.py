@@ -79,9 +79,9 @@ def operation(
 ) -> Callable:
     """The operation on one device's slice, with the values of a kind of batch."""
 
-    def call(logits, draft, tokens, num_draft_tokens, accept, sample, words, values):
+    def call(logits, draft, tokens, num_valid_drafts, accept, sample, words, values):
         seqs, drafts = tokens.shape
-        rule = num_draft_tokens
+        rule = num_valid_drafts
         if kind != "everything":
             off, rule, words = jnp.zeros(seqs, FLOATS), jnp.zeros(seqs, INTS), None
             heat = off if kind == "greedy" else values.temperature
@@ -91,7 +91,7 @@ def operation(
             tokens,
             draft if drafts else None,
             logits.reshape(seqs, drafts + 1, -1),
-            num_draft_tokens,
+            num_valid_drafts,
             values,
             rule=rule,
             accept_uniform=accept,

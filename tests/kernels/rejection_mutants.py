@@ -39,10 +39,10 @@ VOCAB, COLUMNS = 290, 296  # padding has larger logits than any token
 
 
 def padded(one: Round) -> tuple:
-    tokens, draft, logits, num_draft_tokens, sampling_values = one.arrays
+    tokens, draft, logits, num_valid_drafts, sampling_values = one.arrays
     pads = ((0, 0), (0, 0), (0, COLUMNS - VOCAB))
     logits = jnp.pad(logits, pads, constant_values=50.0)
-    return tokens, jnp.pad(draft, pads), logits, num_draft_tokens, sampling_values
+    return tokens, jnp.pad(draft, pads), logits, num_valid_drafts, sampling_values
 
 
 def by_reference(**settings: Any) -> Callable:
@@ -179,8 +179,8 @@ MUTANTS = [
     mutant(
         "bonus from the residual",
         "reference._verify_sampled",
-        "is_rejected=num_accepted < num_draft_tokens",
-        "is_rejected=num_accepted <= num_draft_tokens",
+        "is_rejected=num_accepted < num_valid_drafts",
+        "is_rejected=num_accepted <= num_valid_drafts",
     ),
     mutant(
         "weight of 0 drawn",
@@ -195,7 +195,9 @@ MUTANTS = [
         "masses >= wanted[:, None]",
         "masses > wanted[:, None]",
     ),
-    mutant("search ends early", "search.search", ">= 2 * one", ">= 3 * one"),
+    mutant(
+        "search ends early", "search.search", ">= 2 * token_mass", ">= 3 * token_mass"
+    ),
     mutant(
         "top-p of more than the mass",
         "reference._filter",

@@ -77,7 +77,7 @@ class Round:
     tokens: np.ndarray
     draft: np.ndarray  # [seq, draft, vocab], probabilities
     logits: np.ndarray  # [seq, draft+1, vocab]
-    num_draft_tokens: np.ndarray
+    num_valid_drafts: np.ndarray
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
@@ -101,7 +101,7 @@ class Round:
             jnp.asarray(self.tokens, jnp.int32),
             jnp.asarray(self.draft, jnp.float32),
             jnp.asarray(self.logits),
-            jnp.asarray(self.num_draft_tokens, jnp.int32),
+            jnp.asarray(self.num_valid_drafts, jnp.int32),
             self.sampling_values,
         )
 
@@ -195,7 +195,7 @@ def make_round(
         tokens=tokens,
         draft=draft,
         logits=logits,
-        num_draft_tokens=np.minimum(random.integers(0, drafts + 3, seqs), drafts),
+        num_valid_drafts=np.minimum(random.integers(0, drafts + 3, seqs), drafts),
         temperature=np.where(kind == GREEDY, 0.0, hot).astype(np.float32),
         top_k=top_k,
         top_p=top_p.astype(np.float32),
@@ -276,7 +276,7 @@ def by_loops(one: Round) -> tuple[np.ndarray, np.ndarray]:
     verdicts = []
     for seq, kind in enumerate(one.kind):
         target = one.target(seq)
-        drafts = one.tokens[seq, : one.num_draft_tokens[seq]]
+        drafts = one.tokens[seq, : one.num_valid_drafts[seq]]
         if kind in (GREEDY, COUPLED):
             scores = target / noise[seq] if kind == COUPLED else target
             verdicts.append(accept_choices(drafts, scores.argmax(axis=1)))
@@ -297,7 +297,7 @@ def forced_counts(one: Round, seed: int = 0) -> np.ndarray:
     """Return a random number of drafts to accept per sequence."""
     return (
         np.random.default_rng(seed)
-        .integers(0, one.num_draft_tokens + 1)
+        .integers(0, one.num_valid_drafts + 1)
         .astype(np.int32)
     )
 

@@ -327,6 +327,46 @@ def test_row_does_not_depend_on_other_rows(pages, has_head_norms):
         np.testing.assert_array_equal(one[page], other[page])
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [Layer(), Layer(dtype="bfloat16", pages="uint16"), Layer(pages="int8", model=96)],
+    ids=str,
+)
+def test_unused_rows_keep_their_stream_and_change_nothing_else(layer):
+    batch = make_batch(None, layer.model)
+    whole, _ = layer.attend(batch, "cpu")
+    network = layer.network(96, 32)
+    outputs = feed_forward_block(batch.stream, network, implementation="cpu")
+    # Unused: the newest row of a sequence, the first of a prompt, and the padding.
+    unused = np.array([2, 6, 11, 12])
+    is_used = np.ones(len(batch.slots), bool)
+    is_used[unused] = False
+    # Values of unused rows are not read; only the NaN itself remains.
+    stream = batch.stream.at[unused].set(jnp.nan)
+    masked = replace(batch, stream=stream)
+    slots = np.where(is_used, batch.slots, batch.slots[-1])
+    expected_pages = replace(batch, slots=slots)
+    # Rows after an unused one of their sequence would read its keys: none here does.
+    for mask in (is_used, np.zeros_like(is_used)):
+        found, pages = layer.attend(masked, "cpu", is_used=jnp.asarray(mask))
+        rows = np.flatnonzero(mask[:6])  # the prompt's rows see the unused first one
+        np.testing.assert_array_equal(found[rows], whole[rows])
+        kept = np.flatnonzero(~mask)
+        np.testing.assert_array_equal(found[kept], stream[kept])
+        blocks = feed_forward_block(
+            stream, network._replace(is_used=jnp.asarray(mask)), implementation="cpu"
+        )
+        np.testing.assert_array_equal(blocks[mask], outputs[mask])
+        np.testing.assert_array_equal(blocks[~mask], stream[~mask])
+        if mask.any():
+            _, written = layer.attend(expected_pages, "cpu")
+        else:
+            written = layer.held(batch)
+        for one, other in zip(*map(jax.tree.leaves, (pages, written)), strict=True):
+            np.testing.assert_array_equal(one, other)
+    check_attention(layer, batch, is_used=jnp.asarray(is_used))
+
+
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_donated_pages_are_written_in_place(is_scaled):
     layer, batch = Layer(), make_batch()

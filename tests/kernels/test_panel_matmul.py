@@ -111,6 +111,17 @@ def test_products_of_a_row_do_not_depend_on_other_rows(kind, is_rounded):
             np.testing.assert_array_equal(found, whole[start : start + count])
 
 
+@pytest.mark.parametrize("zeros", [(0,), (39,), (1, 2, 17), range(40)], ids=str)
+def test_rows_of_zeros_have_products_of_zero_and_others_keep_their_bits(zeros):
+    case = replace(CASES["tiny/prefill"], rows=40, outputs=1000)
+    rows, (_, panels) = rows_of(case), made(case, "bfloat16")
+    given: Any = dict(num_outputs=1000, implementation="cpu")
+    expected = np.array(panel_matmul(rows, panels, **given))
+    expected[list(zeros)] = 0
+    found = panel_matmul(rows.at[jnp.array(zeros)].set(0), panels, **given)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_rejects_panels_of_another_matrix():
     rows, panels = jnp.zeros((2, 6)), jnp.zeros((1, 5, WIDTH))
     with pytest.raises(ValueError, match="of 32 outputs and 6 features"):

@@ -57,7 +57,7 @@ def _margin(monkeypatch):
 
 # Section 2 of Sun et al.: the block rule accepts 11/9 tokens instead of 10/9.
 PAPERS_EXAMPLE = constant_case(
-    [1 / 3, 2 / 3, 0, 0], [2 / 3, 1 / 3, 0, 0], num_draft_tokens=2
+    [1 / 3, 2 / 3, 0, 0], [2 / 3, 1 / 3, 0, 0], num_valid_drafts=2
 )
 
 
@@ -65,13 +65,13 @@ PAPERS_EXAMPLE = constant_case(
 def found_by(rule: int) -> list[Distribution]:
     """Run a rule on every outcome of every case."""
 
-    def apply(tokens, draft, target, num_draft_tokens, **uniforms):
+    def apply(tokens, draft, target, num_valid_drafts, **uniforms):
         seqs = tokens.shape[0]
         return reference.rejection_sampling(
             tokens,
             draft,
             jnp.log(target),  # rows that do not count hold NaN
-            num_draft_tokens,
+            num_valid_drafts,
             plain_sampling_values(seqs),
             rule=jnp.full(seqs, rule, jnp.int32),
             noise_words=None,
@@ -89,10 +89,10 @@ def found_by(rule: int) -> list[Distribution]:
 def test_emitted_tokens_follow_the_target_exactly(rule):
     """The exact distribution of a round's K + 1 tokens equals the target's."""
     for one in found_by(rule):
-        assert one.distance <= 1e-6, (one.case.kind, one.case.num_draft_tokens)
+        assert one.distance <= 1e-6, (one.case.kind, one.case.num_valid_drafts)
     by_kind = {one.case.kind: one for one in found_by(rule)}
     assert by_kind["equal"].mean_accepted == pytest.approx(
-        by_kind["equal"].case.num_draft_tokens, abs=1e-4
+        by_kind["equal"].case.num_valid_drafts, abs=1e-4
     )
     assert by_kind["disjoint"].mean_accepted == 0
 
@@ -104,8 +104,8 @@ def test_cases_cover_the_rules():
     assert len(cases) >= 50
     counts = np.bincount(paths.case, weights=paths.weight)
     np.testing.assert_allclose(counts, 1, atol=1e-12)
-    assert set(paths.num_draft_tokens) == {0, 1, 2, 3}
-    counted = np.arange(DRAFTS) < paths.num_draft_tokens[:, None]
+    assert set(paths.num_valid_drafts) == {0, 1, 2, 3}
+    counted = np.arange(DRAFTS) < paths.num_valid_drafts[:, None]
     chosen = np.take_along_axis(paths.target[:, :-1], paths.tokens[:, :, None], 2)
     assert (chosen[:, :, 0][counted] == 0).any(), "no draft that the target excludes"
     rows = outcomes(paths, block_oracle(paths))
@@ -153,8 +153,8 @@ def test_rounds_cover_the_rules():
     for kind in KINDS:
         here = one.kind == kind
         assert set(accepted[here]) >= {0, 3}
-        assert (accepted < one.num_draft_tokens)[here].any()
-    assert set(one.num_draft_tokens) == {0, 1, 2, 3}
+        assert (accepted < one.num_valid_drafts)[here].any()
+    assert set(one.num_valid_drafts) == {0, 1, 2, 3}
 
 
 def test_bfloat16_logits_equal_their_float32_values():
@@ -194,7 +194,7 @@ def test_named_implementation_is_not_replaced(name):
         ("target_logits", (8, 3, 50)),
         ("target_logits", (32, 50)),
         ("target_logits", (8, 0, 50)),
-        ("num_draft_tokens", (7,)),
+        ("num_valid_drafts", (7,)),
         ("rule", (8, 1)),
         ("accept_uniform", (8, 4)),
         ("sample_uniform", (1,)),
@@ -209,7 +209,7 @@ def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
     """Type annotations are not checked here, as when a user calls the function."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     one = make_round(8)
-    names = "draft_tokens", "draft_probs", "target_logits", "num_draft_tokens"
+    names = "draft_tokens", "draft_probs", "target_logits", "num_valid_drafts"
     given: dict[str, Any] = dict(zip(names, one.arrays, strict=False)) | one.numbers
     given["sampling_values"] = one.sampling_values
     if name in SamplingValues._fields:

@@ -116,8 +116,8 @@ def test_padding_of_the_vocabulary_may_hold_anything(rule):
 
 def test_values_past_num_draft_are_not_used():
     one = make_round(seed=8)
-    counted = np.arange(3) < one.num_draft_tokens[:, None]
-    rows = np.arange(4) <= one.num_draft_tokens[:, None]
+    counted = np.arange(3) < one.num_valid_drafts[:, None]
+    rows = np.arange(4) <= one.num_valid_drafts[:, None]
     numbers = one.numbers
     poisoned = replace(
         one,

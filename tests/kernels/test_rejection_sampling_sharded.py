@@ -48,14 +48,14 @@ def compiled(shape: tuple[int, ...] = (8,)):
 
 
 def padded(one: Round) -> tuple:
-    tokens, draft, logits, num_draft_tokens, sampling_values = one.arrays
+    tokens, draft, logits, num_valid_drafts, sampling_values = one.arrays
     pads = ((0, 0), (0, 0), (0, COLUMNS - VOCAB))
     logits = jnp.pad(logits, pads, constant_values=jnp.nan)
     return (
         tokens,
         jnp.pad(draft, pads),
         logits,
-        num_draft_tokens,
+        num_valid_drafts,
         sampling_values,
         one.numbers,
     )

@@ -133,7 +133,7 @@ def test_no_matrix_is_widened_in_memory(devices, size, kind):
         config = with_gguf_types(config, kind, sizes_of(size))
     shape = StepShape(
         num_seqs=8,
-        num_draft_tokens=0,
+        num_levels=0,
         max_prompt_tokens=0,
         features=Features(all_greedy=True),
     )

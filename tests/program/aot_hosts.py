@@ -57,7 +57,7 @@ class Cell:
         """The shape of a round of eight greedy sequences."""
         return StepShape(
             num_seqs=8,
-            num_draft_tokens=NUM_DRAFT_TOKENS,
+            num_levels=NUM_DRAFT_TOKENS,
             max_prompt_tokens=0,
             features=Features(all_greedy=True),
         )

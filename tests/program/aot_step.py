@@ -37,7 +37,7 @@ from tests.program.aot_record import Record, markdown
 
 GIB = 2**30
 PAGE_SIZE = 16
-SHAPE = StepShape(num_seqs=8, num_draft_tokens=4, max_prompt_tokens=0)
+SHAPE = StepShape(num_seqs=8, num_levels=4, max_prompt_tokens=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ def measure(case: Case, **changes: Any) -> dict[str, Any]:
     """
     config = case.config(**changes)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
-    shape = shapes.find(NUM_SEQS, config.num_draft_tokens, 0, GREEDY)
+    shape = shapes.find(NUM_SEQS, config.max_draft_tokens, 0, GREEDY)
     assert shape is not None
     mesh = describe_mesh(case.device, config)
     step = compile_step(config, mesh, shape, has_options=True)

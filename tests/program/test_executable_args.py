@@ -18,8 +18,8 @@ from jaxspec.program.wire import PlanLayout
 from tests.support import pair
 from tests.support.engines import make_engine
 
-PLAIN = StepShape(num_seqs=2, num_draft_tokens=0, max_prompt_tokens=0)
-DRAFTING = dataclasses.replace(PLAIN, num_draft_tokens=3)
+PLAIN = StepShape(num_seqs=2, num_levels=0, max_prompt_tokens=0)
+DRAFTING = dataclasses.replace(PLAIN, num_levels=3)
 WITH_PROMPTS = dataclasses.replace(PLAIN, max_prompt_tokens=32)
 GREEDY = dataclasses.replace(PLAIN, features=Features(all_greedy=True))
 WAYS: dict[str, dict[str, Any]] = {

@@ -141,7 +141,7 @@ def test_grammar_ids_are_sent_only_with_grammars():
     pool = PoolShape(
         num_rows=5, num_pages=40, page_size=4, max_model_len=50, vocab_size=16
     )
-    plain = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=0)
+    plain = StepShape(num_seqs=4, num_levels=3, max_prompt_tokens=0)
     shape = dataclasses.replace(plain, features=Features(has_grammar=True))
     layout = PlanLayout(shape, pool)
     vector = layout.pack(StepPlan(grammars={4: Named(77), 0: Named(2**31 - 1)}))

@@ -18,7 +18,7 @@ from jaxspec.program.plan import (
 from jaxspec.program.wire import PlanLayout
 from tests.support.plans import POOL, with_controls
 
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=8 * TILE)
+SHAPE = StepShape(num_seqs=4, num_levels=3, max_prompt_tokens=8 * TILE)
 CONTROLLED = dataclasses.replace(SHAPE, features=Features(has_controls=True))
 
 

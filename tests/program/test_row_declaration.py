@@ -14,7 +14,6 @@ SCRIPT = """
 import sys, types
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 module = types.ModuleType("jaxspec.program.plan")
 sys.modules[module.__name__] = module
@@ -25,17 +24,22 @@ from jaxspec.program.rows import apply_plan, gather, init_rows, read_tiles
 from jaxspec.program.wire import PlanLayout
 
 pool = PoolShape(num_rows=4, num_pages=9, page_size=4, max_model_len=16, vocab_size=70)
-shape = StepShape(num_seqs=2, num_draft_tokens=1, max_prompt_tokens=32)
+shape = StepShape(num_seqs=2, num_levels=1, max_prompt_tokens=32)
 layout = PlanLayout(shape, pool)
 asked = Admission(
     row=2, num_prompt=3, min_total=0, max_total=9, temperature=1.0, top_k=0, top_p=1.0,
     min_p=0.0, typical_p=0.25, seed=(1, 2), rule=0, stop_ids=(),
 )
-fields = layout.read(jnp.asarray(layout.pack(StepPlan(admissions=[asked]))))
 tokens = jnp.zeros((9, 4), jnp.int32)
 empty = jax.tree.map(jnp.asarray, init_rows(pool))
-rows, _ = apply_plan(empty, tokens, fields, read_tiles(fields), pool)
-print(np.asarray(gather(rows, tokens, jnp.array([2, 1])).typical_p).tolist())
+
+@jax.jit
+def stored(plan):
+    fields = layout.read(plan)
+    rows, _ = apply_plan(empty, tokens, fields, read_tiles(fields), pool)
+    return gather(rows, tokens, jnp.array([2, 1])).typical_p
+
+print(stored(layout.pack(StepPlan(admissions=[asked]))).tolist())
 """
 
 

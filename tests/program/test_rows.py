@@ -32,7 +32,7 @@ from tests.kernels.oracle import UNOPTIMISED
 from tests.support.plans import ADMISSION, with_controls
 
 POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50, vocab_size=70)
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=1, max_prompt_tokens=2 * TILE)
+SHAPE = StepShape(num_seqs=4, num_levels=1, max_prompt_tokens=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
 CONTROLLED = dataclasses.replace(
     SHAPE, max_prompt_tokens=8 * TILE, features=Features(has_controls=True)

@@ -21,7 +21,7 @@ from jaxspec.program.plan import NO_TOKEN, PoolShape
 from jaxspec.program.rows import init_rows
 from jaxspec.program.state import (
     EngineState,
-    check_kept,
+    check_kv_cache_dtype,
     init_token_pages,
     init_zeros,
     page_forms,
@@ -122,8 +122,8 @@ def test_old_gpus_reject_fp8():
     old = SimpleNamespace(platform="gpu", device_kind="A100", compute_capability="8.0")
     form = forms_of(1)[0]
     with pytest.raises(UnsupportedError, match="capability 8.0, and fp8 needs 8.9"):
-        check_kept("fp8", old, form)
-    check_kept("int8", old, form)
+        check_kv_cache_dtype("fp8", old, form)
+    check_kv_cache_dtype("int8", old, form)
 
 
 def test_the_state_can_be_donated_and_used_again():

@@ -31,13 +31,13 @@ from tests.support.step_programs import (
 
 LOOPED = StepShape(
     num_seqs=2,
-    num_draft_tokens=3,
+    num_levels=3,
     max_prompt_tokens=0,
     max_rounds=4,
     features=Features(all_greedy=True),
 )
 # Sampled, with prompts. Together with the first, it covers all parts of a round.
-SAMPLED = StepShape(num_seqs=1, num_draft_tokens=3, max_prompt_tokens=32)
+SAMPLED = StepShape(num_seqs=1, num_levels=3, max_prompt_tokens=32)
 # All features but grammars.
 FEATURES = Features(has_controls=True, num_logprobs=5, num_prompt_logprobs=3)
 QUICK = LOOPED, SAMPLED
@@ -45,20 +45,18 @@ SHAPES = [
     *QUICK,
     dataclasses.replace(LOOPED, features=Features()),
     *(
-        StepShape(num_seqs=seqs, num_draft_tokens=drafts, max_prompt_tokens=chunk)
+        StepShape(num_seqs=seqs, num_levels=drafts, max_prompt_tokens=chunk)
         for seqs in (1, 2)
         for drafts in (0, 3)
         for chunk in (0, 32)
         if (seqs, drafts, chunk) != (1, 3, 32)
     ),
     *(
-        StepShape(num_seqs=1, num_draft_tokens=n, max_prompt_tokens=0, max_rounds=4)
+        StepShape(num_seqs=1, num_levels=n, max_prompt_tokens=0, max_rounds=4)
         for n in (0, 3)
     ),
     *(
-        StepShape(
-            num_seqs=2, num_draft_tokens=3, max_prompt_tokens=n, features=FEATURES
-        )
+        StepShape(num_seqs=2, num_levels=3, max_prompt_tokens=n, features=FEATURES)
         for n in (0, 32)
     ),
 ]
@@ -189,14 +187,14 @@ def test_the_check_finds_a_copy():
 @pytest.mark.parametrize("num_seqs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_plain_program_excludes_the_draft_model(num_seqs):
     runner: Any = pair.engine().runner
-    shape = StepShape(num_seqs=num_seqs, num_draft_tokens=0, max_prompt_tokens=0)
+    shape = StepShape(num_seqs=num_seqs, num_levels=0, max_prompt_tokens=0)
     target, draft, state, pages = (
         len(jax.tree.leaves(tree))
         for tree in (*runner.params, runner.state, runner.state.proposers)
     )
     program = runner.executable(shape).as_text()
     assert num_parameters(program) == target + state - pages + 1
-    drafting = StepShape(num_seqs=num_seqs, num_draft_tokens=3, max_prompt_tokens=0)
+    drafting = StepShape(num_seqs=num_seqs, num_levels=3, max_prompt_tokens=0)
     program = runner.executable(drafting).as_text()
     assert num_parameters(program) == target + draft + state + 1
     plain: Any = pair.plain_engine().runner

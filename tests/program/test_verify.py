@@ -44,12 +44,12 @@ def make_batch(kinds: tuple[int, ...]) -> tuple[Round, Active, Round]:
 
 
 def run_verify(one: Round, active: Active, **forced: Any) -> np.ndarray:
-    tokens, draft, logits, num_draft_tokens, _ = one.arrays
+    tokens, draft, logits, num_valid_drafts, _ = one.arrays
     decide = partial(verify, tree=Tree.chain(DRAFTS), adjust=None, **forced)
     # Jit a new function, because a cached trace would not contain a mutant.
     run = jax.jit(lambda *args: decide(*args, Backend()), compiler_options=UNOPTIMISED)
-    proposal = Proposal(tokens, num_draft_tokens, draft)
-    return np.array(run(proposal, logits.reshape(-1, VOCAB), num_draft_tokens, active))
+    proposal = Proposal(tokens, num_valid_drafts, draft)
+    return np.array(run(proposal, logits.reshape(-1, VOCAB), num_valid_drafts, active))
 
 
 def check_mixed_batch(kinds: tuple[int, ...]) -> None:
@@ -101,7 +101,7 @@ def test_forced_acceptance_ignores_the_models():
     """A draft passes if its uniform is below its rate."""
     one, active, masked = make_batch((STANDARD, COUPLED, GREEDY))
     is_passed = one.numbers["accept_uniform"] < RATES[None, :DRAFTS]
-    is_passed &= jnp.arange(DRAFTS)[None] < one.num_draft_tokens[:, None]
+    is_passed &= jnp.arange(DRAFTS)[None] < one.num_valid_drafts[:, None]
     counts = np.cumprod(is_passed, axis=1).sum(axis=1)
     found = run_verify(one, active, forced_acceptance=RATES)
     np.testing.assert_array_equal(found, by_force(masked, counts))

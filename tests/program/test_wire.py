@@ -18,7 +18,7 @@ from jaxspec.program.plan import (
 from jaxspec.program.wire import PlanLayout, ResultLayout, StepResult
 from tests.support.plans import ADMISSION, POOL
 
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=2 * TILE)
+SHAPE = StepShape(num_seqs=4, num_levels=3, max_prompt_tokens=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
 PAD_ROW = POOL.num_rows
 
@@ -36,7 +36,7 @@ PLAN = StepPlan(
 def test_entries_are_in_order_with_pads_after_them():
     fields = LAYOUT.read(jnp.asarray(LAYOUT.pack(PLAN)))
     assert fields["decode_row"].tolist() == [4, 0, PAD_ROW, PAD_ROW]
-    assert fields["decode_num_draft_tokens"].tolist() == [3, 1, 0, 0]
+    assert fields["decode_wanted_levels"].tolist() == [3, 1, 0, 0]
     assert fields["page_update"][:, :2].T.tolist() == [[4, 2, 17], [3, 0, 39]]
     assert (fields["page_update"][0, 2:] == PAD_ROW).all()
     assert fields["tile_row"].tolist() == [3, 2]
@@ -65,7 +65,7 @@ ALL_FEATURES = Features(
 @pytest.mark.parametrize("features", [Features(), ALL_FEATURES], ids=["none", "all"])
 def test_fields_fill_the_vector_without_gaps(chunk, drafts, features):
     shape = StepShape(
-        num_seqs=2, num_draft_tokens=drafts, max_prompt_tokens=chunk, features=features
+        num_seqs=2, num_levels=drafts, max_prompt_tokens=chunk, features=features
     )
     layout = PlanLayout(shape, POOL)
     covered = np.zeros(layout.size, int)
@@ -150,7 +150,7 @@ def test_next_token_of_a_tile_is_sent_for_its_logprob():
 
 
 def test_plan_holds_the_number_of_rounds():
-    shape = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=0, max_rounds=4)
+    shape = StepShape(num_seqs=4, num_levels=3, max_prompt_tokens=0, max_rounds=4)
     layout = PlanLayout(shape, POOL)
     for plan in (StepPlan(), StepPlan(decode=[(1, 2)], num_rounds=3)):
         fields = layout.read(jnp.asarray(layout.pack(plan)))
@@ -169,7 +169,7 @@ def test_plan_holds_the_number_of_rounds():
 
 @pytest.mark.parametrize("num_rounds", [1, 3, 4])
 def test_rounds_are_read_in_their_order(num_rounds):
-    shape = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=0, max_rounds=4)
+    shape = StepShape(num_seqs=4, num_levels=3, max_prompt_tokens=0, max_rounds=4)
     layout = ResultLayout(shape)
     random = np.random.default_rng(0)
     rounds = random.integers(0, 2, (4, layout.size), np.int32)

@@ -69,7 +69,7 @@ def test_spellings_of_speculation_are_equivalent():
         return read(*shlex.split(line)).engine.create_engine_config()
 
     expected = config("--speculative-model DRAFT --num-speculative-tokens 5")
-    assert expected.num_draft_tokens == 5
+    assert expected.max_draft_tokens == 5
     for spelling in (
         '--speculative-config \'{"model": "DRAFT", "num_speculative_tokens": 5}\'',
         "--spec-model DRAFT --spec-tokens 5",

@@ -109,9 +109,7 @@ class OneShapeRunner(Runner):
             return super().launch(plan, padded), padded
         padded = StepShape(
             num_seqs=config.max_num_seqs,
-            num_draft_tokens=(
-                shape.num_draft_tokens if plan.decode else config.num_draft_tokens
-            ),
+            num_levels=(shape.num_levels if plan.decode else config.max_draft_tokens),
             max_prompt_tokens=config.max_num_batched_tokens
             if shape.max_prompt_tokens
             else 0,
@@ -134,7 +132,7 @@ class OneProgramRunner(OneShapeRunner):
         if not shape.is_draft_prefill:
             shape = dataclasses.replace(
                 shape,
-                num_draft_tokens=self.config.num_draft_tokens,
+                num_levels=self.config.max_draft_tokens,
                 max_prompt_tokens=self.config.max_num_batched_tokens,
                 features=dataclasses.replace(
                     shape.features, all_greedy=self.all_greedy

@@ -50,7 +50,7 @@ class Case:
     kind: str
     target: Tree
     draft: Tree
-    num_draft_tokens: int
+    num_valid_drafts: int
 
 
 def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
@@ -64,20 +64,20 @@ def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
             pairs = [_pair(kind, random) for _ in range(VOCAB**level)]
             target.append(np.stack([pair[0] for pair in pairs]))
             draft.append(np.stack([pair[1] for pair in pairs]))
-        num_draft_tokens = (3, 3, 2, 3, 1, 3, 0)[index % 7]
+        num_valid_drafts = (3, 3, 2, 3, 1, 3, 0)[index % 7]
         cases.append(
             Case(
                 kind=kind,
                 target=target,
                 draft=draft[:-1],
-                num_draft_tokens=num_draft_tokens,
+                num_valid_drafts=num_valid_drafts,
             )
         )
     return cases
 
 
 def constant_case(
-    target: list[float], draft: list[float], num_draft_tokens: int
+    target: list[float], draft: list[float], num_valid_drafts: int
 ) -> Case:
     """Return a case whose probabilities are the same after every prefix."""
 
@@ -88,7 +88,7 @@ def constant_case(
         kind="constant",
         target=tree(target, DRAFTS + 1),
         draft=tree(draft, DRAFTS),
-        num_draft_tokens=num_draft_tokens,
+        num_valid_drafts=num_valid_drafts,
     )
 
 
@@ -148,14 +148,14 @@ class Paths:
     tokens: np.ndarray  # [path, draft]
     draft: np.ndarray  # [path, draft, vocab]
     target: np.ndarray  # [path, draft+1, vocab]
-    num_draft_tokens: np.ndarray
+    num_valid_drafts: np.ndarray
 
 
 def make_paths(cases: list[Case]) -> Paths:
     """Return the paths that drafts can take; unused entries are NaN or arbitrary."""
     parts = []
     for number, case in enumerate(cases):
-        count = case.num_draft_tokens
+        count = case.num_valid_drafts
         every = np.indices((VOCAB,) * DRAFTS).reshape(DRAFTS, -1).T
         tokens = every[(every[:, count:] == number % VOCAB).all(axis=1)]
         prefix = np.zeros(len(tokens), int)
@@ -173,7 +173,7 @@ def make_paths(cases: list[Case]) -> Paths:
         numbers = np.full(len(tokens), number), np.full(len(tokens), count)
         rows = (numbers[0], weight, tokens, draft, target, numbers[1])
         parts.append([row[keep] for row in rows])
-    names = ("case", "weight", "tokens", "draft", "target", "num_draft_tokens")
+    names = ("case", "weight", "tokens", "draft", "target", "num_valid_drafts")
     return Paths(
         **{
             name: np.concatenate(columns)
@@ -233,7 +233,7 @@ def block_oracle(paths: Paths) -> Thresholds:
             room = positive + 1 - here
             safe = np.where(room > 0, room, 1)
             inner = np.where(room > 0, positive / safe, 1.0)
-            is_last = paths.num_draft_tokens == i + 1
+            is_last = paths.num_valid_drafts == i + 1
             accept[:, i] = np.where(is_last, here, inner)
             margin[:, i] = np.where(is_last, MARGIN, MARGIN / safe)
     return Thresholds(accept=accept, margin=margin, scale=joint, is_prefix=False)
@@ -254,7 +254,7 @@ def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
     """
     count, drafts = oracle.accept.shape
     patterns = np.indices((2,) * drafts).reshape(drafts, -1).T.astype(bool)
-    counts = np.arange(drafts)[None] < paths.num_draft_tokens[:, None]
+    counts = np.arange(drafts)[None] < paths.num_valid_drafts[:, None]
     accept = np.where(counts, oracle.accept, 0.5)[:, None]  # [path, pattern, draft]
     passes = np.broadcast_to(patterns, (count, *patterns.shape))
     each = np.where(passes, accept, 1 - accept)
@@ -271,7 +271,7 @@ def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
     target = paths.target[path, accepted]
     draft = paths.draft[path, np.minimum(accepted, drafts - 1)]
     scale = oracle.scale[path, accepted][..., None]
-    is_rejected = (accepted < paths.num_draft_tokens[:, None])[..., None]
+    is_rejected = (accepted < paths.num_valid_drafts[:, None])[..., None]
     residual = np.where(is_rejected, np.maximum(scale * target - draft, 0), target)
     total = residual.sum(axis=2, keepdims=True)
     assert (total[..., 0][weight > 1e-12] > 0).all()
@@ -308,7 +308,7 @@ def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]
         jnp.asarray(paths.tokens[path], jnp.int32),
         floats(paths.draft[path]),
         floats(paths.target[path]),
-        jnp.asarray(paths.num_draft_tokens[path], jnp.int32),
+        jnp.asarray(paths.num_valid_drafts[path], jnp.int32),
         accept_uniform=floats(rows["accept_uniform"]),
         sample_uniform=floats(rows["sample_uniform"]),
     )

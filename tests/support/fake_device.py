@@ -188,12 +188,12 @@ class FakeDevice:
             self._write_tile(tile)
         tiles = [self._run_tile(tile) for tile in plan.tiles]
         tiles += [(0, True)] * (shape.num_tiles - len(tiles))
-        width = shape.num_draft_tokens + 1
+        width = shape.num_levels + 1
         num_accepted = np.zeros(shape.num_seqs, np.int32)
         result = StepResult(
             tokens=np.zeros((shape.num_seqs, width), np.int32),
             num_emitted=np.zeros(shape.num_seqs, np.int32),
-            num_draft_tokens=np.zeros(shape.num_seqs, np.int32),
+            num_valid_drafts=np.zeros(shape.num_seqs, np.int32),
             num_accepted=num_accepted,
             # Only drafts of the main chain are ever accepted.
             num_accepted_nodes=None if shape.tree.is_chain else num_accepted,
@@ -214,12 +214,12 @@ class FakeDevice:
             tokens, accepted = self._round(
                 self.rows[row],
                 drafts,
-                shape.num_draft_tokens,
+                shape.num_levels,
                 max(drafts for _, drafts in plan.decode),
             )
             result.tokens[index, : len(tokens)] = tokens
             result.num_emitted[index] = len(tokens)
-            result.num_draft_tokens[index] = drafts
+            result.num_valid_drafts[index] = drafts
             result.num_accepted[index] = accepted
             result.is_done[index] = self.rows[row].is_done
             result.is_draft_broken[index] = drafts and self.is_draft_broken
@@ -230,7 +230,7 @@ class FakeDevice:
 
     def _wanted(self, row: int, drafts: int, shape: StepShape) -> int:
         """Return how many of the planned drafts a sequence has room for."""
-        assert 0 <= drafts <= shape.num_draft_tokens
+        assert 0 <= drafts <= shape.num_levels
         left = self.rows[row].admission.max_total - self.rows[row].num_tokens
         return min(drafts, max(left - 1, 0))
 
@@ -268,7 +268,7 @@ class FakeDevice:
         """Return logprobs of a uniform distribution, if the shape has logprobs."""
         asked, found = shape.features, dict[str, TokenLogprobs]()
         leading = {
-            "logprobs": (shape.num_seqs, shape.num_draft_tokens + 1),
+            "logprobs": (shape.num_seqs, shape.num_levels + 1),
             "tile_logprobs": (shape.num_tiles,),
             "prompt_logprobs": (shape.num_tiles, TILE),
         }
@@ -439,6 +439,10 @@ class FakeDevice:
 
 class FakeRunner(Runner):
     """A runner over a `FakeDevice` that records its calls in order."""
+
+    @property
+    def skips_padding(self) -> bool:
+        return False
 
     def __init__(self, config: EngineConfig, truth: Truth, *, seed: int = 0):
         has_draft, window = config.draft_model_config is not None, config.local_window

@@ -119,7 +119,9 @@ def recording_drafts() -> Iterator[None]:
             proposal: Any = found[0]
             active = context.active
             who = active.is_active, active.row, active.num_tokens
-            jax.debug.callback(_record, *who, proposal.tokens, proposal.num_drafts)
+            jax.debug.callback(
+                _record, *who, proposal.tokens, proposal.num_valid_drafts
+            )
         return found
 
     with pytest.MonkeyPatch.context() as patch:

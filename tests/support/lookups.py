@@ -115,5 +115,5 @@ def drafts_of(
     found = jax.jit(propose, compiler_options=UNOPTIMISED)(active, jnp.asarray(pages))
     assert found.tokens.shape == (len(texts), num_draft_tokens)
     assert found.probs is None
-    rows = zip(found.tokens.tolist(), found.num_drafts.tolist(), strict=True)
+    rows = zip(found.tokens.tolist(), found.num_valid_drafts.tolist(), strict=True)
     return [row[:count] for row, count in rows]

@@ -20,7 +20,7 @@ DRAFT_2B = ModelBytes(weight_bytes=5_228_683_776, page_bytes=16 * 106_496)
 
 
 PROGRAMS = ProgramFacts(
-    num_draft_tokens=5,
+    num_levels=5,
     vocab_size=256_000,
     draft_vocab_size=256_000,
     max_model_len=8192,
@@ -33,7 +33,7 @@ PROGRAMS = ProgramFacts(
 
 # Programs without drafts have one row of logits per sequence, and no draft
 # distributions.
-WITHOUT = dataclasses.replace(PROGRAMS, num_draft_tokens=0, draft_vocab_size=0)
+WITHOUT = dataclasses.replace(PROGRAMS, num_levels=0, draft_vocab_size=0)
 
 
 def facts(**changes: Any) -> MemoryFacts:

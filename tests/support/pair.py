@@ -57,7 +57,7 @@ INT4 = Scheme(kind="int4", group_size=4, has_embedding=True)
 SETTINGS: dict[str, Any] = dict(
     max_num_seqs=2,
     page_size=4,
-    num_pages=44,
+    num_pages=60,
     max_model_len=112,
     max_num_batched_tokens=32,
 )
@@ -196,7 +196,7 @@ class GeneralRunner(Runner):
         count = self.config.num_logprobs
         return StepShape(
             num_seqs=self.config.max_num_seqs,
-            num_draft_tokens=shape.num_draft_tokens,
+            num_levels=shape.num_levels,
             max_prompt_tokens=self.config.max_num_batched_tokens,
             features=Features(
                 has_controls=True, num_logprobs=count, num_prompt_logprobs=count

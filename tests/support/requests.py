@@ -28,7 +28,7 @@ def make_request(**changes) -> Request:
         prompt_token_ids=[5, 6, 7],
         params=SamplingParams(),
         max_total=10,
-        num_draft_tokens=3,
+        max_draft_tokens=3,
         seed=(0, 0),
         rule=0,
         stop_ids=(),

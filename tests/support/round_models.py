@@ -88,7 +88,7 @@ def grow(
 def play_round(
     active: Active,
     tokens: jax.Array,
-    num_draft_tokens: jax.Array,
+    num_valid_drafts: jax.Array,
     distributions: tuple[Any, Any] = (TARGET, DRAFT),
     *,
     tree: Tree,
@@ -106,7 +106,7 @@ def play_round(
         proposal,
         inputs,
         target[inputs].reshape(-1, VOCAB),
-        num_draft_tokens,
+        num_valid_drafts,
         active,
         Backend(),
         adjust=adjust,

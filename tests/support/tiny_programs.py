@@ -15,7 +15,7 @@ from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints.gemma.published import published_config
 
-SHAPE = StepShape(num_seqs=1, num_draft_tokens=2, max_prompt_tokens=0)
+SHAPE = StepShape(num_seqs=1, num_levels=2, max_prompt_tokens=0)
 POOL = PoolShape(num_rows=1, num_pages=4, page_size=4, max_model_len=8, vocab_size=16)
 PLAN = np.arange(3, dtype=np.int32)
 

@@ -130,11 +130,11 @@ def estimate(
     """
     rows = min(num_seqs, TYPICAL_SEQS)
     count = LAYER_SUMS * num_layers + OTHER_SUMS
-    one = speeds.all_reduce_s(SUM_BYTES * rows * hidden_size, devices)
+    all_reduce_s = speeds.all_reduce_s(SUM_BYTES * rows * hidden_size, devices)
     return DraftSize(
         devices=devices,
         read_s=read_bytes / speeds.memory,
-        sum_s=count * one,
+        sum_s=count * all_reduce_s,
         num_pages=num_pages,
     )
 
@@ -170,12 +170,12 @@ class DraftSharding:
     def line(self) -> str:
         """Describe the choice, with the times and pages that were compared."""
         parts = []
-        for one in self.sizes:
+        for size in self.sizes:
             units = ("", "") if parts else (" ms a pass", " pages")
             pages = "does not fit"
-            if one.num_pages is not None:
-                pages = f"{one.num_pages:,}{units[1]}"
-            parts.append(f"{one.devices}: {1e3 * one.pass_s:.2f}{units[0]}, {pages}")
+            if size.num_pages is not None:
+                pages = f"{size.num_pages:,}{units[1]}"
+            parts.append(f"{size.devices}: {1e3 * size.pass_s:.2f}{units[0]}, {pages}")
         plural = "" if self.devices == 1 else "s"
         return (
             f"The draft model is spread over {self.devices} device{plural}, "
@@ -186,12 +186,12 @@ class DraftSharding:
         """Return the choice as JSON values."""
         sizes = [
             {
-                "devices": one.devices,
-                "read_s": one.read_s,
-                "sum_s": one.sum_s,
-                "num_pages": one.num_pages,
+                "devices": size.devices,
+                "read_s": size.read_s,
+                "sum_s": size.sum_s,
+                "num_pages": size.num_pages,
             }
-            for one in self.sizes
+            for size in self.sizes
         ]
         return {"devices": self.devices, "reason": self.reason, "sizes": sizes}
 

@@ -205,11 +205,11 @@ class Connection:
                 # The socket's own timeout would begin anew with every byte.
                 remaining = self._deadline - time.monotonic()
                 self._stream.settimeout(max(remaining, 0.001))
-            part = self._stream.recv(min(left, 2**20))
-            if not part:
+            received = self._stream.recv(min(left, 2**20))
+            if not received:
                 raise EOFError("the connection was closed")
-            parts.append(part)
-            left -= len(part)
+            parts.append(received)
+            left -= len(received)
         return b"".join(parts)
 
 
@@ -560,15 +560,15 @@ def _accept_all(
                     arrivals.append(_Arrival(stream, address, secret))
             else:
                 time.sleep(POLL_S)
-            for one in [one for one in arrivals if one.is_done()]:
-                arrivals.remove(one)
-                _accept(one, hosts, facts, connected)
+            for arrival in [arrival for arrival in arrivals if arrival.is_done()]:
+                arrivals.remove(arrival)
+                _accept(arrival, hosts, facts, connected)
     except ConfigError as error:
         reason = str(error)
         raise
     finally:
-        for one in arrivals:
-            one.close(reason)
+        for arrival in arrivals:
+            arrival.close(reason)
 
 
 def _accept(

@@ -27,10 +27,10 @@ def settle(
     has_row = rows.owner[launch.rows] == launch.owners
     rows.settle(
         launch.rows[has_row],
-        launch.drafts[has_row],
+        launch.draft_counts[has_row],
         launch.num_rounds,
         missing,
-        is_lag=has_draft_model and not launch.shape.num_draft_tokens,
+        is_lag=has_draft_model and not launch.shape.num_levels,
     )
     for request, is_in_row in zip(launch.decoding, has_row.tolist(), strict=True):
         if not is_in_row and request.status is not Status.FINISHED:
@@ -50,14 +50,14 @@ def commit(
         zip(launch.plan.tiles, launch.tiled, strict=True)
     ):
         prompt_logprobs = _prompt_logprobs(result, index, tile, request)
-        part = _commit_first(result, index, request, rows) if tile.is_last else None
-        if part is not None:
-            stats.num_generated_tokens += len(part.token_ids)
-            if request.only_final_output and not part.is_done:
+        progress = _commit_first(result, index, request, rows) if tile.is_last else None
+        if progress is not None:
+            stats.num_generated_tokens += len(progress.token_ids)
+            if request.only_final_output and not progress.is_done:
                 advance.only_final.append(request)
                 continue
-            part.prompt_logprobs = prompt_logprobs
-            advance.parts.append(part)
+            progress.prompt_logprobs = prompt_logprobs
+            advance.parts.append(progress)
         elif request.status is not Status.FINISHED:
             if tile.is_last:
                 advance.late.append(request)
@@ -97,38 +97,42 @@ def _commit_rounds(
     # A preempted request still gets the tokens of this launch, but has lost its row.
     has_row = rows.owner[launch.rows] == launch.owners
     if has_row.all():
-        rows.count_read(launch.rows, launch.drafts, emitted)
+        rows.count_read(launch.rows, launch.draft_counts, emitted)
     else:
-        rows.count_read(launch.rows[has_row], launch.drafts[has_row], emitted[has_row])
-    drafts = accepted = side = np.zeros(count, np.int64)
-    if launch.round_kind.num_draft_tokens or result.num_accepted_nodes is not None:
+        rows.count_read(
+            launch.rows[has_row], launch.draft_counts[has_row], emitted[has_row]
+        )
+    draft_counts = accepted = side = np.zeros(count, np.int64)
+    if launch.has_drafts or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer drafts than were planned.
-        drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
-        drafts = np.where(is_late & ~is_broken, 0, drafts)
-        accepted = np.minimum(result.num_accepted[:count], drafts)
+        draft_counts = np.minimum(result.num_valid_drafts[:count], launch.draft_counts)
+        draft_counts = np.where(is_late & ~is_broken, 0, draft_counts)
+        accepted = np.minimum(result.num_accepted[:count], draft_counts)
         # Drafts of a sequence that ended earlier do not count; of a sequence that ends
         # in this round, only drafts up to the end count.
         is_counted = has_row & (emitted > 0)
         is_done = result.is_done[:count]
         acceptance.record(
             launch.rows[is_counted],
-            np.where(is_done, accepted, drafts)[is_counted],
+            np.where(is_done, accepted, draft_counts)[is_counted],
             accepted[is_counted],
-            np.where(is_done, accepted, launch.drafts)[is_counted],
+            np.where(is_done, accepted, launch.draft_counts)[is_counted],
         )
         if result.num_accepted_nodes is not None:
             accepted_nodes = np.minimum(result.num_accepted_nodes[:count], emitted)
             side = np.where(is_dropped, 0, accepted_nodes - accepted)
             acceptance.record_side_branches(accepted[is_counted], side[is_counted])
         if result.tree_row is not None:
-            continues = is_counted & ~is_done & (drafts > 0)
-            stats.record_ends(drafts[continues], result.tree_row[:count][continues])
+            continues = is_counted & ~is_done & (draft_counts > 0)
+            stats.record_ends(
+                draft_counts[continues], result.tree_row[:count][continues]
+            )
     columns = zip(
         launch.decoding,
         has_row.tolist(),
         result.tokens[:count].tolist(),
         emitted.tolist(),
-        drafts.tolist(),
+        draft_counts.tolist(),
         accepted.tolist(),
         side.tolist(),
         result.is_done[:count].tolist(),
@@ -141,7 +145,7 @@ def _commit_rounds(
     logprobs = result.logprobs
     for index, column in enumerate(columns):
         request, is_in_row, tokens, num_new, *counts, done, broken, late = column
-        num_drafts, num_accepted, num_side = counts
+        num_valid_drafts, num_accepted, num_side = counts
         if not is_in_row:
             if request.status is Status.FINISHED:
                 has_ended.append(index)
@@ -153,31 +157,31 @@ def _commit_rounds(
         del tokens[num_new:]
         request.output_token_ids += tokens
         if not num_new:
-            num_drafts = 0
-        elif num_drafts and request.spec_metrics is not None:
-            request.spec_metrics.record_step(num_drafts, num_accepted)
+            num_valid_drafts = 0
+        elif num_valid_drafts and request.spec_metrics is not None:
+            request.spec_metrics.record_step(num_valid_drafts, num_accepted)
         failure = request.grammar_failure
         if request.only_final_output and not (done or broken or failure):
             if num_new:
                 advance.only_final.append(request)
             continue
-        part = Progress(
+        progress = Progress(
             request=request,
             token_ids=tokens,
             is_done=done or broken or failure is not None,
             is_broken=broken,
             failure=failure,
-            num_draft_tokens=num_drafts,
+            num_valid_drafts=num_valid_drafts,
             num_accepted=num_accepted,
             num_side_tokens=num_side,
         )
         if logprobs is not None and request.features.num_logprobs is not None:
-            part.logprobs = _pick(logprobs, (index, slice(0, num_new)))
-        advance.parts.append(part)
+            progress.logprobs = _pick(logprobs, (index, slice(0, num_new)))
+        advance.parts.append(progress)
     if has_ended:
         emitted = emitted.copy()
         emitted[has_ended] = 0  # tokens after the end are dropped
-    stats.record_round(drafts, accepted, emitted, side)
+    stats.record_round(draft_counts, accepted, emitted, side)
     return advance
 
 
@@ -200,15 +204,15 @@ def _commit_first(
         return None
     request.output_token_ids.append(token)
     failure = request.grammar_failure
-    part = Progress(
+    progress = Progress(
         request=request,
         token_ids=[token],
         is_done=bool(result.tile_is_done[index]) or failure is not None,
         failure=failure,
     )
     if request.features.num_logprobs is not None and result.tile_logprobs is not None:
-        part.logprobs = _pick(result.tile_logprobs, slice(index, index + 1))
-    return part
+        progress.logprobs = _pick(result.tile_logprobs, slice(index, index + 1))
+    return progress
 
 
 def _prompt_logprobs(

@@ -96,14 +96,14 @@ class DraftPrefill:
         self._turn = Turn()
         self._is_probing = False
 
-    def is_allowed(self, max_draft_tokens: int) -> bool:
+    def is_allowed(self, *, may_draft: bool) -> bool:
         """Return whether draft prefill may run now if a row lacks it.
 
         Args:
-            max_draft_tokens: Maximum K of a sequence.
+            may_draft: Rounds may have drafts now.
         """
         policy = self._policy
-        if policy.is_idle or not (max_draft_tokens and self._rows.wants_drafts):
+        if policy.is_idle or not (may_draft and self._rows.wants_drafts):
             return False
         if policy.is_timing_plain:
             return False  # it would slow down the plain rounds being timed
@@ -112,9 +112,9 @@ class DraftPrefill:
     @property
     def _is_probe(self) -> bool:
         """Whether a launch would only measure acceptance probabilities."""
-        return self._policy.is_adaptive and not self._policy.num_draft_tokens
+        return self._policy.is_adaptive and not self._policy.is_drafting
 
-    def next_turn(self, max_draft_tokens: int, *, has_newcomers: bool) -> Turn:
+    def next_turn(self, *, may_draft: bool, has_newcomers: bool) -> Turn:
         """Return whether draft prefill is the next launch.
 
         It alternates with rounds while most sequences have drafts. Otherwise several
@@ -122,11 +122,12 @@ class DraftPrefill:
         would make rows lag again that were just prefilled.
 
         Args:
+            may_draft: Rounds may have drafts now.
             has_newcomers: Waiting requests could be admitted: they go first, once.
         """
         rows, turn = self._rows, self._turn
         has_yielded, admitted = turn.has_yielded, turn.num_admitted_then
-        if not self.is_allowed(max_draft_tokens):
+        if not self.is_allowed(may_draft=may_draft):
             return Turn(False, 0, has_yielded, admitted)
         if not np.count_nonzero(rows.awaits_draft(rows.decoding)):
             return Turn(False, 0, has_yielded, admitted)  # most rounds
@@ -142,7 +143,7 @@ class DraftPrefill:
         self._turn = turn
 
     def plan(
-        self, max_draft_tokens: int, stream_s: float | None
+        self, stream_s: float | None, *, may_draft: bool
     ) -> DraftPrefillPlan | None:
         """Plan a launch for the rows that may have drafts; None if none lag.
 
@@ -150,8 +151,9 @@ class DraftPrefill:
 
         Args:
             stream_s: Longest time it may delay streaming requests; None for no limit.
+            may_draft: Rounds may have drafts now.
         """
-        if not self.is_allowed(max_draft_tokens):
+        if not self.is_allowed(may_draft=may_draft):
             return None
         lagging, is_probe = self._rows.lagging(), self._is_probe
         if is_probe:
@@ -222,7 +224,7 @@ class DraftPrefill:
             shape=plan.shape,
             rows=np.zeros(0, np.int64),
             owners=np.zeros(0, np.int64),
-            drafts=np.zeros(0, np.int64),
+            draft_counts=np.zeros(0, np.int64),
             decoding=[],
             tiled=[chunk.request for chunk in plan.chunks for _ in chunk.tiles],
             registered=[],

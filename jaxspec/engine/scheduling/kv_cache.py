@@ -345,7 +345,7 @@ class PageTables:
         self._reach = (config.local_window or 1) - 1
         speculative = config.speculative
         if speculative is not None and speculative.method_info.is_parallel:
-            self._reach += config.num_draft_tokens - 1
+            self._reach += config.max_draft_tokens - 1
         self.stats = stats
         self._is_shared = config.enable_prefix_caching
         # With a head, a page also depends on the token after it: the head's keys and
@@ -459,7 +459,7 @@ class PageTables:
         if room < 0:
             return CachedPrefix([])
         first = self.first_local(len(keys) * self.page_size)
-        if self._has_draft_model and request.num_draft_tokens:
+        if self._has_draft_model and request.max_draft_tokens:
             num_filled = self._num_found(
                 keys, lambda key: has_key(key) and self._is_drafted(page_of(key))
             )
@@ -514,15 +514,15 @@ class PageTables:
         assert not request.pages and not request.local_pages
         cached = self.cached_prefix(request, num_found, first_local)
         assert len(cached.pages) == num_found, "a planned page was evicted"
-        found = [page for page in cached.pages if page is not None]
+        global_pages = [page for page in cached.pages if page is not None]
         local = {
             index: page
             for index, page in cached.local_pages.items()
             if page is not None
         }
-        self.pool.share([*found, *local.values()])
+        self.pool.share([*global_pages, *local.values()])
         new = iter(self.pool.take(cached.num_new_local if self.has_local else 0))
-        request.pages, request.first_local = found, cached.first_local
+        request.pages, request.first_local = global_pages, cached.first_local
         if self.has_local:
             request.local_pages = [
                 local[index] if index in local else next(new)
@@ -779,12 +779,12 @@ class PlannedPages:
 
     def _free_of(self, cached: CachedPrefix) -> set[int]:
         is_free, unit_of = self._pool.is_free, self._pool.unit_of
-        found = {
+        units = {
             unit_of(page)
             for page in (*cached.pages, *cached.local_pages.values())
             if page is not None and is_free(page)
         }
-        return found - self._revived
+        return units - self._revived
 
     def begin(self, request: Request, cached: CachedPrefix, end: int) -> None:
         """Admit a request whose prompt is prefilled up to a position."""

@@ -61,7 +61,7 @@ class Launch:
     Attributes:
         rows: Decoding rows, in the order of the plan.
         owners: `RowTable.owner` of each row when the launch was planned.
-        drafts: Draft tokens of each decoding row.
+        draft_counts: Draft tokens of each decoding row.
         tiled: The request of each of the plan's tiles.
         registered: Pages registered in the prefix cache that this launch fills.
         is_probe: Whether it only measures acceptance probabilities, while no drafts are
@@ -79,7 +79,7 @@ class Launch:
     shape: StepShape
     rows: np.ndarray
     owners: np.ndarray
-    drafts: np.ndarray
+    draft_counts: np.ndarray
     decoding: list[Request]
     tiled: list[Request]
     registered: list[int]
@@ -91,9 +91,24 @@ class Launch:
     round_kind: RoundKind = field(init=False)
 
     def __post_init__(self) -> None:
-        is_drafting = self.shape.num_draft_tokens > 0
-        num_draft_tokens = int(self.drafts.max(initial=0)) if is_drafting else 0
+        is_drafting = self.shape.num_levels > 0
+        num_draft_tokens = int(self.draft_counts.max(initial=0)) if is_drafting else 0
         self.round_kind = RoundKind(self.shape, num_draft_tokens)
+
+    @property
+    def fill(self) -> float:
+        """Share of its rows that have tokens, if all drafts are valid."""
+        shape, width = self.shape, self.shape.tree.num_rows
+        num_prompt_tokens = sum(len(tile.tokens) for tile in self.plan.tiles)
+        if shape.is_draft_prefill:
+            return num_prompt_tokens / shape.max_prompt_tokens
+        num_rows = shape.num_seqs * width + shape.max_prompt_tokens
+        return (len(self.rows) * width + num_prompt_tokens) / num_rows
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any row has drafts."""
+        return self.round_kind.num_draft_tokens > 0
 
     @property
     def num_rounds(self) -> int:
@@ -116,6 +131,7 @@ class Progress:
         is_broken: The target's logits are NaN or infinite: the request ends.
         failure: The failure of the grammar: tokens after it are invalid, and the
             request ends.
+        num_valid_drafts: As in `StepResult`.
         num_accepted: Accepted drafts of the main chain, the first of `token_ids`.
         num_side_tokens: Accepted drafts of side branches, which follow them.
         logprobs: Of `token_ids`, one entry per token, if the request wants any.
@@ -128,7 +144,7 @@ class Progress:
     is_done: bool
     is_broken: bool = False
     failure: Failure | None = None
-    num_draft_tokens: int = 0
+    num_valid_drafts: int = 0
     num_accepted: int = 0
     num_side_tokens: int = 0
     logprobs: TokenLogprobs | None = None
@@ -191,8 +207,10 @@ class LaunchBuilder:
             self._tables.begin(request, admitted.num_found, admitted.first_local)
         )
         self._rows.first_local[request.row] = request.first_local
-        if self._has_draft_model and self._tables.lacks_local(request):
-            self._rows.num_draft_tokens[request.row] = 0
+        wants_drafts = self._has_draft_model and request.max_draft_tokens > 0
+        if wants_drafts and self._tables.lacks_local(request):
+            self._rows.max_draft_tokens[request.row] = 0
+            self._tables.stats.num_given_up += 1
         request.status = Status.PREFILL
         self.admissions.append(_admission(request))
         self.add_pages(self._tables.grow(request, chunk.end + 1))
@@ -223,7 +241,7 @@ class LaunchBuilder:
         self,
         shape: StepShape,
         rows: np.ndarray,
-        drafts: np.ndarray,
+        draft_counts: np.ndarray,
         num_rounds: int,
         charged_s: float | None,
     ) -> Launch:
@@ -233,12 +251,12 @@ class LaunchBuilder:
         grammars = dict[int, GrammarState]()
         if shape.features.has_grammar:
             grammars = {
-                one.row: one.grammar
-                for one in (*decoding, *self.tiled)
-                if one.grammar is not None
+                request.row: request.grammar
+                for request in (*decoding, *self.tiled)
+                if request.grammar is not None
             }
         plan = StepPlan(
-            decode=list(zip(listed, drafts.tolist(), strict=True)),
+            decode=list(zip(listed, draft_counts.tolist(), strict=True)),
             tiles=self.tiles,
             admissions=self.admissions,
             pages=self.new_pages.pages,
@@ -251,7 +269,7 @@ class LaunchBuilder:
             shape=shape,
             rows=rows,
             owners=self._rows.owner[rows],
-            drafts=drafts,
+            draft_counts=draft_counts,
             decoding=decoding,
             tiled=self.tiled,
             registered=self.registered,

@@ -230,7 +230,7 @@ class Answers:
         length, places = index.find(newest[-longest:], longest)
         if not places or length < rule.shortest:
             return 0, []
-        count = min(rule.limits[length], ANSWER_AFTER, request.num_draft_tokens)
+        count = min(rule.limits[length], ANSWER_AFTER, request.max_draft_tokens)
         texts = [
             index.tokens[place + 1 : place + 1 + count]
             for place in places[: rule.num_matches]
@@ -281,12 +281,16 @@ class LookupEstimator:
     """Follows requests, and counts by row the drafts that would be accepted."""
 
     def __init__(
-        self, rule: LookupRule, num_rows: int, max_k: int, num_requests: int = 0
+        self,
+        rule: LookupRule,
+        num_rows: int,
+        max_draft_tokens: int,
+        num_requests: int = 0,
     ):
         """Start without requests.
 
         Args:
-            max_k: Maximum number of drafts of a round.
+            max_draft_tokens: Maximum number of drafts of a round.
             num_requests: Number of past answers that are searched besides the request's
                 own text.
         """
@@ -296,8 +300,8 @@ class LookupEstimator:
         # As in `PredictedRounds`, for all rows. A position is counted as soon as its
         # token is known, before the round ends, so that K can rise early in a long
         # copy.
-        self._reached = np.zeros((num_rows, max_k))
-        self._accepted = np.zeros((num_rows, max_k))
+        self._reached = np.zeros((num_rows, max_draft_tokens))
+        self._accepted = np.zeros((num_rows, max_draft_tokens))
         self._num_rounds = np.zeros(num_rows, np.int64)
         self._num_compared = 0
 
@@ -330,7 +334,7 @@ class LookupEstimator:
     def _compare(self, trace: LookupTrace, token: int) -> None:
         row, place, drafts = trace.request.row, trace.num_right, trace.drafts
         trace.index.append(token)
-        if place < min(self._reached.shape[1], trace.request.num_draft_tokens):
+        if place < min(self._reached.shape[1], trace.request.max_draft_tokens):
             self._reached[row, place] += 1
         if place < len(drafts):
             self._num_compared += 1
@@ -351,7 +355,7 @@ class LookupEstimator:
         length, places = index.find(index.tokens, rule.longest)
         texts = list[list[int]]()
         if places and length >= rule.shortest:
-            count = min(rule.limits[length], request.num_draft_tokens)
+            count = min(rule.limits[length], request.max_draft_tokens)
             texts = [index.after(place, count) for place in places[: rule.num_matches]]
         if self._answers is not None:
             other, others = self._answers.find(request, index.tokens, rule)

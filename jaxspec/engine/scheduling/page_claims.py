@@ -49,13 +49,13 @@ class PageClaimer:
         has_draft_model: bool,
     ) -> PageClaims:
         """Claim pages for all tokens that the launch may write of running requests."""
-        rows, drafts = decode.rows, decode.drafts
+        rows, draft_counts = decode.rows, decode.draft_counts
         chunks = chunks_of(prefilling, budget.num_tiles)
         num_rounds = self._num_rounds(decode, running, has_draft_model=has_draft_model)
         claims = self._growing(decode, num_rounds)
         claims += [Grant(chunk.request, chunk.end + 1) for chunk in chunks]
         if has_pages(self._tables, claims):
-            return PageClaims(tuple(claims), rows, drafts, chunks, num_rounds)
+            return PageClaims(tuple(claims), rows, draft_counts, chunks, num_rounds)
         grants = grant_by_rank(self._tables, claims, running, self._waiting.rank)
         unserved = [grant.request.row for grant in grants if not grant.is_granted]
         unserved += [request.row for grant in grants for request in grant.preempted]
@@ -63,7 +63,7 @@ class PageClaimer:
         return PageClaims(
             grants,
             rows[is_served],
-            drafts[is_served],
+            draft_counts[is_served],
             tuple(chunk for chunk in chunks if chunk.request.row not in unserved),
             num_rounds,
             is_tight=True,
@@ -91,11 +91,12 @@ class PageClaimer:
             or table.is_slow[rows].any()
         ):
             return 1
-        if has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
+        if has_draft_model and shape.num_levels and table.lags(rows).any():
             return 1
         round_kind = RoundKind(shape, decode.num_draft_tokens)
-        count = self._pacer.num_rounds(round_kind, shape.max_rounds)
-        count = min(count, table.rounds_left(rows, decode.drafts))
+        fill = len(rows) / shape.num_seqs
+        count = self._pacer.num_rounds(round_kind, shape.max_rounds, fill)
+        count = min(count, table.rounds_left(rows, decode.draft_counts))
         while count > 1 and not has_pages(self._tables, self._growing(decode, count)):
             count -= 1
         return count
@@ -109,7 +110,7 @@ class PageClaimer:
         tree = self._shapes.tree(decode.num_draft_tokens)
         lengths = table.most_tokens(rows) + tree.num_rows
         if num_rounds > 1:
-            lengths += (num_rounds - 1) * (decode.drafts + 1)
+            lengths += (num_rounds - 1) * (decode.draft_counts + 1)
         lengths = np.minimum(lengths, table.longest[rows])
         requests, size = table.owners_of(rows.tolist()), self._tables.page_size
         return [

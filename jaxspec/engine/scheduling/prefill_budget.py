@@ -58,15 +58,16 @@ class Pacer:
         charged_s: float | None = None,
         *,
         is_measure: bool = True,
+        fill: float = 1.0,
     ) -> None:
         """Record the time of a round.
 
         Args:
             charged_s: Seconds that `chunk` has charged for it.
-            is_measure: As for `StepTimes.record`.
+            is_measure, fill: As for `StepTimes.record`.
         """
         seconds = self.step_times.record(
-            round_kind, seconds, charged_s, is_measure=is_measure
+            round_kind, seconds, charged_s, is_measure=is_measure, fill=fill
         )
         if charged_s is not None:
             self.saved_s += charged_s - seconds
@@ -77,9 +78,15 @@ class Pacer:
         """Set the balance to that of `chunk`, once the round is launched."""
         self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
 
-    def num_rounds(self, round_kind: RoundKind, max_rounds: int) -> int:
-        """Return the number of rounds that a launch may run, up to `max_rounds`."""
-        seconds = self.step_times.expected(round_kind)
+    def num_rounds(
+        self, round_kind: RoundKind, max_rounds: int, fill: float = 1.0
+    ) -> int:
+        """Return the number of rounds that a launch may run, up to `max_rounds`.
+
+        Args:
+            fill: As for `StepTimes.expected`.
+        """
+        seconds = self.step_times.expected(round_kind, fill)
         if seconds is None:
             return 1  # measure one round first
         return max(min(int(MAX_LAUNCH_S / seconds), max_rounds), 1)

@@ -109,7 +109,7 @@ class Shapes:
         self._forms = self._all_programs()
         self._on_demand = self._compiled_on_demand()
         self.draft_prefills: list[StepShape] = []
-        if config.draft_model_config is not None and len(policy.compiled_drafts) > 1:
+        if config.draft_model_config is not None and len(policy.compiled_levels) > 1:
             chunk = self._chunk
             sizes = {chunk} if config.batch_invariant else {_tiled(chunk // 8), chunk}
             self.draft_prefills = [
@@ -122,29 +122,29 @@ class Shapes:
         Logprobs and controls are compiled together, so that no mix of requests needs
         a program of its own. The first program of each list serves all its launches.
         """
-        compiled, num_logprobs = self._policy.compiled_drafts, self._config.num_logprobs
-        seqs, drafts = _power_of_two(self._config.max_num_seqs), compiled[-1]
+        compiled, num_logprobs = self._policy.compiled_levels, self._config.num_logprobs
+        seqs, levels = _power_of_two(self._config.max_num_seqs), compiled[-1]
         chunk = self._chunk
         small, single = (_tiled(chunk // part) for part in (8, 4))
         special = Features(has_controls=True, num_logprobs=num_logprobs)
         with_prompt = dataclasses.replace(special, num_prompt_logprobs=num_logprobs)
-        largest, alone = (seqs, drafts, chunk), (1, drafts, 0)
+        largest, alone = (seqs, levels, chunk), (1, levels, 0)
         sizes_without = [(n, 0, 0) for n in _sizes_up_to(seqs)]
         drafting = [(n, k, 0) for k in compiled[:0:-1] for n, *_ in sizes_without]
         # Sequences, drafts and prompt tokens.
         sizes: dict[Features, list[tuple[int, int, int]]] = {
             GREEDY: drafting + sizes_without,
-            SAMPLED: [largest, (1, 0, single), (seqs, drafts, small)]
+            SAMPLED: [largest, (1, 0, single), (seqs, levels, small)]
             + drafting
             + [(seqs, 0, small)]
             + [(seqs, 0, 0), *(sizes_without if drafting else [(1, 0, 0)])],
-            special: [largest, (seqs, drafts, small), alone, (seqs, drafts, 0)],
+            special: [largest, (seqs, levels, small), alone, (seqs, levels, 0)],
             # After its prompt, such a request decodes in `special` programs.
             with_prompt: [largest],
             dataclasses.replace(special, has_grammar=True): [
                 largest,
                 alone,
-                (seqs, drafts, 0),
+                (seqs, levels, 0),
             ],
             dataclasses.replace(with_prompt, has_grammar=True): [largest],
         }
@@ -154,13 +154,13 @@ class Shapes:
         if self._largest_chunk > chunk:
             for listed in sizes.values():
                 if largest in listed:
-                    listed.append((seqs, drafts, self._largest_chunk))
+                    listed.append((seqs, levels, self._largest_chunk))
         rounds = self._config.num_scheduler_steps
         forms = {
             form: [
                 StepShape(
                     num_seqs=n,
-                    num_draft_tokens=k,
+                    num_levels=k,
                     max_prompt_tokens=c,
                     features=form,
                     max_rounds=rounds if form in (GREEDY, SAMPLED) and not c else 1,
@@ -175,7 +175,7 @@ class Shapes:
                 forms[form] += [
                     dataclasses.replace(shape, template=None)
                     for shape in forms[form]
-                    if shape.num_draft_tokens and not shape.max_prompt_tokens
+                    if shape.num_levels and not shape.max_prompt_tokens
                 ]
         return forms
 
@@ -206,8 +206,8 @@ class Shapes:
             or shape.max_prompt_tokens > self._chunk
             or (
                 form in (GREEDY, SAMPLED)
-                and len(self._policy.compiled_drafts) > 1
-                and not shape.num_draft_tokens
+                and len(self._policy.compiled_levels) > 1
+                and not shape.num_levels
                 and (
                     shape.num_seqs > 1
                     or not (shape.max_prompt_tokens or form == GREEDY)
@@ -413,7 +413,7 @@ class Shapes:
             for form in forms
             for shape in self._forms[form]
             if shape.num_seqs >= num_seqs
-            and shape.num_draft_tokens >= compiled
+            and shape.num_levels >= compiled
             and shape.max_prompt_tokens >= tokens
             and not (has_side_branches and self._is_chain(shape))
         ]
@@ -422,7 +422,7 @@ class Shapes:
         return sorted(
             able,
             key=lambda shape: (
-                shape.num_draft_tokens,
+                shape.num_levels,
                 shape.max_prompt_tokens,
                 shape.num_seqs,
                 not self._is_chain(shape),

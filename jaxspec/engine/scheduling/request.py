@@ -26,7 +26,7 @@ class Request:
 
     Attributes:
         max_total: Tokens at which the sequence ends, prompt included.
-        num_draft_tokens: Maximum number of drafts per round for this request.
+        max_draft_tokens: Maximum number of drafts per round for this request.
         rule: An index of `jaxspec.program.plan.RULES`.
         features: Features that its programs need.
         controls: Penalties, bias and masks of single tokens.
@@ -59,7 +59,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     max_total: int
-    num_draft_tokens: int
+    max_draft_tokens: int
     seed: tuple[int, int]
     rule: int
     stop_ids: tuple[int, ...]
@@ -107,8 +107,8 @@ class Request:
         With a grammar, masks forbid the end tokens instead: the device does not know
         when the text is complete.
         """
-        least = self.params.min_tokens if self.grammar is None else 0
-        return self.num_prompt_tokens + least
+        min_tokens = self.params.min_tokens if self.grammar is None else 0
+        return self.num_prompt_tokens + min_tokens
 
     @property
     def grammar_failure(self) -> Failure | None:

@@ -23,7 +23,7 @@ def make_acceptance(config: EngineConfig, policy: SpeculationPolicy) -> Acceptan
     prior = CONSTANTS.prior_acceptance
     if policy.can_follow_lookups:
         prior = CONSTANTS.prior_lookup_acceptance
-    return AcceptanceRates(config.max_num_seqs, config.num_draft_tokens, prior)
+    return AcceptanceRates(config.max_num_seqs, config.max_draft_tokens, prior)
 
 
 def make_lookups(
@@ -34,8 +34,8 @@ def make_lookups(
     if speculative is None or not policy.can_follow_lookups:
         return None
     num_requests = speculative.suffix_decoding_max_cached_requests or 0
-    rule, max_k = LookupRule.of(speculative), config.num_draft_tokens
-    return LookupEstimator(rule, config.max_num_seqs, max_k, num_requests)
+    rule, max_draft_tokens = LookupRule.of(speculative), config.max_draft_tokens
+    return LookupEstimator(rule, config.max_num_seqs, max_draft_tokens, num_requests)
 
 
 def kind_of(request: Request) -> Kind:
@@ -87,10 +87,10 @@ class RoundEstimator:
             self.acceptance.record_predicted(*predicted)
 
     def missing(
-        self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
+        self, rows: np.ndarray, max_draft_counts: np.ndarray, features: Features
     ) -> list[StepShape | None]:
         """Return the missing programs, without which choices cannot be compared."""
-        draft_lengths = sorted({0, int(max_drafts.max())})
+        draft_lengths = sorted({0, int(max_draft_counts.max())})
         missing = list[StepShape | None]()
         for has_side_branches in (False, True):
             if has_side_branches or self._shapes.has_chains:
@@ -105,22 +105,24 @@ class RoundEstimator:
         return missing
 
     def estimate(
-        self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
+        self, rows: np.ndarray, max_draft_counts: np.ndarray, features: Features
     ) -> RoundEstimates:
         """Return the estimates for the next round of some rows."""
-        max_k, chain_seconds = int(max_drafts.max()), None
+        max_draft_tokens, chain_seconds = int(max_draft_counts.max()), None
         if self._shapes.has_chains:
             chain_seconds = self._seconds(
-                len(rows), max_k, features, has_side_branches=False
+                len(rows), max_draft_tokens, features, has_side_branches=False
             )
         draft_prefill_s, is_observable = 0.0, self._lookups is not None
         if self._has_draft_model:
             draft_prefill_s = self._draft_prefill.seconds_per_round(rows)
             is_observable |= not self.acceptance.is_unseeded(rows).any()
         return RoundEstimates(
-            max_drafts=max_drafts,
+            max_draft_counts=max_draft_counts,
             acceptance=self.acceptance.of_rows(rows),
-            seconds=self._seconds(len(rows), max_k, features, has_side_branches=True),
+            seconds=self._seconds(
+                len(rows), max_draft_tokens, features, has_side_branches=True
+            ),
             chain_seconds=chain_seconds,
             side_tokens=self.acceptance.side_tokens,
             draft_prefill_s=draft_prefill_s,
@@ -129,18 +131,24 @@ class RoundEstimator:
         )
 
     def _seconds(
-        self, num_seqs: int, max_k: int, features: Features, *, has_side_branches: bool
+        self,
+        num_seqs: int,
+        max_draft_tokens: int,
+        features: Features,
+        *,
+        has_side_branches: bool,
     ) -> list[float | None]:
         """Return the seconds of a round for each K from 0 on; None where unknown."""
         seconds: list[float | None] = []
-        for k in range(max_k + 1):
+        for k in range(max_draft_tokens + 1):
             shape = self._shapes.find(
                 num_seqs, k, 0, features, has_side_branches=has_side_branches
             )
             if shape is None or (k and not has_side_branches and shape.template):
                 seconds.append(None)
             else:
-                seconds.append(self._step_times.expected(RoundKind(shape, k)))
+                fill = num_seqs / shape.num_seqs
+                seconds.append(self._step_times.expected(RoundKind(shape, k), fill))
         return seconds
 
     def record_runs(self, launch: Launch, result: StepResult) -> None:
@@ -150,15 +158,17 @@ class RoundEstimator:
             return
         emitted = np.where(result.is_broken[:count], 0, result.num_emitted[:count])
         is_counted = (self._rows.owner[launch.rows] == launch.owners) & (emitted > 0)
-        if launch.drafts.any():
-            drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
+        if launch.draft_counts.any():
+            draft_counts = np.minimum(
+                result.num_valid_drafts[:count], launch.draft_counts
+            )
             accepted = result.num_accepted[:count]
-            is_whole = (drafts > 0) & (accepted >= drafts)
+            is_whole = (draft_counts > 0) & (accepted >= draft_counts)
             runs = np.where(is_whole, accepted, 0)[is_counted]
             self.acceptance.set_match_runs(launch.rows[is_counted], runs)
-        elif not self._policy.num_draft_tokens:
+        elif not self._policy.is_drafting:
             followed = np.flatnonzero(
-                is_counted & (self._rows.num_draft_tokens[launch.rows] > 0)
+                is_counted & (self._rows.max_draft_tokens[launch.rows] > 0)
             )
             runs = [
                 lookups.follow(launch.decoding[index], new)
@@ -186,7 +196,8 @@ class RoundEstimator:
             plain = self._shapes.select(count, 0, 0, launch.shape.features)
             self._shapes.request_compile(plain.missing)
             if plain.shape is not None:
-                plain_s = self._step_times.expected(RoundKind(plain.shape))
+                fill = count / plain.shape.num_seqs
+                plain_s = self._step_times.expected(RoundKind(plain.shape), fill)
         self._policy.record_round(
             count, num_draft_tokens, num_emitted, launch.seconds, plain_s
         )

@@ -46,8 +46,8 @@ class RowTable:
         ahead: Upper bound on the tokens that unread rounds add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
-        num_draft_tokens: Maximum number of drafts per round that the request wants; 0
-            if it has given up its drafts, to free local pages.
+        max_draft_tokens: `Request.max_draft_tokens`; 0 if the request has given up its
+            drafts, to free local pages.
         num_draft_uncached: Draft lag: upper bound on the newest tokens that the draft
             model has no keys and values for, once all launches have run.
         kind: Index into `kinds`, the features that decoding needs.
@@ -89,7 +89,7 @@ class RowTable:
         self.num_tokens, self.num_unread = integers(), integers()
         self.num_unsure, self.ahead = integers(), integers()
         self.max_total, self.longest = integers(), integers()
-        self.num_draft_tokens, self.num_draft_uncached = integers(), integers(1)
+        self.max_draft_tokens, self.num_draft_uncached = integers(), integers(1)
         self.kind = integers()
         self._longest_drafted = longest_drafted
         self.max_draft_lag = 2 if num_parallel is None else num_parallel + 1
@@ -111,7 +111,7 @@ class RowTable:
         self.num_tokens[row] = request.num_tokens
         self.num_unread[row] = self.num_unsure[row] = self.ahead[row] = 0
         self.max_total[row], self.longest[row] = request.max_total, longest
-        self.num_draft_tokens[row] = request.num_draft_tokens
+        self.max_draft_tokens[row] = request.max_draft_tokens
         self.num_draft_uncached[row] = 1
         # Prompt logprobs are not needed once it decodes.
         features = dataclasses.replace(request.features, num_prompt_logprobs=None)
@@ -124,7 +124,7 @@ class RowTable:
         row = request.row
         request.num_unread = int(self.num_unread[row])
         self.requests[row] = None
-        self.owner[row], self.num_draft_tokens[row] = -1, 0
+        self.owner[row], self.max_draft_tokens[row] = -1, 0
         self.is_decoding[row] = self.has_grammar[row] = False
         self.free.append(row)
         request.row = -1
@@ -137,7 +137,7 @@ class RowTable:
     @property
     def wants_drafts(self) -> bool:
         """Whether any request wants drafts."""
-        return bool(np.count_nonzero(self.num_draft_tokens))
+        return bool(np.count_nonzero(self.max_draft_tokens))
 
     def owners_of(self, rows: list[int]) -> list[Request]:
         """Return the requests in these rows."""
@@ -175,7 +175,7 @@ class RowTable:
         """
         back = self.max_draft_lag
         if has_draft_model:
-            has_drafts = self.num_draft_tokens[rows] > 0
+            has_drafts = self.max_draft_tokens[rows] > 0
             has_drafts &= self.num_tokens[rows] < self._longest_drafted
             lag = np.where(has_drafts, self.num_draft_uncached[rows], 0)
             back = np.maximum(lag, back)
@@ -198,9 +198,9 @@ class RowTable:
             rows, max_tokens = rows[can_decode], max_tokens[can_decode]
         if not max_draft_tokens:
             return rows, np.zeros(len(rows), np.int64)
-        max_drafts = np.minimum(max_draft_tokens, self.num_draft_tokens[rows])
-        max_drafts[(max_tokens >= self._longest_drafted) | self.is_slow[rows]] = 0
-        return rows, max_drafts
+        max_draft_counts = np.minimum(max_draft_tokens, self.max_draft_tokens[rows])
+        max_draft_counts[(max_tokens >= self._longest_drafted) | self.is_slow[rows]] = 0
+        return rows, max_draft_counts
 
     def lags(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows need a draft prefill before they can have drafts."""
@@ -211,7 +211,7 @@ class RowTable:
         is_lagging = self.lags(rows)
         if not np.count_nonzero(is_lagging):
             return is_lagging  # the case in most rounds
-        is_lagging &= self.num_draft_tokens[rows] > 0
+        is_lagging &= self.max_draft_tokens[rows] > 0
         is_lagging &= self.num_tokens[rows] < self._longest_drafted
         return is_lagging & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
 
@@ -225,35 +225,35 @@ class RowTable:
         is_ready = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
         return rows[is_ready]
 
-    def possible_drafts(self, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+    def possible_drafts(self, rows: np.ndarray, draft_counts: np.ndarray) -> np.ndarray:
         """Limit the drafts of each row to the room that its sequence has."""
-        if not np.count_nonzero(drafts):
-            return drafts
+        if not np.count_nonzero(draft_counts):
+            return draft_counts
         left = self.max_total[rows] - self.fewest_tokens(rows) - 1
         # The device knows where a sequence ends, and drops drafts after it.
         is_long = self.max_total[rows] > self._longest_drafted
         if np.count_nonzero(is_long):
             room = self._longest_drafted - self.most_tokens(rows)
             left = np.where(is_long, np.minimum(left, room), left)
-        return np.minimum(drafts, np.maximum(left, 0))
+        return np.minimum(draft_counts, np.maximum(left, 0))
 
-    def rounds_left(self, rows: np.ndarray, drafts: np.ndarray) -> int:
+    def rounds_left(self, rows: np.ndarray, draft_counts: np.ndarray) -> int:
         """Return the rounds until the first row may end, or may exceed the draft limit.
 
         That limit is the longest sequence for which drafts are made.
 
         Args:
-            drafts: Maximum number of drafts of each row in a round.
+            draft_counts: Maximum number of drafts of each row in a round.
         """
         max_tokens, longest = self.most_tokens(rows), self._longest_drafted
-        each = drafts + 1
+        each = draft_counts + 1
         left = -(-(self.max_total[rows] - max_tokens) // each)
-        is_short = (drafts > 0) & (self.max_total[rows] > longest)
+        is_short = (draft_counts > 0) & (self.max_total[rows] > longest)
         left[is_short] = np.minimum(left, (longest - max_tokens + 1) // each)[is_short]
         return max(int(left.min(initial=2**31)), 1)
 
     def count_launched(
-        self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1
+        self, rows: np.ndarray, draft_counts: np.ndarray, num_rounds: int = 1
     ) -> None:
         """Count rounds that add at most `drafts[i] + 1` tokens to row i.
 
@@ -262,28 +262,28 @@ class RowTable:
         self.num_unread[rows] += num_rounds
         if num_rounds > 1:
             self.num_unsure[rows] += num_rounds - 1
-        self.ahead[rows] += num_rounds * (drafts + 1)
+        self.ahead[rows] += num_rounds * (draft_counts + 1)
 
     def update_draft_lag(
         self,
         rows: np.ndarray,
-        drafts: np.ndarray,
-        num_draft_tokens: int,
+        draft_counts: np.ndarray,
+        num_levels: int,
         num_rounds: int = 1,
     ) -> None:
         """Update the draft model's lag for a launch.
 
         Args:
-            drafts: Draft tokens of each row.
-            num_draft_tokens: K of the program.
+            draft_counts: Draft tokens of each row.
+            num_levels: Levels of drafts of the program.
         """
         lag = self.num_draft_uncached[rows]
-        if num_draft_tokens:
+        if num_levels:
             # After a drafting round, the lag is at most the last draft and the target's
             # token, or all new tokens. A larger lag is not reduced by it.
             is_read = lag <= self.max_draft_lag
             if not self._runs_all_rows:
-                is_read &= drafts > 0
+                is_read &= draft_counts > 0
             self.num_draft_uncached[rows] = np.where(
                 is_read, self.max_draft_lag, lag + num_rounds
             )
@@ -293,7 +293,7 @@ class RowTable:
     def settle(
         self,
         rows: np.ndarray,
-        drafts: np.ndarray,
+        draft_counts: np.ndarray,
         num_rounds: int,
         num_missing: int,
         *,
@@ -308,17 +308,17 @@ class RowTable:
         """
         self.num_unread[rows] -= num_missing
         self.num_unsure[rows] -= num_rounds - 1
-        self.ahead[rows] -= num_missing * (drafts + 1)
+        self.ahead[rows] -= num_missing * (draft_counts + 1)
         if is_lag:
             self.num_draft_uncached[rows] -= num_missing
 
     def count_read(
-        self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray
+        self, rows: np.ndarray, draft_counts: np.ndarray, emitted: np.ndarray
     ) -> None:
         """Count a round that has been read."""
         self.num_tokens[rows] += emitted
         self.num_unread[rows] -= 1
-        self.ahead[rows] -= drafts + 1
+        self.ahead[rows] -= draft_counts + 1
 
     def check(self) -> None:
         """Assert that every running request's values are possible."""

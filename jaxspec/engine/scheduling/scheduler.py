@@ -75,7 +75,7 @@ class Scheduler:
         self.rows = RowTable(
             config.max_num_seqs,
             own_limit or config.max_model_len,
-            config.num_draft_tokens if is_parallel else None,
+            config.max_draft_tokens if is_parallel else None,
         )
         self.shapes = Shapes(config, policy, programs)
         self.masks = SlowMasks(self.rows)
@@ -130,13 +130,17 @@ class Scheduler:
         return self.policy.max_draft_tokens(len(self.running) + bool(self.waiting))
 
     @property
+    def _may_draft(self) -> bool:
+        return self._max_draft_tokens > 0
+
+    @property
     def choice(self) -> Choice:
         """The current choice, with K limited for the number of running requests."""
-        max_k = self._max_draft_tokens
-        k = min(self.policy.num_draft_tokens, max_k)
-        choice = self.policy.choice
+        max_draft_tokens = self._max_draft_tokens
+        k = min(self.policy.num_draft_tokens, max_draft_tokens)
+        choice, may_draft = self.policy.choice, max_draft_tokens > 0
         gain = choice.gain if k else 0.0
-        return replace(choice, num_draft_tokens=k, gain=gain, may_draft=max_k > 0)
+        return replace(choice, num_draft_tokens=k, gain=gain, may_draft=may_draft)
 
     @property
     def _prefilling(self) -> list[Request]:
@@ -152,7 +156,7 @@ class Scheduler:
         if self._has_draft_model:
             has_newcomers = bool(self.waiting and self.rows.free)
             turn = self._draft_prefill.next_turn(
-                self._max_draft_tokens, has_newcomers=has_newcomers
+                may_draft=self._may_draft, has_newcomers=has_newcomers
             )
             self._draft_prefill.begin_turn(turn)
             if turn.is_first:
@@ -166,7 +170,7 @@ class Scheduler:
         if not self._has_draft_model:
             return None
         stream_s = self.pacer.spare_s if self._is_streaming() else None
-        plan = self._draft_prefill.plan(self._max_draft_tokens, stream_s)
+        plan = self._draft_prefill.plan(stream_s, may_draft=self._may_draft)
         return None if plan is None else self._draft_prefill.apply_plan(plan)
 
     def _next_round(self) -> Launch | None:
@@ -200,13 +204,15 @@ class Scheduler:
         if self.tables.has_local:
             self._free_local_pages()
         candidates = self._candidates()
-        rows, max_drafts = candidates.rows, candidates.max_drafts
-        if self.policy.is_due(len(rows), candidates.num_draft_tokens):
+        rows, max_draft_counts = candidates.rows, candidates.max_draft_counts
+        if self.policy.is_due(len(rows), candidates.max_draft_tokens):
             features = self.rows.features(rows)
             self._estimator.count_lookups()
-            missing = self._estimator.missing(rows, max_drafts, features)
+            missing = self._estimator.missing(rows, max_draft_counts, features)
             self.shapes.request_compile(*missing)
-            self.policy.choose(self._estimator.estimate(rows, max_drafts, features))
+            self.policy.choose(
+                self._estimator.estimate(rows, max_draft_counts, features)
+            )
         return candidates
 
     def _free_local_pages(self) -> None:
@@ -220,7 +226,7 @@ class Scheduler:
         ends = dict(zip(*behind, strict=True))
         for request in self._prefilling:
             position = request.num_prefilled
-            if self._has_draft_model and rows.num_draft_tokens[request.row]:
+            if self._has_draft_model and rows.max_draft_tokens[request.row]:
                 position = min(position, request.num_draft_cached)
             ends[request.row] = tables.first_local(position)
         for row, end in ends.items():
@@ -233,8 +239,8 @@ class Scheduler:
 
         Only if no drafts are made: otherwise it waits for draft prefill.
         """
-        num_draft_tokens = min(self.policy.num_draft_tokens, self._max_draft_tokens)
-        return admissions.lacks_pages and not num_draft_tokens
+        is_drafting = self.policy.is_drafting and self._may_draft
+        return admissions.lacks_pages and not is_drafting
 
     def _give_up_drafts(self) -> bool:
         """Free the local pages that one request keeps for the draft model.
@@ -256,25 +262,27 @@ class Scheduler:
         row = int(num_kept.argmax())
         if num_kept[row] <= 0:
             return False
-        rows.num_draft_tokens[row] = 0
+        rows.max_draft_tokens[row] = 0
+        self.stats.num_given_up += 1
         self._free_local_pages()
         return True
 
     def _candidates(self) -> Candidates:
         max_draft_tokens = 0 if self.policy.is_idle else self._max_draft_tokens
-        rows, max_drafts = self.rows.decodable(max_draft_tokens)
-        max_k = int(max_drafts.max(initial=0)) if max_draft_tokens else 0
-        if not (max_k and self._can_wait):
-            return Candidates(rows, max_drafts, max_k)
+        rows, max_draft_counts = self.rows.decodable(max_draft_tokens)
+        if max_draft_tokens:
+            max_draft_tokens = int(max_draft_counts.max(initial=0))
+        if not (max_draft_tokens and self._can_wait):
+            return Candidates(rows, max_draft_counts, max_draft_tokens)
         is_lagging = self.rows.awaits_draft(rows)
         if not np.count_nonzero(is_lagging):
-            return Candidates(rows, max_drafts, max_k)
+            return Candidates(rows, max_draft_counts, max_draft_tokens)
         # All rows will decode together soon: request the program for that now.
         features = self.rows.features(rows)
-        missing = self.shapes.select(len(rows), max_k, 0, features).missing
-        rows, max_drafts = rows[~is_lagging], max_drafts[~is_lagging]
-        max_k = int(max_drafts.max(initial=0))
-        return Candidates(rows, max_drafts, max_k, missing)
+        missing = self.shapes.select(len(rows), max_draft_tokens, 0, features).missing
+        rows, max_draft_counts = rows[~is_lagging], max_draft_counts[~is_lagging]
+        max_draft_tokens = int(max_draft_counts.max(initial=0))
+        return Candidates(rows, max_draft_counts, max_draft_tokens, missing)
 
     @property
     def _can_wait(self) -> bool:
@@ -286,35 +294,33 @@ class Scheduler:
         """
         if not (self.policy.is_constant and self._has_draft_model):
             return False
-        if not self._max_draft_tokens:
-            return False
-        return self.shapes.can_draft_prefill
+        return self._may_draft and self.shapes.can_draft_prefill
 
     def select_decode(self, candidates: Candidates) -> Decode:
         """Stage 1: the rows that decode, their drafts, and a compiled program."""
-        rows, drafts = candidates.rows, candidates.max_drafts
+        rows, draft_counts = candidates.rows, candidates.max_draft_counts
         if not len(rows):
-            return Decode(rows, drafts, missing=(candidates.missing,))
-        choice, max_k = self.policy.next_choice, candidates.num_draft_tokens
-        can_draft = bool(max_k and self.policy.num_draft_tokens)
-        if max_k > choice.num_draft_tokens:
-            max_k = choice.num_draft_tokens
-            drafts = np.minimum(drafts, max_k)
+            return Decode(rows, draft_counts, missing=(candidates.missing,))
+        choice, k = self.policy.next_choice, candidates.max_draft_tokens
+        can_draft = k > 0 and self.policy.is_drafting
+        if k > choice.num_draft_tokens:
+            k = choice.num_draft_tokens
+            draft_counts = np.minimum(draft_counts, k)
         features = self.rows.features(rows)
         # While no plain program is compiled, plain rounds run in a program with drafts:
         # the one with side branches, as estimates take the time of K = 0 from there.
-        is_plain = self._has_draft_model and not max_k
+        is_plain = self._has_draft_model and not k
         has_side_branches = choice.has_side_branches or is_plain
         shape, better = self.shapes.select(
-            len(rows), max_k, 0, features, has_side_branches=has_side_branches
+            len(rows), k, 0, features, has_side_branches=has_side_branches
         )
         missing = candidates.missing, better
-        if max_k and self._has_draft_model:
+        if k and self._has_draft_model:
             lags = self.rows.lags(rows)
             if np.count_nonzero(lags):
-                drafts = np.where(lags, 0, drafts)
-                max_k = int(drafts.max())
-            if shape is not None and not max_k:
+                draft_counts = np.where(lags, 0, draft_counts)
+                k = int(draft_counts.max())
+            if shape is not None and not k:
                 # All rows await the draft model, for a round or two. While the program
                 # with drafts is being compiled, the rows wait for it: a short text
                 # would end before anything was drafted.
@@ -323,9 +329,11 @@ class Scheduler:
                 )
                 missing = *missing, better
         if shape is None:
-            return Decode(rows[:0], drafts[:0], lacks_drafts=can_draft, missing=missing)
-        lacks_drafts = can_draft and not max_k
-        return Decode(rows, drafts, max_k, shape, features, lacks_drafts, missing)
+            return Decode(
+                rows[:0], draft_counts[:0], lacks_drafts=can_draft, missing=missing
+            )
+        lacks_drafts = can_draft and not k
+        return Decode(rows, draft_counts, k, shape, features, lacks_drafts, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
         """Stage 2: the number of prompt tokens that the launch may include.
@@ -342,7 +350,7 @@ class Scheduler:
             list(itertools.islice(self.waiting, len(self.rows.free))),
             is_streaming=is_paced and self._is_streaming(),
             may_request_on_demand=self._may_request_on_demand(
-                decode, self._max_draft_tokens
+                decode, may_draft=self._may_draft
             ),
         )
 
@@ -355,12 +363,13 @@ class Scheduler:
             return len(rows) > 0
         return not bool(self.rows.awaits_draft(rows).all())
 
-    def _may_request_on_demand(self, decode: Decode, max_k: int) -> bool:
+    def _may_request_on_demand(self, decode: Decode, *, may_draft: bool) -> bool:
         """Return whether many launches without drafts will follow.
 
         That is assumed if rows decode and K is 0.
         """
-        return len(decode.rows) > 0 and not min(self.policy.num_draft_tokens, max_k)
+        is_drafting = self.policy.is_drafting and may_draft
+        return len(decode.rows) > 0 and not is_drafting
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
         """Stage 3: pages for running requests; if there are too few, preemptions."""
@@ -398,13 +407,15 @@ class Scheduler:
         num_change = len(admissions.admitted) - claims.num_preempted
         is_waiting = len(self.waiting) > num_change
         num_running = len(self.running) + num_change + is_waiting
-        max_k = self.policy.max_draft_tokens(num_running)
+        may_draft = self.policy.max_draft_tokens(num_running) > 0
         shape, missing = self.shapes.select(
             num_seqs,
             decode.num_draft_tokens,
             sum(chunk.num_tiles for chunk in chunks) * TILE,
             features,
-            may_request_on_demand=self._may_request_on_demand(decode, max_k),
+            may_request_on_demand=self._may_request_on_demand(
+                decode, may_draft=may_draft
+            ),
         )
         assert shape is not None, "no compiled program serves the planned launch"
         return LaunchPlan(*parts, shape, missing)
@@ -431,25 +442,25 @@ class Scheduler:
         if plan.shape is None:
             return None
         rows, num_rounds = claims.rows, claims.num_rounds
-        drafts = table.possible_drafts(rows, claims.drafts)
-        table.count_launched(rows, drafts, num_rounds)
+        draft_counts = table.possible_drafts(rows, claims.draft_counts)
+        table.count_launched(rows, draft_counts, num_rounds)
         if self._has_draft_model:
             table.update_draft_lag(
-                rows, drafts, plan.shape.num_draft_tokens, num_rounds
+                rows, draft_counts, plan.shape.num_levels, num_rounds
             )
         charged_s = None if account is None else account.charged_s
-        return batch.launch(plan.shape, rows, drafts, num_rounds, charged_s)
+        return batch.launch(plan.shape, rows, draft_counts, num_rounds, charged_s)
 
     def _begin(self, admitted: Admitted, batch: LaunchBuilder) -> None:
         """Give an admitted request its row and pages."""
         request = admitted.chunk.request
         self.waiting.remove(request)
         self.running.append(request)
-        tree = self.shapes.tree(self.config.num_draft_tokens)
+        tree = self.shapes.tree(self.config.max_draft_tokens)
         longest = request.max_total + tree.num_rows - 1
         batch.begin(admitted, min(longest, self.config.max_model_len))
         self._estimator.admit(request)
-        if not self.policy.num_draft_tokens:
+        if not self.policy.is_drafting:
             # Requests that sample in another way have other acceptance rates.
             self.policy.reconsider()
         if self._has_draft_model and self.choice.num_draft_tokens:
@@ -503,16 +514,16 @@ class Scheduler:
             if request.status is not Status.WAITING:
                 self._preempt(request)  # admitted again once its mask is computed
         self._estimator.record_runs(launch, result)
-        for part in advance.parts:
-            if part.is_broken:
+        for progress in advance.parts:
+            if progress.is_broken:
                 # No later request may reuse these pages.
-                self.tables.forget(part.request)
+                self.tables.forget(progress.request)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.policy.stop("the draft model's numbers are NaN or infinite")
         if self.policy.stop_reason is not None:
-            for part in advance.parts:
-                if part.request.spec_metrics is not None:
-                    part.request.spec_metrics.stop_reason = self.policy.stop_reason
+            for progress in advance.parts:
+                if progress.request.spec_metrics is not None:
+                    progress.request.spec_metrics.stop_reason = self.policy.stop_reason
         return advance
 
     def record_time(self, launch: Launch, seconds: float) -> None:
@@ -520,14 +531,19 @@ class Scheduler:
         shape, launch.seconds = launch.shape, seconds
         self.stats.busy_s += seconds
         self.policy.record_time(seconds)
-        launch.expected_s = self.step_times.expected(launch.round_kind)
+        fill = launch.fill
+        launch.expected_s = self.step_times.expected(launch.round_kind, fill)
         # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
-        work = shape, launch.round_kind.num_draft_tokens > 0
+        work = shape, launch.has_drafts
         launch.is_measure = is_seldom or work == self._last_work
         self._last_work = work
         self.pacer.record(
-            launch.round_kind, seconds, launch.charged_s, is_measure=launch.is_measure
+            launch.round_kind,
+            seconds,
+            launch.charged_s,
+            is_measure=launch.is_measure,
+            fill=fill,
         )
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:

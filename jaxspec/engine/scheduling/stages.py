@@ -20,13 +20,13 @@ class Candidates(NamedTuple):
 
     Attributes:
         rows: In order.
-        max_drafts: Maximum number of draft tokens of each row.
-        num_draft_tokens: The maximum of `max_drafts`.
+        max_draft_counts: Maximum number of draft tokens of each row.
+        max_draft_tokens: The maximum of `max_draft_counts`.
     """
 
     rows: np.ndarray
-    max_drafts: np.ndarray
-    num_draft_tokens: int
+    max_draft_counts: np.ndarray
+    max_draft_tokens: int
     missing: StepShape | None = None
 
 
@@ -35,15 +35,15 @@ class Decode(NamedTuple):
 
     Attributes:
         rows: Empty while no program for them is compiled.
-        drafts: Draft tokens of each row.
-        num_draft_tokens: The maximum of `drafts`.
+        draft_counts: Draft tokens of each row.
+        num_draft_tokens: K, the maximum of `drafts`.
         shape: The program for them, without prompts.
         features: Features that the rows need.
         lacks_drafts: K is above 0, but no row can have drafts in this launch.
     """
 
     rows: np.ndarray
-    drafts: np.ndarray
+    draft_counts: np.ndarray
     num_draft_tokens: int = 0
     shape: StepShape | None = None
     features: Features = NO_FEATURES
@@ -121,7 +121,7 @@ class PageClaims(NamedTuple):
     Attributes:
         grants: In the order in which they are applied.
         rows: Decoding rows that have their pages.
-        drafts: Draft tokens of each of these rows.
+        draft_counts: Draft tokens of each of these rows.
         chunks: Next prompt parts of running requests.
         num_rounds: Maximum number of rounds of the launch.
         is_tight: The pool had too few pages for all requests.
@@ -129,7 +129,7 @@ class PageClaims(NamedTuple):
 
     grants: tuple[Grant, ...]
     rows: np.ndarray
-    drafts: np.ndarray
+    draft_counts: np.ndarray
     chunks: tuple[Chunk, ...]
     num_rounds: int
     is_tight: bool = False

@@ -13,6 +13,8 @@ class EngineStats:
     Attributes:
         num_rounds: Rounds read back; a launch has one or several.
         num_preemptions: Number of preemptions.
+        num_given_up: Requests that got no more drafts, because the pages that the draft
+            model would have read were needed.
         num_prefix_queries: Prompt tokens looked up in the prefix cache.
         num_prefix_hits: Prompt tokens found there.
         host_s: Seconds that `step` took, without waits for the device and compiles.
@@ -32,6 +34,7 @@ class EngineStats:
     num_accepted_tokens: int = 0
     num_side_tokens: int = 0
     num_preemptions: int = 0
+    num_given_up: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     host_s: float = 0.0
@@ -52,7 +55,7 @@ class EngineStats:
 
     def record_round(
         self,
-        drafts: np.ndarray,
+        draft_counts: np.ndarray,
         accepted: np.ndarray,
         generated: np.ndarray,
         side: np.ndarray | int = 0,
@@ -65,15 +68,15 @@ class EngineStats:
             side: Accepted drafts of side branches.
         """
         self.num_generated_tokens += int(generated.sum())
-        if not drafts.any():
+        if not draft_counts.any():
             return
-        counts = (drafts > 0) & (generated > 0)
-        deepest = int(drafts[counts].max(initial=0))
+        counts = (draft_counts > 0) & (generated > 0)
+        deepest = int(draft_counts[counts].max(initial=0))
         if not deepest:
             return
         num_accepted = accepted[counts]
         self.num_draft_rounds += len(num_accepted)
-        self.num_draft_tokens += int(drafts[counts].sum())
+        self.num_draft_tokens += int(draft_counts[counts].sum())
         self.num_accepted_tokens += int(num_accepted.sum())
         self.num_side_tokens += int(np.sum(side * counts))
         missing = deepest - len(self.accepted_per_position)

@@ -68,20 +68,20 @@ class AcceptanceRates:
     def record(
         self,
         rows: np.ndarray,
-        drafts: np.ndarray,
+        draft_counts: np.ndarray,
         accepted: np.ndarray,
         requested: np.ndarray | None = None,
     ) -> None:
         """Count one round; an entry per request.
 
         Args:
-            drafts: Draft tokens that were verified.
+            draft_counts: Draft tokens that were verified.
             accepted: Number of them that were accepted.
             requested: Draft tokens that were requested; a lookup may have found fewer.
                 A draft that is not found counts as a rejected one. Requests with none
                 requested do not count.
         """
-        requested = drafts if requested is None else requested
+        requested = draft_counts if requested is None else requested
         is_requested = requested > 0
         if not is_requested.any():
             return
@@ -90,7 +90,7 @@ class AcceptanceRates:
         is_accepted = position < accepted
         # The first draft, and each that follows an accepted one.
         is_reached = position <= accepted
-        is_compared = is_reached & (position < drafts[is_requested, None])
+        is_compared = is_reached & (position < draft_counts[is_requested, None])
         self.num_compared += int(is_compared.sum())
         self.num_agreed += int(is_accepted.sum())
         is_reached &= position < requested[is_requested, None]

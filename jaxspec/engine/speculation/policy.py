@@ -56,7 +56,7 @@ class RoundEstimates:
     """Measured and estimated values of the next round.
 
     Attributes:
-        max_drafts: [sequence]: maximum number of drafts of each sequence.
+        max_draft_counts: [sequence]: maximum number of drafts of each sequence.
         acceptance: [sequence, position]: rate once the drafts before it are accepted.
         seconds: Seconds of a round for each K from 0 on; None where unknown. With side
             branches, if the engine has any.
@@ -70,7 +70,7 @@ class RoundEstimates:
             or lookups are followed.
     """
 
-    max_drafts: np.ndarray
+    max_draft_counts: np.ndarray
     acceptance: np.ndarray
     seconds: Sequence[float | None]
     chain_seconds: Sequence[float | None] | None = None
@@ -98,10 +98,10 @@ class RoundEstimates:
             num_draft_tokens: The current K. If it is 0, the times of rounds with drafts
                 include draft prefill.
         """
-        times, num_seqs = self.times(), len(self.max_drafts)
-        max_k = times.shape[1] - 1
-        survival = np.cumprod(self.acceptance[:, :max_k], axis=1)
-        survival *= np.arange(max_k) < self.max_drafts[:, None]
+        times, num_seqs = self.times(), len(self.max_draft_counts)
+        max_draft_tokens = times.shape[1] - 1
+        survival = np.cumprod(self.acceptance[:, :max_draft_tokens], axis=1)
+        survival *= np.arange(max_draft_tokens) < self.max_draft_counts[:, None]
         accepted = np.cumsum(np.append(0.0, survival.sum(axis=0)))
         tokens = num_seqs + accepted * np.ones((len(times), 1))
         tokens[0] += self.side_tokens * accepted
@@ -127,8 +127,8 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     time is unknown: the configured K, with side branches.
     """
     if not estimates.are_times_known:
-        max_k = len(estimates.seconds) - 1
-        return replace(current, num_draft_tokens=max_k, has_side_branches=True)
+        k = len(estimates.seconds) - 1
+        return replace(current, num_draft_tokens=k, has_side_branches=True)
     rates = estimates.rates(current.num_draft_tokens)
     is_chain = len(rates) > 1 and not current.has_side_branches
     k = min(current.num_draft_tokens, rates.shape[1] - 1)
@@ -154,8 +154,8 @@ class SpeculationPolicy:
     def __init__(self, speculative: SpeculativeConfig | None):
         self.speculative = speculative
         configured = speculative.num_levels if speculative else 0
-        # Compiled draft lengths; any smaller K is data.
-        self.compiled_drafts = (0, configured) if configured else (0,)
+        # Levels of the compiled programs; any smaller K is data.
+        self.compiled_levels = (0, configured) if configured else (0,)
         self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
         self.stop_reason: str | None = None
         self.choice = Choice(num_draft_tokens=configured)
@@ -218,8 +218,8 @@ class SpeculationPolicy:
         return self.speculative.disable_by_batch_size is None
 
     def compiled_for(self, num_draft_tokens: int) -> int:
-        """Return the smallest compiled draft length that serves K."""
-        return next(k for k in self.compiled_drafts if k >= num_draft_tokens)
+        """Return the levels of the smallest compiled programs that serve K."""
+        return next(n for n in self.compiled_levels if n >= num_draft_tokens)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -229,6 +229,11 @@ class SpeculationPolicy:
         return self.choice.num_draft_tokens
 
     @property
+    def is_drafting(self) -> bool:
+        """Whether K of the next rounds is above 0."""
+        return self.num_draft_tokens > 0
+
+    @property
     def is_timing_plain(self) -> bool:
         """Whether the next rounds are without drafts to measure their time."""
         return self._explored is not None and not self._explored.num_draft_tokens
@@ -236,28 +241,28 @@ class SpeculationPolicy:
     @property
     def is_idle(self) -> bool:
         """Whether the next rounds have no drafts, and need no new choice."""
-        return self.is_adaptive and not self.num_draft_tokens and self._rounds_left > 0
+        return self.is_adaptive and not self.is_drafting and self._rounds_left > 0
 
     @property
     def next_choice(self) -> Choice:
         """The choice of the next round: the best, or an alternative to measure."""
         return self._explored or self.choice
 
-    def is_due(self, num_seqs: int, max_k: int) -> bool:
+    def is_due(self, num_seqs: int, max_draft_tokens: int) -> bool:
         """Return whether a new choice must be made before the next round.
 
         Args:
-            max_k: Maximum number of drafts of a sequence.
+            max_draft_tokens: Maximum number of drafts of a sequence.
         """
-        if not self.is_adaptive or not max_k or self._explored is not None:
+        if not self.is_adaptive or not max_draft_tokens or self._explored is not None:
             return False
-        return (num_seqs, max_k) != self._load or self._rounds_left <= 0
+        return (num_seqs, max_draft_tokens) != self._load or self._rounds_left <= 0
 
     def choose(self, estimates: RoundEstimates) -> None:
         """Make a new choice for the next rounds."""
-        num_seqs, before = len(estimates.max_drafts), self.choice
-        max_k = len(estimates.seconds) - 1
-        self._load = num_seqs, max_k
+        num_seqs, before = len(estimates.max_draft_counts), self.choice
+        max_draft_tokens = len(estimates.seconds) - 1
+        self._load = num_seqs, max_draft_tokens
         self._budget = self._budgets[num_seqs.bit_length()]
         if self._budget.is_closed:
             self.choice = replace(before, num_draft_tokens=0)
@@ -267,20 +272,23 @@ class SpeculationPolicy:
             if estimates.are_times_known:
                 self._explore(estimates)
         self._rounds_left = CONSTANTS.look_rounds
-        if not self.num_draft_tokens:
+        if not self.is_drafting:
             self._rounds_left = CONSTANTS.idle_look_rounds
 
     def _explore(self, estimates: RoundEstimates) -> None:
         """Begin to measure the alternative that ran least recently, if affordable."""
         choice, times = self.choice, estimates.times()
-        max_k, is_chain = times.shape[1] - 1, not self.choice.has_side_branches
+        max_draft_tokens = times.shape[1] - 1
+        is_chain = not choice.has_side_branches
         alternatives = list[Choice]()
         if choice.num_draft_tokens:
             alternatives.append(replace(choice, num_draft_tokens=0))
-            if choice.num_draft_tokens < max_k:
-                alternatives.append(replace(choice, num_draft_tokens=max_k))
+            if choice.num_draft_tokens < max_draft_tokens:
+                alternatives.append(replace(choice, num_draft_tokens=max_draft_tokens))
             if is_chain:
-                k = max_k if estimates.is_whole_tree else choice.num_draft_tokens
+                k = choice.num_draft_tokens
+                if estimates.is_whole_tree:
+                    k = max_draft_tokens
                 alternatives.append(
                     replace(choice, num_draft_tokens=k, has_side_branches=True)
                 )
@@ -301,9 +309,9 @@ class SpeculationPolicy:
 
     def _key(self, choice: Choice) -> tuple[int, str]:
         """Return an alternative's key: plain, most drafts, or with side branches."""
-        num_seqs, max_k = self._load or (1, 0)
+        num_seqs, max_draft_tokens = self._load or (1, 0)
         kind = "side" if choice.has_side_branches else "chain"
-        if choice.num_draft_tokens in (0, max_k):
+        if choice.num_draft_tokens in (0, max_draft_tokens):
             kind = f"{choice.num_draft_tokens}"
         return num_seqs.bit_length(), kind
 
@@ -320,7 +328,7 @@ class SpeculationPolicy:
 
     def can_probe(self) -> bool:
         """Return whether to probe the draft model while nothing is drafted."""
-        if not self.is_adaptive or self.num_draft_tokens or self.is_stopped:
+        if not self.is_adaptive or self.is_drafting or self.is_stopped:
             return False
         return not self._budget.is_closed and self._budget.can_pay(self._probe_s)
 

@@ -293,30 +293,38 @@ def _local_pattern(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
 def _gemma3_rope(config: Mapping[str, Any], kind: str) -> Rope:
     """Read the rotary embedding of one kind of layers, in either spelling."""
-    given = _mapping("rope_parameters", config.get("rope_parameters"))
-    if given and not given.keys() & {_LOCAL, _GLOBAL}:
+    rope_parameters = _mapping("rope_parameters", config.get("rope_parameters"))
+    if rope_parameters and not rope_parameters.keys() & {_LOCAL, _GLOBAL}:
         allowed = f"an object with {_LOCAL!r} and {_GLOBAL!r}"
-        raise wrong_argument(ConfigError, "rope_parameters", allowed, dict(given))
-    own = _scaling(f"rope_parameters[{kind!r}]", given.get(kind))
+        raise wrong_argument(
+            ConfigError, "rope_parameters", allowed, dict(rope_parameters)
+        )
+    kind_parameters = _scaling(f"rope_parameters[{kind!r}]", rope_parameters.get(kind))
     if kind == _GLOBAL and config.get("rope_scaling") is not None:
-        own |= _scaling("rope_scaling", config["rope_scaling"])
+        kind_parameters |= _scaling("rope_scaling", config["rope_scaling"])
     outer = "rope_theta" if kind == _GLOBAL else "rope_local_base_freq"
-    theta = _first(own.get("rope_theta"), config.get(outer), _THETAS[kind])
-    scaling = own["rope_type"]
-    has_factor = own.get("factor") not in (None, 1, 1.0)
-    if own.keys() & {_LOCAL, _GLOBAL} or (scaling == "default" and has_factor):
+    theta = _first(kind_parameters.get("rope_theta"), config.get(outer), _THETAS[kind])
+    scaling = kind_parameters["rope_type"]
+    has_factor = kind_parameters.get("factor") not in (None, 1, 1.0)
+    if kind_parameters.keys() & {_LOCAL, _GLOBAL} or (
+        scaling == "default" and has_factor
+    ):
         allowed = "an object with 'rope_type' and 'factor'"
         hint = (
             "Set different values for kinds of layers in rope_parameters, under "
             f"{_LOCAL!r} and {_GLOBAL!r}."
         )
-        raise wrong_argument(ConfigError, "rope_scaling", allowed, own, hint)
+        raise wrong_argument(
+            ConfigError, "rope_scaling", allowed, kind_parameters, hint
+        )
     if scaling not in ("linear", "default"):
         hint = "Gemma 3 was trained with linear scaling of positions, or none."
         raise wrong_argument(
             UnsupportedError, "rope_type", "'linear' or 'default'", scaling, hint
         )
-    return Rope.read(theta, own.get("factor") if scaling == "linear" else 1.0)
+    return Rope.read(
+        theta, kind_parameters.get("factor") if scaling == "linear" else 1.0
+    )
 
 
 def _first(*values: object) -> object:

@@ -143,6 +143,7 @@ def forward(
             after=norm(layer_params["post_feed_forward_norm"]),
             activation=GELU,
             backend=backend,
+            is_used=batch.is_used,
         )
         return stream, pages
 

@@ -66,7 +66,7 @@ class HeadConfig(ABC):
         return self.draft_vocab_size < self.vocab_size
 
     @property
-    def max_drafts(self) -> int | None:
+    def max_draft_tokens(self) -> int | None:
         """Maximum number of drafts in a row that it can propose; None: no limit."""
         return None
 
@@ -76,10 +76,10 @@ class HeadConfig(ABC):
 
     def describe(self) -> str:
         """Describe the head in one line."""
-        said = f"{self.kind} head for hidden_size={self.target_hidden_size}"
+        description = f"{self.kind} head for hidden_size={self.target_hidden_size}"
         if self.is_trimmed:
-            said += f", {self.draft_vocab_size:,} of {self.vocab_size:,} tokens"
-        return said
+            description += f", {self.draft_vocab_size:,} of {self.vocab_size:,} tokens"
+        return description
 
     @classmethod
     @abstractmethod
@@ -411,10 +411,10 @@ def _as_layers(value: Any) -> tuple[int, ...]:
 
 def _refuse_variants(config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
     for name, computed in _FIXED.items():
-        given = layer.get(name, config.get(name, computed))
-        if given not in (computed, None):
+        value = layer.get(name, config.get(name, computed))
+        if value not in (computed, None):
             hint = "This is the only value that the head's network supports."
-            raise wrong_argument(UnsupportedError, name, repr(computed), given, hint)
+            raise wrong_argument(UnsupportedError, name, repr(computed), value, hint)
 
 
 def _rope_theta(layer: Mapping[str, Any]) -> float:
@@ -471,7 +471,7 @@ class MedusaConfig(HeadConfig):
             )
 
     @property
-    def max_drafts(self) -> int:
+    def max_draft_tokens(self) -> int:
         """One draft per head."""
         return self.num_heads
 
@@ -562,8 +562,8 @@ def _drop_copies(tensors: dict[str, Tensor]) -> None:
     Reading the remaining matrix checks that they are equal.
     """
     names = [name for name in tensors if name.startswith("lm_heads.")]
-    found = [tensors.pop(name) for name in sorted(names)]
+    matrices = [tensors.pop(name) for name in sorted(names)]
     if "lm_head.weight" in tensors:
-        found.insert(0, tensors["lm_head.weight"])
-    if found:
-        tensors["lm_head.weight"] = with_copies(found[0], found[1:])
+        matrices.insert(0, tensors["lm_head.weight"])
+    if matrices:
+        tensors["lm_head.weight"] = with_copies(matrices[0], matrices[1:])

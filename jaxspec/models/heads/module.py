@@ -127,8 +127,8 @@ class Medusa(_Head):
             embedding: The target's output matrix.
         """
         params = self.params()
-        found = medusa.forward(self.config, params, rows)
+        rows_by_head = medusa.forward(self.config, params, rows)
         return tuple(
-            medusa.logits(self.config, params, head, one, DenseMatrix(embedding))
-            for head, one in enumerate(found)
+            medusa.logits(self.config, params, head, head_rows, DenseMatrix(embedding))
+            for head, head_rows in enumerate(rows_by_head)
         )

@@ -54,7 +54,7 @@ def find_answers(
     *,
     longest: int,
     shortest: int,
-    num_draft_tokens: int,
+    num_levels: int,
 ) -> Matches:
     """Find entries whose tokens equal a sequence's newest; in no particular order.
 
@@ -62,7 +62,7 @@ def find_answers(
         longest: Largest number of tokens compared.
         shortest: Smallest number that must be equal.
     """
-    assert num_draft_tokens <= AFTER, "an entry ends sooner"
+    assert num_levels <= AFTER, "an entry ends sooner"
     newest = _newest_tokens(token_pages, active, BEFORE)
     buckets = _buckets(newest, cache.shape[0])
     entries = cache.at[buckets].get(mode="clip")  # [seq, key, slot, word]
@@ -75,7 +75,7 @@ def find_answers(
     more = np.array((*KEYS[1:], BEFORE + 1))[None, :, None]
     is_known &= (length >= fewest) & (length < more)
     seqs = length.shape[0]
-    after = after.reshape(seqs, -1, AFTER)[:, :, :num_draft_tokens]
+    after = after.reshape(seqs, -1, AFTER)[:, :, :num_levels]
     return Matches(
         length=jnp.where(is_known, length, 0).reshape(seqs, -1),
         following=jnp.maximum(after - 1, 0),
@@ -169,13 +169,13 @@ def _buckets(
 def _match_lengths(
     before: Int[Array, "*entry before"],
     newest: Int[Array, "*broadcast before"],
-    most: int,
+    longest: int,
 ) -> Int[Array, "*entry"]:
     """Return how many last tokens of each entry equal a sequence's newest tokens."""
     is_same = (before == newest) & (newest > 0)
     length = jnp.zeros(is_same.shape[:-1], jnp.int32)
     is_equal = jnp.ones(is_same.shape[:-1], bool)
-    for back in range(min(most, BEFORE)):
+    for back in range(min(longest, BEFORE)):
         is_equal &= is_same[..., -1 - back]
         length += is_equal.astype(jnp.int32)
     return length

@@ -94,8 +94,8 @@ class DraftSampler:
         # A sequence that wants no drafts may have pages that the draft model has not
         # filled: their contents are junk.
         is_broken &= self.context.wanted_levels > 0
-        num_drafts = jnp.where(is_broken, 0, max_wanted_levels)
-        return Proposal(drafts, num_drafts, probs, is_broken), state
+        num_valid_drafts = jnp.where(is_broken, 0, max_wanted_levels)
+        return Proposal(drafts, num_valid_drafts, probs, is_broken), state
 
     def _sample_level(
         self,
@@ -170,7 +170,7 @@ def _override(
         The token, and its distribution: a point mass if it was replaced.
     """
     assert before.probs is None, "drafts of an earlier proposer are certain"
-    is_given = index < before.num_drafts
+    is_given = index < before.num_valid_drafts
     token = jnp.where(is_given, before.tokens[:, index], token)
     if probs is None:
         return token, None

@@ -47,14 +47,14 @@ class NGram(Lookup):
     ) -> tuple[Proposal, Any]:
         """Copy the continuation of the newest tokens' latest occurrence."""
         assert before is None, "a lookup comes first"
-        found = look_up(
+        proposal = look_up(
             context.active,
             context.token_pages,
             longest=self.longest,
             shortest=self.shortest,
             tree=context.tree,
         )
-        return found, state
+        return proposal, state
 
 
 def look_up(
@@ -75,10 +75,10 @@ def look_up(
         longest=longest,
         shortest=shortest,
         num_matches=1 if tree.is_chain else NUM_BRANCHES,
-        num_draft_tokens=tree.num_levels,
+        num_levels=tree.num_levels,
     )
-    num_drafts = jnp.where(matches.length[:, 0] > 0, tree.num_levels, 0)
+    num_valid_drafts = jnp.where(matches.length[:, 0] > 0, tree.num_levels, 0)
     drafts = matches.following[:, 0]
     if not tree.is_chain:
         drafts = fill_tree(matches, drafts, tree)
-    return Proposal(drafts, num_drafts)
+    return Proposal(drafts, num_valid_drafts)

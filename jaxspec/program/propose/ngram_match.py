@@ -41,7 +41,7 @@ def find_matches(
     longest: int,
     shortest: int,
     num_matches: int,
-    num_draft_tokens: int,
+    num_levels: int,
 ) -> Matches:
     """Find earlier occurrences of the newest tokens.
 
@@ -63,7 +63,7 @@ def find_matches(
     best = _top_ranks(rank, num_matches)
     place = best % size
     num_known = jnp.maximum(active.num_tokens[:, None] - 1 - place, 1)
-    offset = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None, None]
+    offset = jnp.arange(num_levels, dtype=jnp.int32)[None, None]
     following = place[:, :, None] + 1 + offset % num_known[:, :, None]
     drafts = jnp.take_along_axis(
         tokens, following.reshape(tokens.shape[0], -1), axis=1, mode="clip"
@@ -71,7 +71,7 @@ def find_matches(
     return Matches(
         length=best // size,
         following=drafts.reshape(following.shape),
-        num_following=jnp.full_like(best, num_draft_tokens),
+        num_following=jnp.full_like(best, num_levels),
     )
 
 
@@ -114,13 +114,13 @@ def fill_tree(
         drafts, agrees = carry
         rows = jnp.asarray(tree.branching)[level]
         is_known = (length > 0) & (level < num_following)
-        here = agrees[:, rows] & is_known[:, None]  # [seq, entry, match]
+        is_voting = agrees[:, rows] & is_known[:, None]  # [seq, entry, match]
         token_after = jax.lax.dynamic_index_in_dim(following, level, 2, keepdims=False)
-        token_after = jnp.broadcast_to(token_after[:, None], here.shape)
-        own = jax.lax.dynamic_index_in_dim(main_chain, level, 1, keepdims=False)
+        token_after = jnp.broadcast_to(token_after[:, None], is_voting.shape)
+        main_token = jax.lax.dynamic_index_in_dim(main_chain, level, 1, keepdims=False)
         is_same, is_left, chosen = (
             token_after[..., None] == token_after[:, :, None],
-            here,
+            is_voting,
             [],
         )
         for rank in range(int(tree.ranks.max()) + 1):
@@ -128,21 +128,21 @@ def fill_tree(
             best = jnp.argmax(jnp.where(is_left, votes * count - order, -count), axis=2)
             token = jnp.take_along_axis(token_after, best[:, :, None], axis=2)[:, :, 0]
             if rank == 0:
-                first = jnp.where(is_main[level], own, token[:, 0])
+                first = jnp.where(is_main[level], main_token, token[:, 0])
                 token = token.at[:, 0].set(first)
             else:
                 token = jnp.where(is_left.any(axis=2), token, chosen[0])
             chosen.append(token)
             is_left &= token_after != token[:, :, None]
         ranked = jnp.stack(chosen, axis=2)
-        found = ranked[:, tree.entries, tree.ranks]
+        node_tokens = ranked[:, tree.entries, tree.ranks]
         is_new = depth == level + 1
-        of_level = here[:, tree.entries] & (
-            token_after[:, tree.entries] == found[..., None]
+        of_level = is_voting[:, tree.entries] & (
+            token_after[:, tree.entries] == node_tokens[..., None]
         )
         of_nodes = jnp.where(is_new[..., None], of_level, agrees[:, 1:])
         agrees = jnp.concatenate([agrees[:, :1], of_nodes], axis=1)
-        return jnp.where(is_new, found, drafts), agrees
+        return jnp.where(is_new, node_tokens, drafts), agrees
 
     drafts = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
     agrees = jnp.ones((seqs, tree.num_rows, count), bool)
@@ -155,11 +155,11 @@ def _top_ranks(rank: Int[Array, "seq place"], count: int) -> Int[Array, "seq mat
     Computed by repeated maxima, because `top_k` is as slow as argmax on a CPU
     (`jaxspec.models.cpu`).
     """
-    found = [rank.max(axis=1)]
+    largest = [rank.max(axis=1)]
     for _ in range(count - 1):
-        rank = jnp.where(rank == found[-1][:, None], 0, rank)
-        found.append(rank.max(axis=1))
-    return jnp.stack(found, axis=1)
+        rank = jnp.where(rank == largest[-1][:, None], 0, rank)
+        largest.append(rank.max(axis=1))
+    return jnp.stack(largest, axis=1)
 
 
 def _match_lengths(

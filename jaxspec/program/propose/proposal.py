@@ -26,8 +26,8 @@ class Proposal(NamedTuple):
     """Draft tokens of one round, by node of a tree.
 
     Attributes:
-        num_drafts: Valid drafts of each sequence: columns at or past it are padding. In
-            a tree: valid levels.
+        num_valid_drafts: Valid drafts of each sequence: columns at or past it are
+            padding. In a tree: valid levels.
         probs: Distributions of the tokens after token controls, temperature, top-k,
             top-p and min-p; None if each is a point mass. In a tree: one per level, for
             the main chain.
@@ -36,7 +36,7 @@ class Proposal(NamedTuple):
     """
 
     tokens: Int[Array, "seq draft"]
-    num_drafts: Int[Array, " seq"]
+    num_valid_drafts: Int[Array, " seq"]
     probs: Float[Array, "seq _ vocab"] | None = None
     is_broken: Bool[Array, " seq"] | None = None
 

@@ -88,7 +88,7 @@ class Suffix(Lookup):
             longest=len(self.limits) - 1,
             shortest=self.shortest,
             num_matches=NUM_MATCHES,
-            num_draft_tokens=context.tree.num_levels,
+            num_levels=context.tree.num_levels,
         )
 
 
@@ -128,7 +128,7 @@ class CachedSuffix(Suffix):
             context.token_pages,
             longest=len(self.limits) - 1,
             shortest=self.shortest,
-            num_draft_tokens=context.tree.num_levels,
+            num_levels=context.tree.num_levels,
         )
         return merge_matches((in_sequence, in_answers), NUM_MATCHES)
 
@@ -159,6 +159,6 @@ def choose(matches: Matches, *, limits: tuple[int, ...], min_share: int) -> Prop
     is_kept = (offset < limit) & (share >= min_share) & is_counted[:, :, None]
     expected = jnp.where(is_kept, share, 0).sum(axis=2)  # [seq, match]
     best = jnp.argmax(expected, axis=1)[:, None]
-    num_drafts = jnp.take_along_axis(is_kept.sum(axis=2), best, axis=1)[:, 0]
+    num_valid_drafts = jnp.take_along_axis(is_kept.sum(axis=2), best, axis=1)[:, 0]
     drafts = jnp.take_along_axis(following, best[:, :, None], axis=1)[:, 0]
-    return Proposal(drafts, num_drafts.astype(jnp.int32))
+    return Proposal(drafts, num_valid_drafts.astype(jnp.int32))

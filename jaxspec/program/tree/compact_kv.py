@@ -65,11 +65,11 @@ def compact_kv(
         size = array.pages_per_unit * pool.num_units * pool.page_size
         parts = [
             _layer_slots(
-                layer_slots(places[one.is_local][end], one, pool.page_size),
+                layer_slots(places[layer.is_local][end], layer, pool.page_size),
                 array.num_turns,
                 size,
             )
-            for one in layers
+            for layer in layers
         ]
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 

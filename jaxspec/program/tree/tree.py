@@ -99,13 +99,13 @@ class Tree:
 
         Levels with fewer entries than others repeat their first entry.
         """
-        found = [
+        rows_by_level = [
             sorted({parent + 1 for parent in self.parents if self._depth(parent) == n})
             for n in range(self.num_levels)
         ]
-        width = max(map(len, found), default=0)
-        padded = [rows + rows[:1] * (width - len(rows)) for rows in found]
-        return np.array(padded, np.int32).reshape(len(found), width)
+        width = max(map(len, rows_by_level), default=0)
+        padded = [rows + rows[:1] * (width - len(rows)) for rows in rows_by_level]
+        return np.array(padded, np.int32).reshape(len(rows_by_level), width)
 
     @property
     def max_parents_per_level(self) -> int:

@@ -40,7 +40,7 @@ def verify_tree(
     proposal: Proposal | None,
     inputs: Int[Array, "seq width"],
     logits: Float[Array, "token vocab"],
-    num_draft_tokens: Int[Array, " seq"],
+    num_valid_drafts: Int[Array, " seq"],
     active: Active,
     backend: Backend,
     *,
@@ -53,7 +53,7 @@ def verify_tree(
     Args:
         inputs: Tokens that the target read: the newest one, then the drafts by node.
         logits: Sequence-major, of all rows of the tree.
-        num_draft_tokens: Valid levels of drafts of each sequence: nodes of deeper
+        num_valid_drafts: Valid levels of drafts of each sequence: nodes of deeper
             levels are padding.
         adjust, forced_acceptance: As for `verify`; only for chains.
         max_model_len: Nodes whose slots would lie past it are ignored.
@@ -62,7 +62,7 @@ def verify_tree(
         verdict = verify(
             proposal,
             logits,
-            num_draft_tokens,
+            num_valid_drafts,
             active,
             backend,
             tree=tree,
@@ -75,17 +75,17 @@ def verify_tree(
     assert adjust is None, "controls are computed for one path only"
     assert forced_acceptance is None, "forced acceptance needs a chain"
     chain = tree.main_chain
-    rows = logits.reshape(len(num_draft_tokens), tree.num_rows, -1)
+    rows = logits.reshape(len(num_valid_drafts), tree.num_rows, -1)
     verdict = verify(
         proposal.first(chain.num_nodes),
         rows[:, : chain.num_rows].reshape(-1, rows.shape[2]),
-        jnp.minimum(num_draft_tokens, chain.num_nodes),
+        jnp.minimum(num_valid_drafts, chain.num_nodes),
         active,
         backend,
         tree=chain,
         adjust=None,
     )
-    is_usable = _usable_nodes(tree, num_draft_tokens, active, max_model_len)
+    is_usable = _usable_nodes(tree, num_valid_drafts, active, max_model_len)
     drafts = inputs[:, 1:]
     tokens, row = _follow_branches(
         tree, drafts, rows, verdict, is_usable, active, backend
@@ -152,11 +152,11 @@ def _follow_branches(
 
 
 def _usable_nodes(
-    tree: Tree, num_draft_tokens: Int[Array, " seq"], active: Active, max_model_len: int
+    tree: Tree, num_valid_drafts: Int[Array, " seq"], active: Active, max_model_len: int
 ) -> Bool[Array, "seq draft"]:
     """Return which drafts are in valid levels and have slots for keys and values."""
     depth = jnp.array([tree.depths[1:]], jnp.int32)
     slot = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None]
     slot = active.num_tokens[:, None] + slot
-    is_usable = (depth <= num_draft_tokens[:, None]) & (slot < max_model_len)
+    is_usable = (depth <= num_valid_drafts[:, None]) & (slot < max_model_len)
     return is_usable & active.is_active[:, None]

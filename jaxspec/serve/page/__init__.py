@@ -62,7 +62,7 @@ def page_routes(serving: Serving) -> APIRouter:
         choice, memory = engine.choice, engine.engine.memory
         return {
             "model": serving.settings.model_name,
-            "max_draft_tokens": serving.config.num_draft_tokens,
+            "max_draft_tokens": serving.config.max_draft_tokens,
             "num_drafts": choice.num_draft_tokens,
             "gain": choice.gain,
             "may_draft": choice.may_draft,

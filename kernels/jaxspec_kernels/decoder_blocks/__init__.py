@@ -71,6 +71,8 @@ class Attention(NamedTuple):
         scale, soft_cap, window: As in `paged_attention`.
         is_rounded: Round rows to bfloat16 before each product with bfloat16 panels, and
             queries before the product with keys.
+        is_used: Rows whose results are read; None for all. The others keep their
+            stream, write no keys and values, and cost nothing on CPU.
     """
 
     before: Norm
@@ -89,13 +91,14 @@ class Attention(NamedTuple):
     soft_cap: float | None = None
     window: int | None = None
     is_rounded: bool = False
+    is_used: Bool[Array, " row"] | None = None
 
 
 class FeedForward(NamedTuple):
     """Weights and settings of `feed_forward_block`.
 
     Attributes:
-        before, after, is_rounded: As in `Attention`.
+        before, after, is_rounded, is_used: As in `Attention`.
         gate_up_proj: Panels of (2 * hidden_size, model), in which `block` rows of the
             gate alternate with `block` rows of up.
         down_proj: Panels of (model, hidden_size).
@@ -110,6 +113,7 @@ class FeedForward(NamedTuple):
     block: int
     activation: str
     is_rounded: bool = False
+    is_used: Bool[Array, " row"] | None = None
 
 
 def attention_block(

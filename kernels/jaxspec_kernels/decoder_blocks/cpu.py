@@ -17,18 +17,22 @@ def attention_block(
 ) -> tuple[Array, KvPages]:
     """See `jaxspec_kernels.decoder_blocks`."""
     native.require("attention_block")
-    given: list[Array] = []
-    for one in attention.regions:
-        mask = one.ancestor_mask
+    region_operands: list[Array] = []
+    for region in attention.regions:
+        mask = region.ancestor_mask
         none = jnp.zeros((0, 0, 0), bool)
-        given += [one.page_table, one.kv_len, none if mask is None else mask]
+        region_operands += [
+            region.page_table,
+            region.kv_len,
+            none if mask is None else mask,
+        ]
     norms = attention.before, attention.after, attention.q_norm, attention.k_norm
     operands = stream, *map(_weight, norms)
     for panels in (attention.q_proj, attention.kv_proj, attention.o_proj):
         operands = *operands, *of_panels(panels)
     pages = of_pages(kv_pages)
     rows = attention.cosine, attention.sine, attention.slot_mapping
-    operands = *operands, *rows, *pages
+    operands = *operands, *rows, _mask(attention.is_used), *pages
     # Pages and scales are written in place.
     last = len(operands) - 1
     call = jax.ffi.ffi_call(
@@ -36,9 +40,9 @@ def attention_block(
         tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (stream, *pages)),
         input_output_aliases={last - 1: 1, last: 2},
     )
-    made, pages, scales = call(
+    output, pages, scales = call(
         *operands,
-        *given,
+        *region_operands,
         num_queries=np.array([one.num_queries for one in attention.regions], np.int64),
         num_q_heads=np.int64(attention.num_q_heads),
         scale=np.float32(attention.scale),
@@ -48,7 +52,7 @@ def attention_block(
         **_numbers(*norms),
     )
     is_scaled = isinstance(kv_pages, ScaledPages)
-    return made, ScaledPages(pages, scales) if is_scaled else pages
+    return output, ScaledPages(pages, scales) if is_scaled else pages
 
 
 def feed_forward_block(
@@ -63,6 +67,7 @@ def feed_forward_block(
         _weight(network.after),
         *of_panels(network.gate_up_proj),
         *of_panels(network.down_proj),
+        _mask(network.is_used),
         hidden=np.int64(network.hidden_size),
         block=np.int64(network.block),
         is_gelu=network.activation == GELU,
@@ -73,6 +78,10 @@ def feed_forward_block(
 
 def _weight(norm: Norm | None) -> Array:
     return jnp.zeros((0,), jnp.float32) if norm is None else norm.weight
+
+
+def _mask(is_used: Array | None) -> Array:
+    return jnp.zeros((0,), bool) if is_used is None else is_used
 
 
 def _numbers(*norms: Norm | None) -> dict[str, np.float32]:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import GELU, Attention, FeedForward, Norm
@@ -34,26 +34,29 @@ def attention_block(
     both = multiply(normed, attention.kv_proj, 2 * num_heads * head_dim)
     both = both.reshape(rows, num_heads, 2, head_dim)
     key, value = position(attention.k_norm, both[:, :, 0]), both[:, :, 1]
-    kv_pages = write_kv_pages(kv_pages, key, value, attention.slot_mapping)
+    slots, is_used = attention.slot_mapping, attention.is_used
+    if is_used is not None:
+        slots = jnp.where(is_used, slots, kv_pages.shape[0] * kv_pages.shape[1])
+    kv_pages = write_kv_pages(kv_pages, key, value, slots)
     mixed, start = [], 0
-    for one in attention.regions:
-        count = one.kv_len.shape[0] * one.num_queries
-        here = query[start : start + count]
+    for region in attention.regions:
+        count = region.kv_len.shape[0] * region.num_queries
+        region_query = query[start : start + count]
         start += count
-        found = paged_attention(
-            here.reshape(-1, one.num_queries, *here.shape[1:]),
+        attended = paged_attention(
+            region_query.reshape(-1, region.num_queries, *region_query.shape[1:]),
             kv_pages,
-            one.page_table,
-            one.kv_len,
+            region.page_table,
+            region.kv_len,
             scale=attention.scale,
             soft_cap=attention.soft_cap,
             window=attention.window,
-            ancestor_mask=one.ancestor_mask,
+            ancestor_mask=region.ancestor_mask,
         )
-        mixed.append(found.reshape(count, -1).astype(jnp.float32))
+        mixed.append(attended.reshape(count, -1).astype(jnp.float32))
     mixed.append(jnp.zeros((rows - start, attention.num_q_heads * head_dim)))
     outputs = multiply(jnp.concatenate(mixed), attention.o_proj, model)
-    return stream + _norm(attention.after, outputs), kv_pages
+    return _add(stream, _norm(attention.after, outputs), is_used), kv_pages
 
 
 def feed_forward_block(
@@ -74,7 +77,17 @@ def feed_forward_block(
     outer = panel_matmul(
         inner, network.down_proj, num_outputs=model, is_rounded=is_rounded
     )
-    return stream + _norm(network.after, outer)
+    return _add(stream, _norm(network.after, outer), network.is_used)
+
+
+def _add(
+    stream: Float[Array, "row model"],
+    rows: Float[Array, "row model"],
+    is_used: Bool[Array, " row"] | None,
+) -> Float[Array, "row model"]:
+    """Add rows to the stream where it is used."""
+    total = stream + rows
+    return total if is_used is None else jnp.where(is_used[:, None], total, stream)
 
 
 def _norm(

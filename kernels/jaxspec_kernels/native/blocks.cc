@@ -2,7 +2,8 @@
 // stream: attention with its projections, and the gated feed-forward network.
 //
 // Every row is computed independently, in one order of operations, so that its bits do
-// not depend on the number of rows.
+// not depend on the number of rows. Rows that are not used are left out of all products:
+// their stream stays as it is.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -74,14 +75,6 @@ struct Norm {
   }
 };
 
-void apply(ffi::ThreadPool& pool, const Norm& norm, const float* rows,
-           const float* residual, float* to, int64_t num_rows, int64_t size) {
-  for_each_row(pool, num_rows, size, [&](int64_t row) {
-    norm.apply(rows + row * size, residual ? residual + row * size : nullptr,
-               to + row * size, size);
-  });
-}
-
 // Normalises `count` heads of `size` in place, `stride` apart.
 void apply_to_heads(const Norm& norm, float* heads, int64_t count, int64_t stride,
                     int64_t size) {
@@ -89,6 +82,54 @@ void apply_to_heads(const Norm& norm, float* heads, int64_t count, int64_t strid
   for (int64_t head = 0; head < count; ++head) {
     float* own = heads + head * stride;
     norm.apply(own, nullptr, own, size);
+  }
+}
+
+// The used rows of a call, whose values the products take one after the other.
+struct UsedRows {
+  std::vector<int64_t> index;
+
+  // Returns false unless the mask is empty (all are used) or has one value per row.
+  bool set(ffi::Buffer<ffi::PRED> is_used, int64_t rows) {
+    const int64_t count = is_used.element_count();
+    if (count != 0 && count != rows) return false;
+    index.clear();
+    for (int64_t row = 0; row < rows; ++row)
+      if (count == 0 || is_used.typed_data()[row]) index.push_back(row);
+    return true;
+  }
+
+  int64_t count() const { return index.size(); }
+};
+
+// Applies a norm to the used rows: row `used.index[i]` becomes row i.
+void apply_to_used(ffi::ThreadPool& pool, const Norm& norm, const float* rows,
+                   const UsedRows& used, int64_t first, int64_t count, float* to,
+                   int64_t size) {
+  for_each_row(pool, count, size, [&](int64_t i) {
+    norm.apply(rows + used.index[first + i] * size, nullptr, to + i * size, size);
+  });
+}
+
+// Adds the norm of row i to row `used.index[i]` of the residual stream.
+void add_to_used(ffi::ThreadPool& pool, const Norm& norm, const float* rows,
+                 const float* residual, const UsedRows& used, int64_t first,
+                 int64_t count, float* to, int64_t size) {
+  for_each_row(pool, count, size, [&](int64_t i) {
+    const int64_t at = used.index[first + i] * size;
+    norm.apply(rows + i * size, residual + at, to + at, size);
+  });
+}
+
+// Copies the rows that are not used.
+void copy_unused(const UsedRows& used, const float* from, float* to, int64_t rows,
+                 int64_t size) {
+  auto next = used.index.begin();
+  for (int64_t row = 0; row < rows; ++row) {
+    if (next != used.index.end() && *next == row)
+      ++next;
+    else
+      std::copy_n(from + row * size, size, to + row * size);
   }
 }
 
@@ -153,7 +194,7 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
                           ffi::AnyBuffer o_proj, ffi::Buffer<ffi::F32> o_scales,
                           ffi::Buffer<ffi::F32> cosine,
                           ffi::Buffer<ffi::F32> sine, ffi::Buffer<ffi::S32> slots,
-                          ffi::AnyBuffer kv_pages, ffi::AnyBuffer scales,
+                          ffi::Buffer<ffi::PRED> is_used, ffi::AnyBuffer kv_pages, ffi::AnyBuffer scales,
                           ffi::RemainingArgs regions,
                           ffi::ResultBuffer<ffi::F32> made,
                           ffi::Result<ffi::AnyBuffer> made_pages,
@@ -182,6 +223,8 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
       static_cast<int64_t>(sine.element_count()) != rows * half ||
       static_cast<int64_t>(slots.element_count()) != rows)
     return refuse("positions are of other rows");
+  static thread_local UsedRows used_rows;
+  if (!used_rows.set(is_used, rows)) return refuse("the mask is of other rows");
   const Panels to_queries = panels_of(q_proj, q_scales, queries_size, model, is_rounded);
   const Panels to_keys = panels_of(kv_proj, kv_scales, keys_size, model, is_rounded);
   const Panels from_heads = panels_of(o_proj, o_scales, model, queries_size, is_rounded);
@@ -207,29 +250,33 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
     std::memcpy(slot_scales, scales.untyped_data(), scales.size_bytes());
   attention.scales = slot_scales;
 
-  static thread_local std::vector<float> normed, query, key_value;
+  // Used rows are adjacent, except in `by_region`: attention takes all rows.
+  static thread_local std::vector<float> normed, query, key_value, by_region;
+  // Bind by reference: other threads would read their own thread-local values.
+  const UsedRows& used = used_rows;
+  const Norm &query_norm = q_heads, &key_norm = k_heads;
+  const int64_t count = used.count();
   normed.resize(rows * std::max(model, queries_size));
-  query.resize(rows * queries_size);
-  key_value.resize(rows * keys_size);
+  query.resize(rows * std::max(model, queries_size));
+  key_value.resize(count * keys_size);
   float *normed_rows = normed.data(), *queries = query.data();
   float* keys = key_value.data();
-  apply(pool, first, stream.typed_data(), nullptr, normed_rows, rows, model);
-  multiply(pool, to_queries, normed_rows, rows, queries);
-  multiply(pool, to_keys, normed_rows, rows, keys);
+  apply_to_used(pool, first, stream.typed_data(), used, 0, count, normed_rows, model);
+  multiply(pool, to_queries, normed_rows, count, queries);
+  multiply(pool, to_keys, normed_rows, count, keys);
   const int64_t num_slots = attention.pages * attention.page_size;
-  // Bind by reference: other threads would read their own thread-local norms.
-  const Norm &query_norm = q_heads, &key_norm = k_heads;
-  for_each_row(pool, rows, queries_size + keys_size, [&](int64_t row) {
+  for_each_row(pool, count, queries_size + keys_size, [&](int64_t i) {
+    const int64_t row = used.index[i];
     const float* cosines = cosine.typed_data() + row * half;
     const float* sines = sine.typed_data() + row * half;
-    apply_to_heads(query_norm, queries + row * queries_size, num_q_heads, size, size);
+    apply_to_heads(query_norm, queries + i * queries_size, num_q_heads, size, size);
     for (int64_t head = 0; head < num_q_heads; ++head) {
-      float* own = queries + row * queries_size + head * size;
+      float* own = queries + i * queries_size + head * size;
       rotate(own, cosines, sines, half, is_rounded, own);
     }
     const int64_t slot = slots.typed_data()[row];
     if (slot < 0 || slot >= num_slots) return;  // padding
-    float* own = keys + row * keys_size;
+    float* own = keys + i * keys_size;
     apply_to_heads(key_norm, own, kv_heads, 2 * size, size);
     auto write = [&](auto* all) {
       write_row(own, cosines, sines, kv_heads, size, all + slot * keys_size);
@@ -247,6 +294,14 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
                                 slot_scales + slot * 2 * kv_heads);
     }
   });
+  const bool is_gathered = count < rows;
+  if (is_gathered) {
+    by_region.assign(rows * queries_size, 0.0f);
+    for (int64_t i = 0; i < count; ++i)
+      std::copy_n(queries + i * queries_size, queries_size,
+                  by_region.data() + used.index[i] * queries_size);
+  }
+  const float* all_queries = is_gathered ? by_region.data() : queries;
   // From here on the heads' results overwrite the normed rows.
   int64_t start = 0;
   for (size_t region = 0; region < num_queries.size(); ++region) {
@@ -261,21 +316,23 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
     if (ffi::Error error = set_region(attention, *table, *kv_len, *mask);
         error.failure())
       return error;
-    const int64_t count = attention.seqs * attention.queries;
-    if (start + count > rows) return refuse("regions have more rows than there are");
-    attend(pool, attention, queries + start * queries_size,
+    const int64_t of_region = attention.seqs * attention.queries;
+    if (start + of_region > rows)
+      return refuse("regions have more rows than there are");
+    attend(pool, attention, all_queries + start * queries_size,
            normed_rows + start * queries_size);
-    start += count;
+    start += of_region;
   }
   std::fill(normed_rows + start * queries_size, normed_rows + rows * queries_size,
             0.0f);
-  float* outputs = queries;
-  if (model > queries_size) {
-    query.resize(rows * model);
-    outputs = query.data();
-  }
-  multiply(pool, from_heads, normed_rows, rows, outputs);
-  apply(pool, last, outputs, stream.typed_data(), made->typed_data(), rows, model);
+  if (is_gathered)
+    for (int64_t i = 0; i < count; ++i)
+      std::copy_n(normed_rows + used.index[i] * queries_size, queries_size,
+                  normed_rows + i * queries_size);
+  multiply(pool, from_heads, normed_rows, count, queries);
+  add_to_used(pool, last, queries, stream.typed_data(), used, 0, count,
+              made->typed_data(), model);
+  copy_unused(used, stream.typed_data(), made->typed_data(), rows, model);
   return ffi::Error::Success();
 }
 
@@ -295,6 +352,7 @@ ffi::Error FeedForwardBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
                             ffi::Buffer<ffi::F32> gate_up_scales,
                             ffi::AnyBuffer down_proj,
                             ffi::Buffer<ffi::F32> down_scales,
+                            ffi::Buffer<ffi::PRED> is_used,
                             ffi::ResultBuffer<ffi::F32> made, int64_t hidden,
                             int64_t block, bool is_gelu, float epsilon, float offset,
                             bool is_rounded) {
@@ -313,17 +371,21 @@ ffi::Error FeedForwardBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
   if (!first.set(before, model, offset, epsilon) ||
       !last.set(after, model, offset, epsilon))
     return refuse("norms do not fit");
+  static thread_local UsedRows used_rows;
+  if (!used_rows.set(is_used, rows)) return refuse("the mask is of other rows");
+  const UsedRows& used = used_rows;
+  const Norm &norm_before = first, &norm_after = last;
   // Per call, and reused by the next: products and activations.
   static thread_local std::vector<float> normed, inner, active, outer;
-  const int64_t most = std::min(rows, kMaxRows);
+  const int64_t most = std::min(used.count(), kMaxRows);
   normed.resize(most * model), outer.resize(most * model);
   inner.resize(most * 2 * hidden), active.resize(most * hidden);
   float *normed_rows = normed.data(), *products = inner.data();
   float* activated = active.data();
-  for (int64_t start = 0; start < rows; start += kMaxRows) {
-    const int64_t count = std::min(kMaxRows, rows - start);
-    const float* from = stream.typed_data() + start * model;
-    apply(pool, first, from, nullptr, normed_rows, count, model);
+  for (int64_t start = 0; start < used.count(); start += kMaxRows) {
+    const int64_t count = std::min(kMaxRows, used.count() - start);
+    apply_to_used(pool, norm_before, stream.typed_data(), used, start, count,
+                  normed_rows, model);
     multiply(pool, in, normed_rows, count, products);
     // Blocks of gate and up alternate.
     auto activate = [&](int64_t row, float* to) {
@@ -347,9 +409,10 @@ ffi::Error FeedForwardBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
     for_each_row(pool, count, 4 * hidden,
                  [&](int64_t row) { activate(row, activated + row * hidden); });
     multiply(pool, out, activated, count, outer.data());
-    apply(pool, last, outer.data(), from, made->typed_data() + start * model, count,
-          model);
+    add_to_used(pool, norm_after, outer.data(), stream.typed_data(), used, start, count,
+                made->typed_data(), model);
   }
+  copy_unused(used, stream.typed_data(), made->typed_data(), rows, model);
   return ffi::Error::Success();
 }
 
@@ -373,6 +436,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention_block, jaxspec::AttentionBlock,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()
@@ -397,6 +461,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_feed_forward_block, jaxspec::FeedForwardBl
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<int64_t>("hidden")
                                   .Attr<int64_t>("block")

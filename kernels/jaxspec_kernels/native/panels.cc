@@ -408,6 +408,36 @@ void multiply(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
 
 namespace {
 
+// As `multiply`; rows of zeros, whose products are zeros, are left out.
+void multiply_nonzero(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
+                      int64_t num_rows, float* outputs) {
+  const int64_t features = panels.features, size = panels.outputs;
+  static thread_local std::vector<int64_t> index;
+  index.clear();
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float* values = inputs + row * features;
+    if (std::any_of(values, values + features, [](float one) { return one != 0.0f; }))
+      index.push_back(row);
+  }
+  const int64_t count = index.size();
+  if (count == num_rows) return multiply(pool, panels, inputs, num_rows, outputs);
+  static thread_local std::vector<float> rows;
+  rows.resize(count * features);
+  for (int64_t i = 0; i < count; ++i)
+    std::copy_n(inputs + index[i] * features, features, rows.data() + i * features);
+  multiply(pool, panels, rows.data(), count, outputs);
+  // From the last row on, so that none is overwritten before it has moved.
+  for (int64_t row = num_rows - 1, i = count - 1; row >= 0; --row) {
+    float* to = outputs + row * size;
+    if (i >= 0 && index[i] == row) {
+      if (i != row) std::copy_n(outputs + i * size, size, to);
+      --i;
+    } else {
+      std::fill_n(to, size, 0.0f);
+    }
+  }
+}
+
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> inputs,
                     ffi::AnyBuffer panels, ffi::Buffer<ffi::F32> scales,
                     ffi::ResultBuffer<ffi::F32> outputs, bool is_rounded) {
@@ -417,7 +447,7 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> inputs,
   const Panels matrix = panels_of(panels, scales, made[1], rows[1], is_rounded);
   if (!matrix.values)
     return ffi::Error::InvalidArgument("multiply: shapes do not fit each other");
-  multiply(pool, matrix, inputs.typed_data(), rows[0], outputs->typed_data());
+  multiply_nonzero(pool, matrix, inputs.typed_data(), rows[0], outputs->typed_data());
   return ffi::Error::Success();
 }
 

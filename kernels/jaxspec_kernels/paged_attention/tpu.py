@@ -216,16 +216,16 @@ def _by_head(
             copied may hold anything: no query sees their tokens.
     """
     if page_size >= LANES:
-        own = [pages[page : page + 1, 0, :] for page in range(num_pages)]
+        by_page = [pages[page : page + 1, 0, :] for page in range(num_pages)]
         starts = range(0, two_kv_heads * page_size, page_size)
         return [
-            jnp.concatenate([one[:, at : at + page_size] for one in own], axis=1)
+            jnp.concatenate([row[:, at : at + page_size] for row in by_page], axis=1)
             for at in starts
         ]
     # Heads per row of lanes, and pages per row of the result.
     group = LANES // page_size
     shift = page_size.bit_length() - 1
-    made = []
+    by_head = []
     for first in range(0, two_kv_heads, group):
         # With groups of 2, heads A and B of pages 0 and 1:
         #   in [A0 B0, A1 B1] -> rolled [A0 B0, B1 A1] -> A [A0 -, - A1], B [B0 -, - B1]
@@ -237,15 +237,15 @@ def _by_head(
             is_rolled = (page >> bit) & 1 == 1
             row = jnp.where(is_rolled, pltpu.roll(row, page_size << bit, 1), row)
         for head in range(min(group, two_kv_heads - first)):
-            own = pltpu.roll(row, -head * page_size % LANES, 1)
-            own = jnp.where(lane >> shift == page, own, 0.0)
+            head_scales = pltpu.roll(row, -head * page_size % LANES, 1)
+            head_scales = jnp.where(lane >> shift == page, head_scales, 0.0)
             tiles = [
-                own[at : at + group].sum(axis=0, keepdims=True)
+                head_scales[at : at + group].sum(axis=0, keepdims=True)
                 for at in range(0, row.shape[0], group)
             ]
             scales = jnp.concatenate(tiles, axis=1)
-            made.append(scales[:, : num_pages * page_size])
-    return made
+            by_head.append(scales[:, : num_pages * page_size])
+    return by_head
 
 
 def _by_row(numbers: Array, num_rows: int) -> Array:

@@ -33,7 +33,7 @@ def rejection_sampling(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
-    num_draft_tokens: Int[Array, " seq"],
+    num_valid_drafts: Int[Array, " seq"],
     sampling_values: SamplingValues | None,
     *,
     rule: Int[Array, " seq"] | None = None,
@@ -76,7 +76,7 @@ def rejection_sampling(
     - A row without any finite logit accepts no draft and returns token 0.
     - A probability that underflows is 0. If underflow or rounding makes the whole
       residual 0, the token is drawn from the target.
-    - Drafts, probabilities, uniforms and rows past `num_draft_tokens` are not used.
+    - Drafts, probabilities, uniforms and rows past `num_valid_drafts` are not used.
     - Padding sequences: pass temperature 0 and ignore their verdict.
 
     Under `shard_map` with the vocabulary split, pass each device's slice of logits and
@@ -91,7 +91,7 @@ def rejection_sampling(
             mass (greedy or lookup).
         target_logits: float32 or bfloat16. Row i predicts the token in the place of
             draft i (from 0); the last row, the token after all drafts.
-        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+        num_valid_drafts: Valid drafts of each sequence: columns at or past it are
             padding.
         sampling_values: None if every sequence is greedy: the program then contains
             nothing else, and the arguments that follow are not used.
@@ -102,7 +102,7 @@ def rejection_sampling(
             position; None if no sequence is coupled (a coupled one would then follow
             `STANDARD`).
         num_forced: For benchmarks: accept exactly this number of drafts (at most
-            `num_draft_tokens`), then sample from the target. All passes still run.
+            `num_valid_drafts`), then sample from the target. All passes still run.
             None: the rules decide.
         vocab_size: Size of the whole vocabulary; None if no column is padding.
         axis_name: Mesh axes that split the vocabulary, major first.
@@ -122,7 +122,7 @@ def rejection_sampling(
         target_logits.shape,
         draft_tokens=draft_tokens,
         draft_probs=draft_probs,
-        num_draft_tokens=num_draft_tokens,
+        num_valid_drafts=num_valid_drafts,
         sampling_values=sampling_values,
         rule=rule,
         accept_uniform=accept_uniform,
@@ -135,7 +135,7 @@ def rejection_sampling(
         draft_tokens,
         draft_probs,
         target_logits,
-        num_draft_tokens,
+        num_valid_drafts,
         sampling_values,
         rule=rule,
         accept_uniform=accept_uniform,
@@ -218,7 +218,7 @@ def _implementation(
 
 
 def _check_shapes(
-    logits: tuple[int, ...], *, sampling_values: SamplingValues | None, **given: Any
+    logits: tuple[int, ...], *, sampling_values: SamplingValues | None, **arrays: Any
 ) -> None:
     """Raise `ValueError` for shapes that do not match those of the logits."""
     if len(logits) != 3 or not logits[1]:
@@ -230,14 +230,14 @@ def _check_shapes(
     expected = {
         "draft_tokens": draft,
         "draft_probs": (*draft, columns),
-        "num_draft_tokens": seq,
+        "num_valid_drafts": seq,
         "rule": seq,
         "accept_uniform": draft,
         "sample_uniform": seq,
         "noise_words": (seqs, width, 2),
     }
-    given |= {} if sampling_values is None else sampling_values._asdict()
-    for name, array in given.items():
+    arrays |= {} if sampling_values is None else sampling_values._asdict()
+    for name, array in arrays.items():
         shape = expected.get(name, seq)
         if array is not None and array.shape != shape:
             raise ValueError(

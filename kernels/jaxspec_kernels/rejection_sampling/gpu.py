@@ -74,16 +74,16 @@ def _statistics(*refs: Any, **shape: int):
         total,  # f32[row, split]
         draft_logit,  # f32[row, split]
     ) = refs
-    here = row, _ = pl.program_id(0), pl.program_id(1)
+    place = row, _ = pl.program_id(0), pl.program_id(1)
     values, ids, is_token = _read(logits, row, offset, **shape)
     top = values.max()
     at = jnp.where((values == top) & is_token, ids, passes.NO_ID).min()
     row_temperature, token = _scalar(temperature, row), _scalar(tokens, row)
-    plgpu.store(maximum.at[here], top)
-    plgpu.store(best.at[here], at)
+    plgpu.store(maximum.at[place], top)
+    plgpu.store(best.at[place], at)
     weights = jnp.exp((values - passes.safe_max(top)) / row_temperature)
-    plgpu.store(total.at[here], weights.sum())
-    plgpu.store(draft_logit.at[here], jnp.where(ids == token, values, -jnp.inf).max())
+    plgpu.store(total.at[place], weights.sum())
+    plgpu.store(draft_logit.at[place], jnp.where(ids == token, values, -jnp.inf).max())
 
 
 def _mass_above(*refs: Any, counts: bool, **shape: int):
@@ -120,14 +120,14 @@ def _gumbel_argmax(*refs: Any, **shape: int):
         score,  # f32[row, split]
         best,  # i32[row, split]
     ) = refs
-    here = row, _ = pl.program_id(0), pl.program_id(1)
+    place = row, _ = pl.program_id(0), pl.program_id(1)
     values, ids, is_token = _read(logits, row, offset, **shape)
     first, second = (_scalar(words, row, i) for i in range(2))
     scores = _to_weights(values, distribution, row) / exponential(first, second, ids)
     top = scores.max()
     at = jnp.where((scores == top) & is_token, ids, passes.NO_ID).min()
-    plgpu.store(score.at[here], top)
-    plgpu.store(best.at[here], at)
+    plgpu.store(score.at[place], top)
+    plgpu.store(best.at[place], at)
 
 
 def _residual_mass(*refs: Any, **shape: int):
@@ -229,7 +229,7 @@ def mass_above(
     """See `passes.mass_above`."""
     kernel = functools.partial(_mass_above, counts=counts)
     kernel.__name__ = _mass_above.__name__  # pyright: ignore[reportAttributeAccessIssue]
-    [found] = _launch(
+    [split_masses] = _launch(
         kernel,
         shard,
         logits,
@@ -239,7 +239,7 @@ def mass_above(
         before=limits.shape[1:],
         **launch,
     )
-    return found.sum(axis=2).T
+    return split_masses.sum(axis=2).T
 
 
 def gumbel_argmax(
@@ -252,10 +252,10 @@ def gumbel_argmax(
     """See `passes.gumbel_argmax`."""
     shared = jnp.stack(distribution[:3], axis=1)
     results = jnp.float32, jnp.int32
-    found = _launch(
+    split_results = _launch(
         _gumbel_argmax, shard, logits, shared, words, results=results, **launch
     )
-    score, best = passes.lowest(*found)
+    score, best = passes.lowest(*split_results)
     return score, jnp.where(score > 0, best, shard.offset)
 
 
@@ -268,7 +268,7 @@ def residual_mass(
     **launch: Any,
 ) -> Float[Array, "seq inner"]:
     """See `passes.residual_mass`."""
-    [found] = _launch(
+    [split_masses] = _launch(
         _residual_mass,
         shard,
         logits,
@@ -280,7 +280,7 @@ def residual_mass(
         rows=joint.size,
         **launch,
     )
-    return found.sum(axis=1).reshape(joint.shape)
+    return split_masses.sum(axis=1).reshape(joint.shape)
 
 
 def rejection_sampling(

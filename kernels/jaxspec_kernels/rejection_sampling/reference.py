@@ -75,7 +75,7 @@ def rejection_sampling(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
-    num_draft_tokens: Int[Array, " seq"],
+    num_valid_drafts: Int[Array, " seq"],
     sampling_values: SamplingValues | None,
     *,
     rule: Int[Array, " seq"] | None,
@@ -115,7 +115,7 @@ def rejection_sampling(
         local = kernels.statistics(shard, logits, temperature, tokens, None)
         statistics = passes.combine(shard, local, temperature)
         choices = statistics.best.reshape(seqs, width)
-        return _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
+        return _verify_exact(draft_tokens, choices, num_valid_drafts, num_forced)
     assert rule is not None, "sampled sequences have a rule"
     assert accept_uniform is not None, "sampled sequences need uniforms"
     assert sample_uniform is not None, "sampled sequences need uniforms"
@@ -156,7 +156,7 @@ def rejection_sampling(
             choices = jnp.where(is_coupled[:, None], gumbel_choices, best)
         weights = passes.to_weights(statistics.draft_logit[:, None], distribution)[:, 0]
         probs = passes.normalise(weights, distribution.total)
-        chosen = _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
+        chosen = _verify_exact(draft_tokens, choices, num_valid_drafts, num_forced)
         is_drawn = is_sampled & ~is_coupled
 
         def sampled_verdict() -> Verdict:
@@ -167,7 +167,7 @@ def rejection_sampling(
                 distribution,
                 Draft(draft_tokens, draft_probs),
                 target_token_probs=probs.reshape(seqs, width)[:, :-1],
-                num_draft_tokens=num_draft_tokens,
+                num_valid_drafts=num_valid_drafts,
                 is_block=is_sampled & (rule == BLOCK),
                 accept_uniform=accept_uniform,
                 sample_uniform=sample_uniform,
@@ -183,7 +183,7 @@ def rejection_sampling(
         ) if has_probs else None
 
     def without_sampling() -> tuple[Verdict, Array | None]:
-        verdict = _verify_exact(draft_tokens, best, num_draft_tokens, num_forced)
+        verdict = _verify_exact(draft_tokens, best, num_valid_drafts, num_forced)
         return verdict, jnp.zeros(logits.shape, jnp.float32) if has_probs else None
 
     decided = jax.lax.cond(is_sampled.any(), with_sampling, without_sampling)
@@ -272,11 +272,11 @@ def _filter(
 def _verify_exact(
     draft_tokens: Int[Array, "seq draft"],
     choices: Int[Array, "seq draft+1"],
-    num_draft_tokens: Int[Array, " seq"],
+    num_valid_drafts: Int[Array, " seq"],
     num_forced: Int[Array, " seq"] | None,
 ) -> Verdict:
     """Accept drafts while they equal the target's own choices."""
-    num_accepted = _prefix_length(draft_tokens == choices[:, :-1], num_draft_tokens)
+    num_accepted = _prefix_length(draft_tokens == choices[:, :-1], num_valid_drafts)
     if num_forced is not None:
         num_accepted = num_forced
     return Verdict(num_accepted, _pick(choices, num_accepted))
@@ -290,7 +290,7 @@ def _verify_sampled(
     draft: Draft,
     *,
     target_token_probs: Float[Array, "seq draft"],
-    num_draft_tokens: Int[Array, " seq"],
+    num_valid_drafts: Int[Array, " seq"],
     is_block: Bool[Array, " seq"],
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
@@ -301,12 +301,12 @@ def _verify_sampled(
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1. Sun et al. 2024,
         arXiv:2403.10444, Alg. 2.
     """
-    seqs, num_drafts = draft.tokens.shape
+    seqs, width = draft.tokens.shape[0], draft.tokens.shape[1] + 1
     draft_token_probs = draft.token_probs(shard)
     is_accepted = accept_uniform * draft_token_probs < target_token_probs
-    num_accepted = _prefix_length(is_accepted, num_draft_tokens)
-    joint = jnp.ones((seqs, num_drafts + 1), jnp.float32)
-    if num_drafts:
+    num_accepted = _prefix_length(is_accepted, num_valid_drafts)
+    joint = jnp.ones((seqs, width), jnp.float32)
+    if width > 1:
 
         def by_block() -> tuple[Array, Array]:
             joint = _joint(draft_token_probs, target_token_probs)
@@ -316,7 +316,7 @@ def _verify_sampled(
                 masses = shard.psum(
                     kernels.residual_mass(shard, logits, distribution, draft, inner)
                 )
-            return _longest(accept_uniform, num_draft_tokens, joint, masses), joint
+            return _longest(accept_uniform, num_valid_drafts, joint, masses), joint
 
         by_rule = jax.lax.cond(is_block.any(), by_block, lambda: (num_accepted, joint))
         num_accepted = jnp.where(is_block, by_rule[0], num_accepted)
@@ -324,15 +324,15 @@ def _verify_sampled(
     if num_forced is not None:
         # Continue as if no more drafts had been proposed: the next token is sampled
         # from the target.
-        num_accepted = num_draft_tokens = num_forced
+        num_accepted = num_valid_drafts = num_forced
     token = kernels.draw(
         shard,
         logits,
         distribution,
         draft,
-        row=jnp.arange(seqs, dtype=jnp.int32) * (num_drafts + 1) + num_accepted,
-        index=jnp.minimum(num_accepted, max(num_drafts - 1, 0)),
-        is_rejected=num_accepted < num_draft_tokens,
+        row=jnp.arange(seqs, dtype=jnp.int32) * width + num_accepted,
+        index=jnp.minimum(num_accepted, max(width - 2, 0)),
+        is_rejected=num_accepted < num_valid_drafts,
         joint=_pick(joint, num_accepted),
         uniform=sample_uniform,
     )
@@ -344,7 +344,7 @@ def _joint(
     target_token_probs: Float[Array, "seq draft"],
 ) -> Float[Array, "seq draft+1"]:
     """Return p_i = min(1, p_(i-1) * target / draft) for each prefix; p_0 = 1."""
-    # Tokens past num_draft_tokens are arbitrary, so their draft probability may be 0.
+    # Tokens past num_valid_drafts are arbitrary, so their draft probability may be 0.
     is_possible = draft_token_probs > 0
     ratio = target_token_probs / jnp.where(is_possible, draft_token_probs, 1.0)
     joint = [jnp.ones_like(ratio[:, 0])]
@@ -355,7 +355,7 @@ def _joint(
 
 def _longest(
     uniform: Float[Array, "seq draft"],
-    num_draft_tokens: Int[Array, " seq"],
+    num_valid_drafts: Int[Array, " seq"],
     joint: Float[Array, "seq draft+1"],
     residual_mass: Float[Array, "seq draft-1"],
 ) -> Int[Array, " seq"]:
@@ -365,16 +365,16 @@ def _longest(
     inner = jnp.where(room > 0, residual_mass / jnp.where(room > 0, room, 1.0), 1.0)
     inner = jnp.concatenate([inner, prefix_joint[:, -1:]], axis=1)
     length = jnp.arange(1, prefix_joint.shape[1] + 1, dtype=jnp.int32)[None]
-    acceptance = jnp.where(length == num_draft_tokens[:, None], prefix_joint, inner)
-    is_passed = (uniform < acceptance) & (length <= num_draft_tokens[:, None])
+    acceptance = jnp.where(length == num_valid_drafts[:, None], prefix_joint, inner)
+    is_passed = (uniform < acceptance) & (length <= num_valid_drafts[:, None])
     return jnp.where(is_passed, length, 0).max(axis=1)
 
 
 def _prefix_length(
-    is_accepted: Bool[Array, "seq draft"], num_draft_tokens: Int[Array, " seq"]
+    is_accepted: Bool[Array, "seq draft"], num_valid_drafts: Int[Array, " seq"]
 ) -> Int[Array, " seq"]:
     index = jnp.arange(is_accepted.shape[1], dtype=jnp.int32)[None]
-    is_accepted &= index < num_draft_tokens[:, None]
+    is_accepted &= index < num_valid_drafts[:, None]
     # in [1,1,0,1] -> [1,1,0,0] -> 2
     return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
 

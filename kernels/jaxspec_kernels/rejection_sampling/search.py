@@ -66,11 +66,11 @@ def search(
         bracket = bracket._replace(mass=jnp.full_like(distribution.total, jnp.inf))
 
     def is_open(bracket: _Bracket) -> Bool[Array, " row"]:
-        one = jnp.ones_like(distribution.total)
+        token_mass = jnp.ones_like(distribution.total)
         if not counts:
             lowest = _from_key(bracket.low << unused)[:, None]
-            one = to_weights(lowest, distribution)[:, 0]
-        has_two = bracket.mass - bracket.above >= 2 * one
+            token_mass = to_weights(lowest, distribution)[:, 0]
+        has_two = bracket.mass - bracket.above >= 2 * token_mass
         return (bracket.low < bracket.high) & has_two
 
     def narrow(bracket: _Bracket) -> _Bracket:

@@ -94,7 +94,7 @@ def statistics(
 
     kernel = functools.partial(_kernel, columns=columns, vocab_size=shard.vocab_size)
     result = functools.partial(jax.ShapeDtypeStruct, (rows, 1))
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -118,7 +118,7 @@ def statistics(
         temperature[:, None],
         tokens[:, None],
     )
-    return Statistics(*(values[:, 0] for values in found))
+    return Statistics(*(values[:, 0] for values in outputs))
 
 
 def rejection_sampling(

@@ -51,11 +51,11 @@ def _write_kernel(
 
     def each_page(is_read: bool, act: str) -> None:
         def one(at: Array, _: None) -> None:
-            own = page[first + at]
+            page_id = page[first + at]
 
-            @pl.when((leader[first + at] == at) & (own < pool.shape[0]))
+            @pl.when((leader[first + at] == at) & (page_id < pool.shape[0]))
             def _():
-                ends = pool.at[own], pages.at[at]
+                ends = pool.at[page_id], pages.at[at]
                 source, target = ends if is_read else ends[::-1]
                 copy = pltpu.make_async_copy(source, target, arrived)
                 getattr(copy, act)()

@@ -632,7 +632,7 @@ def test_unknown_host_name_is_retried(hosts: Any, monkeypatch: pytest.MonkeyPatc
 def test_shapes_survive_the_channel(template: Any):
     shape = StepShape(
         num_seqs=8,
-        num_draft_tokens=2,
+        num_levels=2,
         max_prompt_tokens=64,
         features=Features(all_greedy=True, num_logprobs=3),
         max_rounds=4,

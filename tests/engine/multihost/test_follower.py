@@ -16,7 +16,7 @@ from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import StepShape
 from tests.support.loops import make_config
 
-SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, max_prompt_tokens=0)
+SHAPE = StepShape(num_seqs=2, num_levels=3, max_prompt_tokens=0)
 
 
 class Written(Runner):

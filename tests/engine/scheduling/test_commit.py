@@ -42,11 +42,11 @@ def make_launch(
     return Launch(
         plan=StepPlan(tiles=tiles),
         shape=StepShape(
-            num_seqs=4, num_draft_tokens=3, max_prompt_tokens=64, features=WITH_LOGPROBS
+            num_seqs=4, num_levels=3, max_prompt_tokens=64, features=WITH_LOGPROBS
         ),
         rows=taken,
         owners=rows.owner[taken],
-        drafts=drafts,
+        draft_counts=drafts,
         decoding=decoding,
         tiled=tiled,
         registered=[],
@@ -58,7 +58,7 @@ def make_result(emitted: list[int]) -> StepResult:
     return StepResult(
         tokens=np.arange(16).reshape(4, 4),
         num_emitted=padded,
-        num_draft_tokens=np.where(padded > 0, 3, 0),
+        num_valid_drafts=np.where(padded > 0, 3, 0),
         num_accepted=np.maximum(padded - 1, 0),
         is_done=padded == 0,
         is_broken=np.zeros(4, bool),

@@ -117,7 +117,7 @@ def make_request(prompt: list[int], **changes: Any) -> Request:
         1,
         prompt_token_ids=prompt,
         max_total=1000,
-        num_draft_tokens=MOST,
+        max_draft_tokens=MOST,
         **changes,
     )
     request.row = 0
@@ -297,7 +297,7 @@ class CostlyDrafts(Loop):
     """A loop in which rounds with drafts take 2.5 times as long as those without."""
 
     def cost(self, launch) -> float:
-        return 2.5e-3 if launch.shape.num_draft_tokens else 1e-3
+        return 2.5e-3 if launch.shape.num_levels else 1e-3
 
 
 def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
@@ -318,7 +318,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
     loop.device = LookupDevice(loop.pool, truth, has_draft=False)
     for shape in loop.scheduler.shapes.all(with_on_demand=True):
         if not shape.max_prompt_tokens:
-            for k in {1, MOST} if shape.num_draft_tokens else {0}:
+            for k in {1, MOST} if shape.num_levels else {0}:
                 loop.scheduler.step_times.seed(
                     RoundKind(shape, k), 2.5e-3 if k else 1e-3
                 )
@@ -328,7 +328,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
         2 * config.max_num_seqs,
         prompt_token_ids=[int(token) for token in prompt],
         max_total=60 + length,
-        num_draft_tokens=MOST,
+        max_draft_tokens=MOST,
         features=Features(all_greedy=True),
     ):
         loop.scheduler.add(request)
@@ -342,7 +342,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_no_drafts_without_repetition(num_seqs):
     loop = watched(random_truth(4096), 200, max_num_seqs=num_seqs)
-    assert sum(launch.drafts.any() for launch in loop.launches) == 0
+    assert sum(launch.draft_counts.any() for launch in loop.launches) == 0
     kind = kind_of(loop.finished[0])
     assert loop.scheduler.acceptance.mean(kind)[0] < 0.05
 
@@ -353,10 +353,10 @@ def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
     prompt = [int(one) for one in np.random.default_rng(0).permutation(60)]
     loop = watched(repeat_truth(prompt), 200, max_num_seqs=num_seqs)
     decoding = [launch for launch in loop.launches if len(launch.rows)]
-    first = next(i for i, one in enumerate(decoding) if one.drafts.any())
+    first = next(i for i, one in enumerate(decoding) if one.draft_counts.any())
     # A match takes two tokens, several more show that it continues, and one launch is
     # already in flight.
     assert first <= 2 + 5 + 1
-    drafted = [bool(one.drafts.any()) for one in decoding[first:]]
+    drafted = [bool(one.draft_counts.any()) for one in decoding[first:]]
     assert np.mean(drafted) > 0.9
     assert loop.device.num_accepted > 0.9 * loop.device.num_proposed

@@ -23,9 +23,7 @@ CHUNKS = (32, 128, 512, 2048)
 
 
 def round_of(chunk: int) -> RoundKind:
-    return RoundKind(
-        StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=chunk), 3
-    )
+    return RoundKind(StepShape(num_seqs=4, num_levels=3, max_prompt_tokens=chunk), 3)
 
 
 PLAIN = round_of(0)
@@ -131,7 +129,7 @@ def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
     config = loop.config
     first, second = make_requests(config, 2, stop_ids=())
     for request in (first, second):
-        request.num_draft_tokens = 0
+        request.max_draft_tokens = 0
         request.params.output_kind = RequestOutputKind.DELTA
     first.prompt_token_ids, first.max_total = [1] * 8, config.max_model_len
     second.prompt_token_ids = [2] * prompt_tokens

@@ -51,7 +51,7 @@ def draft_prefill(shapes: Shapes, num_tiles: int) -> StepShape | None:
 def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Features):
     return (
         shape.num_seqs >= seqs
-        and shape.num_draft_tokens >= drafts
+        and shape.num_levels >= drafts
         and shape.max_prompt_tokens >= tokens
         and (need.all_greedy or not shape.features.all_greedy)
         and (shape.features.has_controls or not need.has_controls)
@@ -165,7 +165,7 @@ def test_plain_decoding_uses_plain_programs():
 
 
 def test_plain_program_is_not_requested_for_a_few_plain_launches():
-    largest = StepShape(num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512)
+    largest = StepShape(num_seqs=8, num_levels=5, max_prompt_tokens=512)
     programs = SomePrograms(largest)
     shapes = make_shapes(programs, **DEFAULT)
     for _ in range(2):
@@ -227,15 +227,13 @@ def test_expected_prompt_length_limits_the_chunks():
 def test_missing_program_is_requested_and_a_larger_one_serves():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
-    best = StepShape(
-        num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0, features=GREEDY
-    )
+    best = StepShape(num_seqs=1, num_levels=5, max_prompt_tokens=0, features=GREEDY)
     assert find(shapes, 1, 3, 0, GREEDY) is None
     assert programs.asked == [best]
     universal = shapes.all()[0]
     programs.add(universal)
     assert find(shapes, 1, 3, 0, GREEDY) == universal  # each size is larger
-    sampled = StepShape(num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0)
+    sampled = StepShape(num_seqs=1, num_levels=5, max_prompt_tokens=0)
     programs.add(sampled)
     assert find(shapes, 1, 3, 0, GREEDY) == sampled
     assert find(shapes, 2, 3, 0, GREEDY) == universal
@@ -335,7 +333,7 @@ def test_batch_invariant_launches_use_one_program(features):
     shapes = make_shapes(batch_invariant=True, **DEFAULT)
     only, draft_prefill = shapes.all(features=[features, SAMPLED])
     assert [draft_prefill] == shapes.draft_prefills
-    assert (only.num_seqs, only.num_draft_tokens) == (8, 5)
+    assert (only.num_seqs, only.num_levels) == (8, 5)
     for seqs, drafts, tiles in itertools.product(range(1, 9), range(6), range(4)):
         assert shapes.find(seqs, drafts, tiles * TILE, features) == only
         assert shapes.with_prompts(seqs, drafts, features) == [only]
@@ -375,9 +373,9 @@ def test_programs_with_drafts_verify_the_configured_tree():
     for shape in listed:
         if shape.is_draft_prefill:
             continue
-        is_plain = shape.features.needs_one_path or not shape.num_draft_tokens
+        is_plain = shape.features.needs_one_path or not shape.num_levels
         assert shape.tree.is_chain == is_plain
-        assert shape.tree.num_levels == shape.num_draft_tokens
+        assert shape.tree.num_levels == shape.num_levels
         assert shape.num_slots == 11
         assert ("t10" in shape.name) != is_plain
     assert leaves.tree(0).num_rows == 1
@@ -404,10 +402,8 @@ def test_rounds_can_run_without_side_branches(keys, has_chains):
     shapes = make_shapes(**DEFAULT, controller=ADAPTIVE, speculative_keys=keys)
     assert shapes.has_chains == has_chains
     every = shapes.all(with_on_demand=True)
-    soon, levels = shapes.all(), max(one.num_draft_tokens for one in every)
-    drafting = [
-        one for one in every if one.num_draft_tokens and not one.max_prompt_tokens
-    ]
+    soon, levels = shapes.all(), max(one.num_levels for one in every)
+    drafting = [one for one in every if one.num_levels and not one.max_prompt_tokens]
     chains = [one for one in drafting if one.tree.is_chain]
     if not has_chains:
         assert not chains or chains == drafting
@@ -433,7 +429,7 @@ def test_chain_rounds_use_tree_program_until_compiled():
     found = find(shapes, 4, 5, 0, GREEDY, has_side_branches=False)
     assert found is not None and not found.tree.is_chain
     (wanted,) = programs.asked
-    assert wanted.tree.is_chain and wanted.num_draft_tokens == 5
+    assert wanted.tree.is_chain and wanted.num_levels == 5
     programs.add(wanted)
     assert find(shapes, 4, 5, 0, GREEDY, has_side_branches=False) == wanted
 

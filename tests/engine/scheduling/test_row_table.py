@@ -181,7 +181,7 @@ def test_parallel_draft_model_reads_all_tokens_of_a_round():
 
 def test_rows_in_prefill_or_possibly_ended_do_not_decode():
     table = RowTable(4)
-    requests = [make_request(max_total=20, num_draft_tokens=3) for _ in range(4)]
+    requests = [make_request(max_total=20, max_draft_tokens=3) for _ in range(4)]
     for request in requests:
         table.admit(request, longest=25)
     rows = np.array([request.row for request in requests])

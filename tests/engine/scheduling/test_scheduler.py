@@ -227,7 +227,7 @@ def run_together(config: EngineConfig, count: int, **changes: Any) -> Loop:
     values: dict[str, Any] = dict(
         prompt_token_ids=[1, 2, 3, 4],
         max_total=16,
-        num_draft_tokens=config.num_draft_tokens,
+        max_draft_tokens=config.max_draft_tokens,
     )
     return run_traffic(config, make_requests(config, count, **(values | changes)))
 
@@ -295,15 +295,15 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
 
 def test_drafting_stops_above_batch_size_and_resumes():
     config = make_config(max_num_seqs=4, disable_by_batch_size=2)
-    requests = make_requests(config, 4, prompt_token_ids=[1, 2, 3], num_draft_tokens=3)
+    requests = make_requests(config, 4, prompt_token_ids=[1, 2, 3], max_draft_tokens=3)
     for request, budget in zip(requests, (60, 14, 14, 14), strict=True):
         request.max_total = 3 + budget
     loop = run_traffic(config, requests)
     decoding = [launch for launch in loop.launches if launch.decoding]
-    drafts = [int(launch.drafts.max()) for launch in decoding]
+    drafts = [int(launch.draft_counts.max()) for launch in decoding]
     assert 3 in drafts[-4:]  # the last rounds of texts have no room for K drafts
     crowded = [one for one in decoding if len(one.decoding) > 2]
-    assert {int(launch.drafts.max()) for launch in crowded} == {0}
+    assert {int(launch.draft_counts.max()) for launch in crowded} == {0}
     assert any(launch.shape.is_draft_prefill for launch in loop.launches)
 
 
@@ -317,7 +317,7 @@ def test_sequences_decode_during_draft_prefill():
         model_config=dataclasses.replace(MODEL, max_position_embeddings=512),
     )
     loop = Loop(config, seed=0)
-    options: dict[str, Any] = dict(num_draft_tokens=3, max_total=390)
+    options: dict[str, Any] = dict(max_draft_tokens=3, max_total=390)
     requests = make_requests(config, 4, prompt_token_ids=[1] * 5, **options)
     for request in requests:
         loop.scheduler.add(request)
@@ -334,9 +334,13 @@ def test_sequences_decode_during_draft_prefill():
     runs = [len([*run]) for is_turn, run in itertools.groupby(turns) if is_turn]
     assert max(runs) == MAX_IN_A_ROW
     last = len(turns) - 1 - turns[::-1].index(True)
-    between = [set(one.drafts.tolist()) for one in launches[:last] if one.decoding]
+    between = [
+        set(one.draft_counts.tolist()) for one in launches[:last] if one.decoding
+    ]
     assert {0, 3} in between, "both waited for the slower one"
-    assert all(set(one.drafts.tolist()) != {0} for one in launches[last + 1 : last + 9])
+    assert all(
+        set(one.draft_counts.tolist()) != {0} for one in launches[last + 1 : last + 9]
+    )
     for request in requests[:2]:
         loop.assert_said_the_truth(request)
 
@@ -345,7 +349,7 @@ def test_sequences_decode_during_draft_prefill():
 def test_first_token_does_not_wait_for_the_draft_prefill(kind):
     """The draft model prefills a prompt one launch later; then all rows get drafts."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
-    requests = make_requests(config, 2, num_draft_tokens=3, max_total=90)
+    requests = make_requests(config, 2, max_draft_tokens=3, max_total=90)
     for token, request in enumerate(requests, 1):
         request.prompt_token_ids, request.params.output_kind = [token] * 60, kind
     loop = run_traffic(config, requests)
@@ -355,13 +359,15 @@ def test_first_token_does_not_wait_for_the_draft_prefill(kind):
         return  # draft prefill is limited while texts are streamed
     is_draft_prefill = [one.shape.is_draft_prefill for one in loop.launches[:4]]
     assert is_draft_prefill == [False, False, True, True]
-    drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
+    drafts = [
+        one.draft_counts.tolist() for one in loop.launches[3:8] if len(one.draft_counts)
+    ]
     assert all(3 in one for one in drafts)
 
 
 def test_shared_pages_are_draft_prefilled_once():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
-    requests = make_requests(config, 4, num_draft_tokens=3)
+    requests = make_requests(config, 4, max_draft_tokens=3)
     loop = run_traffic(config, requests)
     reading = [one for one in loop.launches if one.shape.is_draft_prefill]
     read = sum(len(tile.tokens) for one in reading for tile in one.plan.tiles)
@@ -374,7 +380,7 @@ def test_draft_prefill_follows_admission_order():
     config = make_config(
         max_num_seqs=4, num_pages=200, max_model_len=400, max_num_batched_tokens=64
     )
-    requests = make_requests(config, 4, num_draft_tokens=3)
+    requests = make_requests(config, 4, max_draft_tokens=3)
     for token, request in enumerate(requests):
         length = 40 if token else 300
         request.prompt_token_ids, request.max_total = [token] * length, length + 20
@@ -397,14 +403,14 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
         disable_by_batch_size=15,
     )
     loop = Loop(config, seed=0)
-    requests = make_requests(config, 16, num_draft_tokens=3)
+    requests = make_requests(config, 16, max_draft_tokens=3)
     for request in requests:
         request.prompt_token_ids, request.max_total = [1] * 5, 390
         request.params.output_kind = kind
         loop.scheduler.add(request)
     for _ in range(100):
         loop.step()
-    assert not any(launch.drafts.any() for launch in loop.launches)
+    assert not any(launch.draft_counts.any() for launch in loop.launches)
     begun = len(loop.launches)
     loop.scheduler.finish(requests[0], "abort", None)
     for _ in range(20):
@@ -413,10 +419,10 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
     rounds = [one for one in launches if not one.shape.is_draft_prefill]
     # 15 rows lack four tiles of draft prefill each, and a launch has room for 16 tiles.
     assert len(launches) - len(rounds) <= 6
-    assert all((one.drafts == 3).all() for one in rounds[4:])
+    assert all((one.draft_counts == 3).all() for one in rounds[4:])
     # Until all rows have it, launches use no programs with room for drafts.
-    idle = [one for one in rounds if not one.drafts.any()]
-    assert not any(one.shape.num_draft_tokens for one in idle)
+    idle = [one for one in rounds if not one.draft_counts.any()]
+    assert not any(one.shape.num_levels for one in idle)
 
 
 def test_draft_prefill_does_not_delay_streams():
@@ -425,7 +431,7 @@ def test_draft_prefill_does_not_delay_streams():
     )
     loop = Loop(config, seed=0)
     loop.prompt_token_s = 1 / 256  # 64 tokens take 1/4 round, 512 two
-    stream, late = make_requests(config, 2, num_draft_tokens=3)
+    stream, late = make_requests(config, 2, max_draft_tokens=3)
     stream.prompt_token_ids, stream.max_total = [1] * 20, 400
     stream.params.output_kind = DELTA
     late.prompt_token_ids, late.max_total = [2] * 400, 440
@@ -454,16 +460,16 @@ def test_draft_model_is_unused_without_its_program():
     loop = Loop(config, seed=0)
     controller = SpeculationPolicy(config.speculative)
     loop.scheduler = Scheduler(config, controller, programs=FailedPrograms())
-    (request,) = make_requests(config, 1, num_draft_tokens=3)
+    (request,) = make_requests(config, 1, max_draft_tokens=3)
     loop.run([request])
     assert controller.is_stopped
-    assert not any(launch.drafts.any() for launch in loop.launches)
+    assert not any(launch.draft_counts.any() for launch in loop.launches)
     loop.assert_said_the_truth(request)
 
 
 def test_no_draft_prefill_for_requests_that_get_no_drafts():
     config = make_config(num_pages=200)
-    options: dict[str, Any] = dict(num_draft_tokens=3, max_total=62)
+    options: dict[str, Any] = dict(max_draft_tokens=3, max_total=62)
     requests = make_requests(config, 1, prompt_token_ids=[1] * 60, **options)
     loop = run_traffic(config, requests)
     assert not any(launch.shape.is_draft_prefill for launch in loop.launches)
@@ -479,10 +485,10 @@ def test_plain_rounds_are_timed_in_consecutive_launches():
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
     [request] = make_requests(config, 1)
-    request.max_total, request.num_draft_tokens = 300, 3
+    request.max_total, request.max_draft_tokens = 300, 3
     loop.scheduler.add(request)
     policy = loop.scheduler.policy
-    while not (loop.launches and loop.launches[-1].drafts.any()):
+    while not (loop.launches and loop.launches[-1].draft_counts.any()):
         loop.step()
     time_plain_rounds(policy)
     begin = len(loop.launches)
@@ -490,7 +496,9 @@ def test_plain_rounds_are_timed_in_consecutive_launches():
         loop.step()
     timed = loop.launches[begin:-1]  # the newest launch has not been read
     assert len(timed) == CONSTANTS.explore_rounds - 1  # one more launch was in flight
-    assert not any(one.shape.is_draft_prefill or one.drafts.any() for one in timed)
+    assert not any(
+        one.shape.is_draft_prefill or one.draft_counts.any() for one in timed
+    )
     assert [one.is_measure for one in timed] == [False] + [True] * (len(timed) - 1)
     loop.step()
     assert loop.launches[-1].shape.is_draft_prefill
@@ -504,7 +512,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     """
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
-    [request] = make_requests(config, 1, num_draft_tokens=3, max_total=390)
+    [request] = make_requests(config, 1, max_draft_tokens=3, max_total=390)
     request.params.temperature = 0.0
     loop.scheduler.add(request)
     policy, chosen_at, probed_at = loop.scheduler.policy, list[int](), list[int]()
@@ -538,7 +546,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     # read.
     assert sum(probed_at[0] <= at for at in chosen_at) == 2
     assert policy.is_idle
-    [other] = make_requests(config, 1, num_draft_tokens=3, max_total=300)
+    [other] = make_requests(config, 1, max_draft_tokens=3, max_total=300)
     loop.scheduler.add(other)
     loop.step()
     assert other.row >= 0 and not policy.is_idle
@@ -550,10 +558,10 @@ def test_prompts_end_the_timing_of_plain_rounds():
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
     loop = Loop(config, seed=0)
-    first, *others = make_requests(config, 9, num_draft_tokens=3)
+    first, *others = make_requests(config, 9, max_draft_tokens=3)
     first.max_total = 390
     loop.scheduler.add(first)
-    while not (loop.launches and loop.launches[-1].drafts.any()):
+    while not (loop.launches and loop.launches[-1].draft_counts.any()):
         loop.step()
     policy = loop.scheduler.policy
     time_plain_rounds(policy)
@@ -561,12 +569,13 @@ def test_prompts_end_the_timing_of_plain_rounds():
         request.prompt_token_ids, request.max_total = [number] * 70, 71
         loop.scheduler.add(request)
     while (
-        loop.launches[-1].drafts.any() or not loop.launches[-1].shape.max_prompt_tokens
+        loop.launches[-1].draft_counts.any()
+        or not loop.launches[-1].shape.max_prompt_tokens
     ):
         loop.step()
     loop.step()
     assert loop.scheduler.waiting and not policy.is_timing_plain
-    while not loop.launches[-1].drafts.any():
+    while not loop.launches[-1].draft_counts.any():
         loop.step()
     assert loop.scheduler.waiting, "there are drafts before all prompts are in"
 
@@ -577,10 +586,10 @@ def test_plain_rounds_between_other_launches_are_not_measured():
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
     loop = Loop(config, seed=0)
-    [request] = make_requests(config, 1, num_draft_tokens=3, max_total=390)
+    [request] = make_requests(config, 1, max_draft_tokens=3, max_total=390)
     request.prompt_token_ids = list(range(10)) * 35
     loop.scheduler.add(request)
-    while not (loop.launches and loop.launches[-1].drafts.any()):
+    while not (loop.launches and loop.launches[-1].draft_counts.any()):
         loop.step()
     before = loop.launches[:-1]
     assert sum(one.shape.is_draft_prefill for one in before) > 4
@@ -589,15 +598,15 @@ def test_plain_rounds_between_other_launches_are_not_measured():
 
 
 def test_k_is_at_most_the_largest_requested():
-    loop = run_together(make_config(num_draft_tokens=8), 2, num_draft_tokens=2)
-    drafts = {int(launch.drafts.max(initial=0)) for launch in loop.launches}
+    loop = run_together(make_config(num_draft_tokens=8), 2, max_draft_tokens=2)
+    drafts = {int(launch.draft_counts.max(initial=0)) for launch in loop.launches}
     assert drafts <= {0, 1, 2}
     assert 2 in drafts
-    loop = run_together(make_config(num_draft_tokens=8), 2, num_draft_tokens=0)
+    loop = run_together(make_config(num_draft_tokens=8), 2, max_draft_tokens=0)
     decoding = [launch for launch in loop.launches if launch.decoding]
-    assert {int(launch.drafts.max()) for launch in decoding} == {0}
+    assert {int(launch.draft_counts.max()) for launch in decoding} == {0}
     alone = [launch.shape for launch in decoding if not launch.plan.tiles]
-    assert {shape.num_draft_tokens for shape in alone} == {0}
+    assert {shape.num_levels for shape in alone} == {0}
 
 
 def test_no_drafts_are_planned_past_the_end_of_a_text():
@@ -622,7 +631,7 @@ def test_sequences_beyond_the_drafts_length_limit_get_no_drafts(monkeypatch, lon
     monkeypatch.setattr(FakeDevice, "run", note)
     loop = run_together(make_config(num_draft_tokens=3, longest_drafted=longest), 1)
     rounds = [
-        (drafts, launch.shape.num_draft_tokens)
+        (drafts, launch.shape.num_levels)
         for launch in loop.launches
         for _, drafts in launch.plan.decode
     ]
@@ -666,7 +675,7 @@ def test_plan_lists_all_allocated_pages():
         for request, drafts in zip(requests, (0, 8), strict=True):
             request.prompt_token_ids = [drafts + 1] * (5 if drafts else num_prompt)
             request.max_total = request.num_prompt_tokens + 12
-            request.num_draft_tokens = drafts
+            request.max_draft_tokens = drafts
             loop.scheduler.add(request)
         while loop.step():
             rows = loop.scheduler.rows
@@ -769,7 +778,7 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
 
     monkeypatch.setattr(policy, "begin_probe", begin)
     monkeypatch.setattr(policy, "record_draft_prefill", end)
-    requests = make_requests(config, 2, num_draft_tokens=3, max_total=370)
+    requests = make_requests(config, 2, max_draft_tokens=3, max_total=370)
     for request in requests:
         request.params.temperature = 0.0  # otherwise acceptance cannot be estimated
         loop.scheduler.add(request)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.speculation.acceptance import Kind
 from jaxspec.engine.speculation.step_times import (
     MAX_RISE,
@@ -14,10 +15,10 @@ from jaxspec.engine.speculation.step_times import (
     RoundKind,
     StepTimes,
 )
-from jaxspec.program.plan import StepShape
+from jaxspec.program.plan import StepPlan, StepShape, Tile
 from tests.support.loops import Loop, make_config, make_requests
 
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, max_prompt_tokens=0)
+SHAPE = StepShape(num_seqs=4, num_levels=8, max_prompt_tokens=0)
 ROUND_OF_3 = RoundKind(SHAPE, 3)
 
 
@@ -40,6 +41,45 @@ def test_first_time_counts_even_if_it_is_untypical():
     times.seed(ROUND_OF_3, 3.0)
     assert times.record(ROUND_OF_3, 1000.0, is_measure=False) == 3 * STALL
     assert times.seconds == {ROUND_OF_3: 3.0}
+
+
+def test_time_of_a_round_with_padding_depends_on_its_rows():
+    times = StepTimes(fixed_share=0.25)
+    times.seed(ROUND_OF_3, 4.0)
+    assert times.expected(ROUND_OF_3) == 4.0
+    assert times.expected(ROUND_OF_3, fill=0.5) == 2.5
+    # As expected, so nothing changes; and a stall is limited by what is expected.
+    assert times.record(ROUND_OF_3, 2.5, fill=0.5) == 2.5
+    assert times.seconds[ROUND_OF_3] == 4.0
+    assert times.record(ROUND_OF_3, 1000.0, fill=0.5) == 2.5 * STALL
+    # Without padding that is left out, the number of rows makes no difference.
+    others = StepTimes()
+    others.seed(ROUND_OF_3, 4.0)
+    assert others.expected(ROUND_OF_3, fill=0.5) == 4.0
+
+
+def test_fill_is_the_share_of_rows_with_tokens():
+    def fill(shape: StepShape, num_seqs: int, num_prompt_tokens: int = 0) -> float:
+        tokens = np.zeros(num_prompt_tokens, np.int32)
+        tile = Tile(row=0, start=0, tokens=tokens, is_last=True)
+        rows = np.arange(num_seqs)
+        launch = Launch(
+            plan=StepPlan(tiles=[tile] if num_prompt_tokens else []),
+            shape=shape,
+            rows=rows,
+            owners=rows,
+            draft_counts=rows,
+            decoding=[],
+            tiled=[],
+            registered=[],
+        )
+        return launch.fill
+
+    assert fill(SHAPE, 4) == 1
+    assert fill(SHAPE, 1) == 0.25
+    mixed = dataclasses.replace(SHAPE, max_prompt_tokens=64)
+    assert fill(mixed, 2, 14) == (2 * 9 + 14) / (4 * 9 + 64)
+    assert fill(StepShape.draft_prefill(64), 0, 16) == 0.25
 
 
 def test_untypical_time_counts_after_many_of_them():
@@ -94,7 +134,7 @@ def test_rounds_of_the_engine_are_recorded():
     """Recorded acceptance and times equal those of the fake device."""
     config = make_config(max_num_seqs=4, num_pages=200)
     loop = Loop(config, seed=0)
-    loop.run(make_requests(config, 4, num_draft_tokens=3))
+    loop.run(make_requests(config, 4, max_draft_tokens=3))
     times, device = loop.scheduler.step_times, loop.device
     acceptance = loop.scheduler.acceptance
     assert set(times.seconds) == {

@@ -46,7 +46,7 @@ def note(table: AnswerCache, active: Active, pages: jax.Array) -> AnswerCache:
 @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 def find(table: AnswerCache, active: Active, pages: jax.Array) -> Matches:
     return answer_cache.find_answers(
-        table, active, pages, longest=BEFORE, shortest=1, num_draft_tokens=AFTER
+        table, active, pages, longest=BEFORE, shortest=1, num_levels=AFTER
     )
 
 

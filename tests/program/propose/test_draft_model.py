@@ -78,7 +78,7 @@ def propose(tree: Tree, length: int, **fields: Any) -> Round:
 
     run = program_of(paged.config, paged.pool, tree)
     proposal, pages = run(paged.params, paged.kv_pages, active)
-    assert proposal.num_drafts.tolist() == [tree.num_levels]
+    assert proposal.num_valid_drafts.tolist() == [tree.num_levels]
     return Round(reference, tokens, active, proposal, paged, pages)
 
 

@@ -159,7 +159,7 @@ def check_branches(tree: Tree = TREES[2]) -> None:
     )
     found, num_unknown = run(active, jnp.asarray(pages)), []
     for text, drafts, count in zip(
-        texts, np.asarray(found.tokens), np.asarray(found.num_drafts), strict=True
+        texts, np.asarray(found.tokens), np.asarray(found.num_valid_drafts), strict=True
     ):
         expected = branches(text, lookup, tree)
         assert count == (0 if expected is None else tree.num_levels)

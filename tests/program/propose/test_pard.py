@@ -81,7 +81,7 @@ def test_each_draft_follows_its_own_distribution(length, num_known):
     np.testing.assert_allclose(found.probs[0], distributions, atol=1e-4)
     drafts = np.asarray(found.tokens[0])
     assert (distributions[np.arange(DRAFTS), drafts] > 0).all()
-    assert found.num_drafts.tolist() == [DRAFTS]
+    assert found.num_valid_drafts.tolist() == [DRAFTS]
     assert not found.is_broken.any()
 
 
@@ -91,7 +91,7 @@ def test_sequence_without_drafts_is_not_run():
     Keys of the newest token would be wrong for other requests with the same prefix.
     """
     found, _, before, after = propose(13, 3, wanted_levels=0, temperature=0.0)
-    assert found.num_drafts.tolist() == [0]
+    assert found.num_valid_drafts.tolist() == [0]
     assert not found.is_broken.any()
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one, other)

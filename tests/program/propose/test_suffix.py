@@ -41,7 +41,7 @@ def found_in(
             longest=len(most) - 1,
             shortest=shortest,
             num_matches=NUM_MATCHES,
-            num_draft_tokens=num_draft_tokens,
+            num_levels=num_draft_tokens,
         )
         return suffix.choose(found, limits=most, min_share=min_share)
 

@@ -74,11 +74,11 @@ def play(
     distributions = TARGET, TARGET if draft == "same" else DRAFT
     given = tuple(jnp.asarray(one, jnp.float32) for one in distributions)
     run = program_of(tree, FAR if tree.is_chain else max_model_len)
-    num_draft_tokens, rounds = jnp.full(SEQS, tree.num_levels, jnp.int32), []
+    num_valid_drafts, rounds = jnp.full(SEQS, tree.num_levels, jnp.int32), []
     if few:
-        num_draft_tokens = jnp.arange(SEQS, dtype=jnp.int32) % (tree.num_levels + 1)
+        num_valid_drafts = jnp.arange(SEQS, dtype=jnp.int32) % (tree.num_levels + 1)
     for _ in range(LENGTH):
-        active, tokens, found = run(active, tokens, num_draft_tokens, given)
+        active, tokens, found = run(active, tokens, num_valid_drafts, given)
         rounds.append(jax.tree.map(np.asarray, found))
     return np.asarray(tokens)[:, : 1 + LENGTH], rounds
 

@@ -70,7 +70,7 @@ def make_case(seed: int, tree: Tree, num_levels: int) -> Case:
         kind="tree",
         target=[random_distributions(random, level) for level in range(DRAFTS + 1)],
         draft=draft,
-        num_draft_tokens=min(num_levels, tree.main_chain.num_nodes),
+        num_valid_drafts=min(num_levels, tree.main_chain.num_nodes),
     )
 
 
