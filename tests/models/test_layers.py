@@ -191,7 +191,7 @@ def test_each_norm_changes_the_rows(form, name):
     ("form", "dtype"),
     [
         (DenseMatrix, "float32"),
-        (Bfloat16Matrix, "bfloat16"),
+        pytest.param(Bfloat16Matrix, "bfloat16", marks=pytest.mark.slow),
         (NativeMatrix, "float32"),
         (NativeMatrix, "bfloat16"),
     ],

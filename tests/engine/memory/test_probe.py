@@ -49,7 +49,8 @@ from tests.checkpoints.models import write_tiny
 from tests.program import aot_memory, hlo
 from tests.program.aot_step import PLACES
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
 # Bytes of the weights in bfloat16, as the index files on the Hugging Face Hub add them
 # up (27B: from shapes), and of one token's keys and values.
 WEIGHT_BYTES = {"2b": 5_228_683_776, "9b": 18_483_411_968, "27b": 54_454_256_640}
@@ -267,17 +268,27 @@ def test_rejects_unknown_device():
 
 
 def test_scanned_layers_take_as_much_memory_and_have_longer_arrays():
-    """An array has the pages of all layers of a kind; int32 indices limit its size."""
-    each, scanned = (
-        plan_for(pair(max_num_seqs=64, scan_layers=scan), "h100")
-        for scan in (False, True)
-    )
+    """An array has the pages of all layers of a kind; its size is limited on a TPU."""
+
+    def both(device: str, draft: str | None) -> list[MemoryPlan]:
+        return [
+            plan_for(pair("9b", draft, max_num_seqs=64, scan_layers=scan), device)
+            for scan in (False, True)
+        ]
+
+    each, scanned = both("h100", "2b")
     assert scanned.facts.target == each.facts.target
     assert scanned.facts.draft == each.facts.draft
-    # An array has 21 layers (half of 42), and each page 16 tokens with keys and values
-    # of eight heads.
-    assert scanned.facts.max_pages == (2**31 - 1) // (21 * 16 * 2 * 8 * 256) == 1560
-    assert scanned.num_pages <= 1560 < each.num_pages
+    # A page has 16 tokens with keys and values of eight heads, of four in the draft
+    # model. An array has 21 layers (half of 42), and 13 (half of 26).
+    layer = 16 * 2 * 8 * 256
+    assert each.facts.page_arrays == ((layer // 2, 2), (layer, 2))
+    assert scanned.facts.page_arrays == ((13 * layer // 2, 2), (21 * layer, 2))
+    assert scanned.num_pages == each.num_pages == 6976
+    each, scanned = both("v6e-1", None)
+    most = (2**31 - 1) // (21 * layer)
+    assert scanned.facts.addressable(each.num_pages) == most == 1560
+    assert scanned.num_pages <= most < each.num_pages
 
 
 def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
@@ -410,6 +421,8 @@ def test_tables_equal_the_record():
     text = (RESULTS.parent / "compilers.md").read_text(encoding="utf-8")
     for table in (aot_memory.memory_table(rows), aot_memory.sharding_table(rows)):
         assert table in text, "python -m tests.program.aot_memory --table"
+    text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    assert aot_memory.window_table() in text, "python -m tests.program.aot_memory"
 
 
 def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():
