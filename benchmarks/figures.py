@@ -18,13 +18,15 @@ from matplotlib.figure import Figure
 
 from benchmarks import drawing
 from benchmarks.panels import load_figure, spec_figures
-from benchmarks.readme_table import prompts_of
+from benchmarks.readme_table import form_rows, prompts_of
+from jaxspec.bench.report import spread
 
 HERE = Path(__file__).parent
 RESULTS, FIGURES = HERE / "results", HERE / "figures"
 # `jaxspec.bench spec --output-json`, and `serve --save-result`: a line for every load.
 SPEC, SERVE = "spec-cpu.json", "serve-cpu.json"
 CONTROL = "control-cpu.json"  # of `python -m benchmarks.control`
+REAL = "peers-real-cpu.json"  # of `python -m benchmarks.peers --real`
 METHODS = "methods-*.json"  # of `jaxspec.bench spec --all-methods`
 SPEC_NAMES = {
     "speed_up": "speed-up",
@@ -32,6 +34,8 @@ SPEC_NAMES = {
     "parts": "round-parts",
 }
 WIDTH, HEIGHT = 8.5, 3.2
+# Share of a copy's bandwidth that decoding in bfloat16 should reach.
+REAL_GOAL = 0.75
 GPU_LABELS = {"9b-2b": "9B with 2B", "27b-2b": "27B with 2B"}
 
 Result = dict[str, Any]
@@ -66,6 +70,11 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         figures["methods"] = by_method(methods)
     else:
         missing.append(f"{METHODS}: none of ways to propose drafts")
+    real = _lines(results / REAL)
+    if real and form_rows(real[0]):
+        figures["real-bandwidth"] = real_bandwidth(real[0])
+    else:
+        missing.append(f"{REAL}: none of the bandwidth at real sizes")
     gpu = _gpu_figures(results)
     if not gpu:
         missing.append("gpu-*.json: none of a GPU")
@@ -395,28 +404,62 @@ def gpu_bandwidth(result: Result) -> Figure | None:
     with drawing.style():
         figure = drawing.new_figure(WIDTH, HEIGHT, note + _gpu_provenance(result))
         drawing.head(figure, "Plain decoding: share of the memory's bandwidth", {})
-        axes = figure.subplots()
-        width = 0.8 / len(batches)
-        for number, batch in enumerate(batches):
-            have = [i for i, name in enumerate(models) if (name, batch) in by_place]
-            rows = [by_place[models[i], batch] for i in have]
-            xs = [i + (number - (len(batches) - 1) / 2) * width for i in have]
-            mark = drawing.MARKS[number % len(drawing.MARKS)]
-            drawing.bars(
-                axes,
-                xs,
-                [_share(row) for row in rows],
-                mark,
-                width=width,
-                label=f"batch {batch}",
-            )
-        axes.axhline(goal, color="black", linewidth=1.0, linestyle="--")
-        drawing.label_end(axes, goal, "goal")
-        axes.set_xticks(range(len(models)), [name.upper() for name in models])
-        axes.set_ylim(0, 1)
-        axes.yaxis.set_major_formatter("{x:.0%}")
-        figure.legend(loc="outside upper right", ncols=len(batches))
+        series = {
+            f"batch {batch}": {
+                name.upper(): _share(by_place[name, batch])
+                for name in models
+                if (name, batch) in by_place
+            }
+            for batch in batches
+        }
+        _share_bars(figure, [name.upper() for name in models], series, goal)
     return figure
+
+
+def real_bandwidth(result: Result) -> Figure:
+    """Draw the share of a copy's bandwidth that 2B shapes reach, by type."""
+    rows = form_rows(result)
+    about = result | {"target": "Gemma 2 2B's shapes with random weights"}
+    note = (
+        "Bytes of the weights by the time of a token at batch 1, and a copy's bytes/s "
+        "in the same process; medians, whiskers from minimum to maximum.\n"
+    )
+    series: dict[str, dict[str, drawing.Spread]] = {}
+    for row in rows:
+        threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+        series.setdefault(threads, {})[row["name"]] = {
+            name: value / row["batch 1"] * row["share"]
+            for name, value in spread(row["runs"]).items()
+        }
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    with drawing.style():
+        figure = drawing.new_figure(WIDTH, HEIGHT, note + drawing.provenance(about))
+        title = "2B shapes, plain decoding: share of the memory's bandwidth"
+        drawing.head(figure, title, {})
+        _share_bars(figure, names, series, REAL_GOAL)
+    return figure
+
+
+def _share_bars(
+    figure: Figure,
+    names: list[str],
+    series: dict[str, dict[str, drawing.Spread]],
+    goal: float,
+) -> None:
+    """Draw shares from 0 to 1: a group of bars per name, a bar for each of `series`."""
+    axes = figure.subplots()
+    width = 0.8 / len(series)
+    for number, (label, shares) in enumerate(series.items()):
+        offset = (number - (len(series) - 1) / 2) * width
+        xs = [names.index(name) + offset for name in shares]
+        mark = drawing.MARKS[number % len(drawing.MARKS)]
+        drawing.bars(axes, xs, list(shares.values()), mark, width=width, label=label)
+    axes.axhline(goal, color="black", linewidth=1.0, linestyle="--")
+    drawing.label_end(axes, goal, "goal")
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    figure.legend(loc="outside upper right", ncols=len(series))
 
 
 def _share(row: Result) -> drawing.Spread:

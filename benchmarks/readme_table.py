@@ -1,4 +1,4 @@
-"""Writes tables of results into README.md and benchmarks/README.md.
+"""Writes tables of results into README.md, docs/drafts.md and benchmarks/README.md.
 
 `--check` changes nothing, and fails if a page does not show the current table.
 """
@@ -22,6 +22,17 @@ FORMS_BEGIN = "<!-- forms: written by benchmarks/readme_table.py -->"
 FORMS_END = "<!-- end of forms -->"
 METHODS_BEGIN = "<!-- methods: written by benchmarks/readme_table.py -->"
 METHODS_END = "<!-- end of methods -->"
+REAL_BEGIN = "<!-- real: written by benchmarks/readme_table.py -->"
+REAL_END = "<!-- end of real -->"
+NO_REAL = (
+    "Not measured yet: run `python -m benchmarks.peers --real` on a quiet machine."
+)
+# Cells of the comparison at real sizes, and their titles.
+REAL_CELLS = {
+    "batch 1": "batch 1",
+    "batch": "batch 8 (2B: 4)",
+    "prompt": "prompt of 512",
+}
 NO_FORMS = "Not measured yet: run the commands above on a quiet machine."
 NOT_MEASURED = "Not measured yet: run `make bench` on a quiet machine."
 
@@ -37,7 +48,7 @@ def newest_result(folder: Path) -> dict[str, Any] | None:
 
 
 def readme_table(result: dict[str, Any] | None) -> str:
-    """Return the Markdown of the result of `make bench`, for README.md."""
+    """Return the Markdown of the result of `make bench`, for docs/drafts.md."""
     if result is None:
         return NOT_MEASURED
     rows = [
@@ -116,10 +127,128 @@ def hf_speed(found: dict[str, Any]) -> float:
     return median(median(speeds) for speeds in found["tokens_per_s"])
 
 
-def peers_result(folder: Path) -> dict[str, Any] | None:
-    """Return the result of `python -m benchmarks.peers`, if there is one."""
-    path = folder / "peers-cpu.json"
+def peers_result(folder: Path, name: str = "peers-cpu.json") -> dict[str, Any] | None:
+    """Return a result of `python -m benchmarks.peers`, if there is one."""
+    path = folder / name
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def real_table(result: dict[str, Any] | None) -> str:
+    """Return the comparison with llama.cpp at real sizes."""
+    if result is None:
+        return NO_REAL
+    cells = _real_cells(result, "compared")
+    threads = result["arguments"]["threads"]
+    columns = [(cell, count) for cell in REAL_CELLS for count in threads]
+    titles = [
+        f"{REAL_CELLS[cell]}, {count} thread{'s' * (count > 1)}"
+        for cell, count in columns
+    ]
+    lines = [f"| model | {' | '.join(titles)} |", "|---" * (1 + len(columns)) + "|"]
+    for model, found in cells.items():
+        shown = [_real_cell(found.get(column)) for column in columns]
+        lines.append(f"| {model} | {' | '.join(shown)} |")
+    engines = [row.get("engines", {}) for row in result["cells"]]
+    versions = [one["llama.cpp"]["version"] for one in engines if "llama.cpp" in one]
+    version = f"; xllamacpp {versions[0]}" if versions else ""
+    lines += [
+        "",
+        "A cell is jaxspec's tokens per second and, in brackets, its ratio to "
+        "llama.cpp's on the same file: above 1, jaxspec is faster. The 270M is Gemma 3 "
+        "270M; the 2B is Gemma 2 2B's shape with random weights. jaxspec runs in "
+        "bfloat16, llama.cpp with its defaults (activations in 8 bits). Medians of "
+        f"{result['arguments']['repeats']} runs, in which the engines take turns.",
+        f"{_measured(result).removesuffix('.')}{version}.",
+    ]
+    return "\n".join(lines)
+
+
+def real_tables(result: dict[str, Any] | None) -> str:
+    """Return all tables at real sizes: compared, 2B shapes by type, and drafts."""
+    if result is None:
+        return NO_REAL
+    lines = [
+        real_table(result),
+        result["timed"],
+        "",
+        "| 2B shapes | threads | batch 1 | relative to bfloat16 | GB/s read | share of "
+        "a copy | batch 4 | prompt of 512 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in form_rows(result):
+        shown = [_number(row[cell]) for cell in ("batch", "prompt")]
+        lines.append(
+            f"| {row['name']} | {row['threads']} | {_number(row['batch 1'])} | "
+            f"{row['relative']:.2f} | {row['bytes_per_s'] / 1e9:.1f} | "
+            f"{row['share']:.2f} | {' | '.join(shown)} |"
+        )
+    lines += [
+        "",
+        "| drafts, batch 1 | prompts | plain tokens/s | with drafts | speed-up | "
+        "tokens per round with drafts |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, found in _real_cells(result, "speculation").items():
+        for (cell, _), row in found.items():
+            if "failed" in row:
+                continue
+            middle, counts = row["median_tokens_per_s"], row.get("counts", {})
+            kept = counts.get("accepted", 0) / max(counts.get("rounds", 0), 1)
+            prompts = "random" if cell in REAL_CELLS else cell
+            lines.append(
+                f"| {model} | {prompts} | {_number(middle['plain'])} | "
+                f"{_number(middle['drafts'])} | {row['ratio']:.2f} | {1 + kept:.2f} |"
+            )
+    if form_rows(result):
+        title = "Share of the memory's bandwidth that 2B shapes reach on a CPU"
+        lines += ["", f"![{title}](figures/real-bandwidth.svg)"]
+    return "\n".join(lines)
+
+
+def form_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return speeds and bandwidth of the 2B shapes, by type and number of threads."""
+    forms, rows = _real_cells(result, "forms"), []
+    for name, found in forms.items():
+        for threads in result["arguments"]["threads"]:
+            own = {cell: found.get((cell, threads), {}) for cell in REAL_CELLS}
+            if not all("median_tokens_per_s" in row for row in own.values()):
+                continue
+            speeds = {
+                cell: row["median_tokens_per_s"]["jaxspec"] for cell, row in own.items()
+            }
+            engine = own["batch 1"]["engines"]["jaxspec"]
+            bytes_per_s = speeds["batch 1"] * engine["weight_bytes"]
+            row = {"name": name, "threads": threads, **speeds}
+            row |= {
+                "runs": own["batch 1"]["tokens_per_s"]["jaxspec"],
+                "bytes_per_s": bytes_per_s,
+                "share": bytes_per_s / engine["copy_bytes_per_s"],
+            }
+            base = next((one for one in rows if one["threads"] == threads), row)
+            rows.append(row | {"relative": speeds["batch 1"] / base["batch 1"]})
+    return rows
+
+
+def _real_cells(
+    result: dict[str, Any], section: str
+) -> dict[str, dict[tuple[str, int], dict[str, Any]]]:
+    """Return the rows of a section by model, then by cell and number of threads."""
+    found: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+    for row in result["cells"]:
+        if row["section"] == section:
+            own = found.setdefault(row["model"], {})
+            own[row["cell"], row["threads"]] = row
+    return found
+
+
+def _real_cell(row: dict[str, Any] | None) -> str:
+    if row is None or "failed" in row:
+        return "-"
+    return f"{_number(row['median_tokens_per_s']['jaxspec'])} ({row['ratio']:.2f})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def spec_table(folder: Path, kind: str) -> str:
@@ -190,29 +319,24 @@ def replace_table(readme: str, table: str, begin: str, end: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
-    parser.add_argument("--peers-page", type=Path, default=HERE / "README.md")
+    parser.add_argument("--root", type=Path, default=HERE.parent, help="of the pages")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    own = readme_table(newest_result(options.results))
-    peers = peers_table(peers_result(options.results))
+    results = options.results
+    real = peers_result(results, "peers-real-cpu.json")
+    drafts = readme_table(newest_result(results))
+    peers = peers_table(peers_result(results))
+    forms, methods = (spec_table(results, kind) for kind in ("forms", "methods"))
     tables = [
-        (options.readme, own, BEGIN, END),
-        (options.peers_page, peers, PEERS_BEGIN, PEERS_END),
-        (
-            options.peers_page,
-            spec_table(options.results, "forms"),
-            FORMS_BEGIN,
-            FORMS_END,
-        ),
-        (
-            options.peers_page,
-            spec_table(options.results, "methods"),
-            METHODS_BEGIN,
-            METHODS_END,
-        ),
+        ("README.md", real_table(real), REAL_BEGIN, REAL_END),
+        ("docs/drafts.md", drafts, BEGIN, END),
+        ("benchmarks/README.md", real_tables(real), REAL_BEGIN, REAL_END),
+        ("benchmarks/README.md", peers, PEERS_BEGIN, PEERS_END),
+        ("benchmarks/README.md", forms, FORMS_BEGIN, FORMS_END),
+        ("benchmarks/README.md", methods, METHODS_BEGIN, METHODS_END),
     ]
-    for page, table, begin, end in tables:
+    for name, table, begin, end in tables:
+        page = options.root / name
         text = page.read_text(encoding="utf-8")
         expected = replace_table(text, table, begin, end)
         if not options.check:

@@ -145,7 +145,7 @@ def test_bundled_pair_chats():
         (["--temperature", "9"], r"temperature must be a number in \[0, 2\], got 9"),
         (["--max-tokens", "0"], "max_tokens must be an integer of at least 1, got 0"),
         (["--num-speculative-tokens", "9"], "from 1 to 8, got 9"),
-        (["--speculative-config", '{"draft_vocab_size": 9000}'], "to 8191, got 9000"),
+        (["--speculative-config", '{"draft_vocab_size": 9000}'], "to 8192, got 9000"),
         (["--speculative-config", '{"draft_vocab": 9}'], "no key 'draft_vocab'"),
         (["--speculative-config", "[]"], "speculative_config must be a dict"),
         (["--dtype", "int8"], "dtype must be one of .* got 'int8'"),

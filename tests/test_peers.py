@@ -5,14 +5,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import found
+from benchmarks.peers import found, real
 from benchmarks.peers.answer import run
 from benchmarks.peers.cells import CHOSEN, OURS, Cell, peers_table, rows
 from benchmarks.peers.found import Child, Peer, PeerError
 from benchmarks.peers.turns import usable_cores
+from benchmarks.readme_table import REAL_CELLS
+from jaxspec_checkpoints import open_checkpoint
+from tests.checkpoints.gguf_files import write_gguf
+from tests.checkpoints.models import tiny_config
 
 FOLDER = Path(found.HERE)
 ROOT = FOLDER.parents[1]
@@ -30,7 +35,7 @@ class Fake:
         print('{{"seconds": 1}}')  # as libraries do
         SETUP
 
-    def generate(self, prompts, num_tokens):
+    def generate(self, prompts, num_tokens, num_drafts=None):
         self.num_runs += 1
         RUN
         self.drafted += 4 * len(prompts)
@@ -38,7 +43,7 @@ class Fake:
 
     def counts(self):
         counts = {{"compiles": min(self.num_runs, COMPILES)}}
-        if self.task["mode"] != "plain":
+        if self.task.get("mode") != "plain":
             counts |= {{"drafted": self.drafted, "accepted": self.drafted // 2}}
             counts["rounds"] = self.drafted // 4
         return counts
@@ -236,6 +241,7 @@ def test_text_of_wrong_length_is_an_error(tmp_path):
     ("arguments", "message"),
     [
         (["--num-tokens", "0"], "--num-tokens must be at least 1"),
+        (["--real", "--num-tokens", "1"], "must be at least 2 with --real, got 1"),
         (["--batch-sizes", "1", "0"], "--batch-sizes must be at least 1"),
         (["--num-prompts", "4"], "4 must be at least 8, the largest batch size"),
         (["--threads", "9999"], "this process may use"),
@@ -260,6 +266,124 @@ def test_peers_report_missing_requirements(tmp_path):
     assert reasons["openvino-genai"] == "no --openvino-python"
     assert reasons["llama.cpp"] == "no --llama-convert"
     assert reasons["vLLM"] == "not found: python"
+
+
+def run_real(folder: Path, *more: str) -> dict[str, Any]:
+    output = folder / "result.json"
+    command.main(
+        [
+            *("--real", "--num-tokens", "3", "--threads", "1", "--repeats", "2"),
+            *("--models", str(folder / "models"), "--output", str(output), *more),
+        ]
+    )
+    return json.loads(output.read_text())
+
+
+@pytest.fixture
+def real_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace engines and models of `--real`; return the log of both engines' runs."""
+    log = tmp_path / "log"
+    write = f"print(json.dumps(self.task), num_tokens, file=open({str(log)!r}, 'a'))"
+    # The engine's own clock: a new token takes 0.01 s, of all prompts at once.
+    setup = (
+        "self.settings = {'weight_bytes': 10, 'copy_bytes_per_s': 100}; "
+        "self.clock = 0.0; self.perf_counter = lambda: self.clock; "
+        "sys.modules['answer'].time = self"
+    )
+    run = f"import json; {write}; self.clock += 0.01 * num_tokens"
+    for name in (OURS, real.LLAMA):
+        peer = fake(tmp_path, name, setup=setup, run=run)
+        monkeypatch.setitem(real.PEERS, name, peer)
+    source = tmp_path / "source.gguf"
+    config = tiny_config("2b", hidden_size=256, intermediate_size=512, vocab_size=8192)
+    write_gguf(source, config)
+    monkeypatch.setattr(real, "packaged_gemma3", lambda: source)
+    monkeypatch.setattr(real, "published_config", lambda _: config)
+    monkeypatch.setattr(real, "PACKAGES", {})
+    return log
+
+
+def test_real_sizes_are_compared_on_the_same_files(tmp_path, real_fakes, capsys):
+    result = run_real(tmp_path)
+    kinds = [(row["section"], row["model"], row["cell"]) for row in result["cells"]]
+    models = ("270M Q4_K_M", "270M Q8_0", "270M F16", "2B Q4_0", "2B Q8_0")
+    speculation = "2B shapes with a 270M draft,"
+    assert kinds == [
+        *(("compared", name, cell) for name in models for cell in REAL_CELLS),
+        *(("forms", name, cell) for name in real.FORMS for cell in REAL_CELLS),
+        ("speculation", f"{speculation} bfloat16", "batch 1"),
+        ("speculation", f"{speculation} int8", "batch 1"),
+        ("speculation", "270M with suffix drafts", "copy"),
+        ("speculation", "270M with suffix drafts", "prose"),
+    ]
+    for row in result["cells"]:
+        speeds = row["tokens_per_s"]
+        pairs = {"compared": {OURS, real.LLAMA}, "forms": {OURS}}
+        assert speeds.keys() == pairs.get(row["section"], {"drafts", "plain"})
+        assert all(len(own) == 2 for own in speeds.values())
+        size = {"batch": 8 if row["model"].startswith("270M") else 4}.get(
+            row["cell"], 1
+        )
+        expected = 512 / 0.01 if row["cell"] == "prompt" else size / 0.01
+        assert {one for own in speeds.values() for one in own} == {expected}
+    lines = real_fakes.read_text().splitlines()
+    tasks = [json.loads(line[: line.rindex(" ")]) for line in lines]
+    files = [one["target"] for one in tasks if "target" in one]
+    ours = [one["engine"]["model"] for one in tasks if "engine" in one]
+    assert set(files) <= set(ours) and len(set(files)) == 5
+    assert "| 270M Q4_K_M | " in capsys.readouterr().out
+    assert str(tmp_path) not in json.dumps(result), "no paths of this machine"
+    check_models(tmp_path / "models", tmp_path / "source.gguf")
+
+
+def check_models(folder: Path, source: Path) -> None:
+    """Check that the files hold the given numbers and the config's shapes."""
+    values = {
+        name: dict(open_checkpoint(path).tensors)
+        for name, path in {
+            "source": source,
+            **{path.stem: path for path in folder.glob("*.gguf")},
+        }.items()
+    }
+    expected = values.pop("source")
+    assert values.keys() == {"270m-Q8_0", "270m-F16", "2b-Q4_0", "2b-Q8_0"}
+    for name, tensors in values.items():
+        assert tensors.keys() == expected.keys(), name
+        for key, tensor in tensors.items():
+            assert tensor.shape == expected[key].shape
+            found = np.asarray(tensor.read(0, tensor.shape[0]), np.float32)
+            assert np.isfinite(found).all()
+            if name.startswith("270m"):
+                whole = np.asarray(expected[key].read(0, tensor.shape[0]), np.float32)
+                assert np.abs(found - whole).max() <= 0.01 * np.abs(whole).max()
+            elif found.ndim == 2:
+                assert 0.01 < found.std() < 0.03
+
+
+def test_real_sizes_continue_where_they_stopped(tmp_path, real_fakes, monkeypatch):
+    run_real(tmp_path)
+    whole = (tmp_path / "result.json").read_text()
+    result = json.loads(whole)
+    num_cells = len(result["cells"])
+    result["cells"] = result["cells"][1:]
+    result["cells"][0] = {**result["cells"][0], "failed": "it fell over"}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    real_fakes.unlink()
+    again = run_real(tmp_path)
+    assert [row["cell"] for row in again["cells"][:2]] == ["batch 1", "batch"]
+    assert len(again["cells"]) == num_cells
+    assert not any("failed" in row for row in again["cells"])
+    # Two engines ran two cells twice, each with 1 and 3 new tokens.
+    assert len(real_fakes.read_text().splitlines()) == 2 * 2 * 2 * 2
+    # An engine that fails ends its group; the other groups are measured.
+    broken = fake(tmp_path, "broken", run="sys.exit('no room')")
+    monkeypatch.setitem(real.PEERS, real.LLAMA, broken)
+    (tmp_path / "result.json").unlink()
+    failed = run_real(tmp_path)["cells"]
+    assert [row["failed"] for row in failed if row["section"] == "compared"] == [
+        "ended with code 1: no room"
+    ] * 5
+    assert len(failed) == num_cells - 15 + 5
 
 
 class Lengths:

@@ -153,3 +153,49 @@ def test_options_of_several_versions(llama):
         ValueError, match="supports none of the options --spec-draft-n-max, --draft-max"
     ):
         llama.option("--no-draft-max --draft-max-x", llama.MOST_DRAFTS)
+
+
+# The package `xllamacpp`: a server that answers when all requests of a batch are there.
+PACKAGE = """
+import threading
+
+class Namespace:
+    def __getattr__(self, name):
+        setattr(self, name, Namespace())
+        return getattr(self, name)
+
+CommonParams = Namespace
+
+class Server:
+    def __init__(self, params):
+        assert params.model.path == "t.gguf"
+        threads = params.cpuparams.n_threads, params.cpuparams_batch.n_threads
+        assert threads == (2, 2)
+        assert (params.n_parallel, params.n_ctx) == (3, 300)
+        self.barrier = threading.Barrier(3)
+
+    def handle_completions(self, body):
+        self.barrier.wait(10)
+        assert body["ignore_eos"] and not body["cache_prompt"]
+        return {"usage": {"completion_tokens": body["n_predict"]}}
+"""
+
+
+def test_package_runs_requests_at_once(tmp_path):
+    (tmp_path / "xllamacpp.py").write_text(PACKAGE)
+    about = tmp_path / "xllamacpp-9.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: xllamacpp\nVersion: 9\n")
+    task = {"target": "t.gguf", "threads": 2, "max_batch_size": 3}
+    child = Child(
+        [sys.executable, str(HERE / "xllama.py")],
+        task | {"max_model_len": 100},
+        cores=usable_cores(),
+        environment=os.environ | {"PYTHONPATH": str(tmp_path)},
+        limit_s=60.0,
+    )
+    try:
+        assert child.about == {"version": "9", "settings": {}}
+        assert ask(child, 3)["token_ids"] == [[0] * 4] * 3
+    finally:
+        child.close()

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.patches import Rectangle
 
+from benchmarks.figures import draw_all
 from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +28,12 @@ FORM_MARKS = (
 METHOD_MARKS = (
     "\n<!-- methods: written by benchmarks/readme_table.py -->\n{}"
     "<!-- end of methods -->"
+)
+REAL_MARKS = (
+    "<!-- real: written by benchmarks/readme_table.py -->\n{}<!-- end of real -->"
+)
+NO_REAL = (
+    "Not measured yet: run `python -m benchmarks.peers --real` on a quiet machine.\n"
 )
 NO_PEERS = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine.\n"
 
@@ -80,18 +88,25 @@ def result(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+# The marks of every page.
+PAGES = {
+    "README.md": REAL_MARKS,
+    "docs/drafts.md": MARKS,
+    "benchmarks/README.md": REAL_MARKS + PEER_MARKS + FORM_MARKS + METHOD_MARKS,
+}
+
+
 def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> Done:
-    """Run the script on a README with an outdated table between the marks."""
-    readme = folder / "README.md"
-    if not readme.exists():
-        marks = "".join((MARKS, PEER_MARKS, FORM_MARKS, METHOD_MARKS))
-        marks = marks.replace("{}", "stale\n")
-        readme.write_text(f"above\n{marks}\nbelow\n")
+    """Run the script on pages with outdated tables between the marks."""
+    for name, marks in PAGES.items():
+        page = folder / name
+        page.parent.mkdir(exist_ok=True)
+        if not page.exists():
+            page.write_text(f"above\n{marks.replace('{}', 'stale' + chr(10))}\nbelow\n")
     for number, one in enumerate(results):
         path = folder / f"cpu_pair-{number}.json"
         path.write_text(json.dumps(one))
-    pages = "--readme", readme, "--peers-page", readme
-    return run_python(TABLE_SCRIPT, *pages, "--results", folder, *options)
+    return run_python(TABLE_SCRIPT, "--root", folder, "--results", folder, *options)
 
 
 def test_table_is_the_newest_results():
@@ -99,14 +114,85 @@ def test_table_is_the_newest_results():
     assert done.returncode == 0, done.stderr
 
 
-def test_readme_reports_missing_results(tmp_path):
+def test_pages_report_missing_results(tmp_path):
     assert write_table(tmp_path, []).returncode == 0
-    text = (tmp_path / "README.md").read_text()
-    expected = "Not measured yet: run `make bench` on a quiet machine.\n"
-    marks = MARKS.format(expected) + PEER_MARKS.format(NO_PEERS)
+    no_bench = "Not measured yet: run `make bench` on a quiet machine.\n"
     no_spec = "Not measured yet: run the commands above on a quiet machine.\n"
-    marks += FORM_MARKS.format(no_spec) + METHOD_MARKS.format(no_spec)
-    assert text == f"above\n{marks}\nbelow\n"
+    real = REAL_MARKS.format(NO_REAL)
+    spec = FORM_MARKS.format(no_spec) + METHOD_MARKS.format(no_spec)
+    for name, marks in {
+        "README.md": real,
+        "docs/drafts.md": MARKS.format(no_bench),
+        "benchmarks/README.md": real + PEER_MARKS.format(NO_PEERS) + spec,
+    }.items():
+        assert (tmp_path / name).read_text() == f"above\n{marks}\nbelow\n"
+
+
+def real_result() -> dict[str, Any]:
+    """Return a result of `python -m benchmarks.peers --real`."""
+
+    def row(section: str, model: str, cell: str, threads: int, **more: Any) -> Any:
+        names = {"section": section, "model": model, "cell": cell, "threads": threads}
+        return names | more
+
+    def speeds(**own: float) -> dict[str, Any]:
+        runs = {
+            name.replace("_", "."): [0.9 * one, one, 1.1 * one]
+            for name, one in own.items()
+        }
+        first, *others = own.values()
+        middle = {name: one for name, (_, one, _) in runs.items()}
+        ratios = {"ratio": first / others[0]} if others else {}
+        return {"tokens_per_s": runs, "median_tokens_per_s": middle} | ratios
+
+    engines = {"jaxspec": {"version": "0.1"}, "llama.cpp": {"version": "2026.10"}}
+    sizes = {"weight_bytes": 5 * 10**9, "copy_bytes_per_s": 8e10}
+    both = speeds(jaxspec=91.0, llama_cpp=100.0) | {"engines": engines}
+    form = {"engines": {"jaxspec": engines["jaxspec"] | sizes}}
+    drafts = speeds(drafts=30.0, plain=15.0)
+    return result(target=None) | {
+        "benchmark": "peers --real",
+        "arguments": {"num_tokens": 64, "threads": [1, 2], "repeats": 3},
+        "timed": "How it is timed.",
+        "cells": [
+            row("compared", "270M F16", "batch 1", 1, **both),
+            row("compared", "270M F16", "prompt", 2, **both | speeds(jaxspec=2000.0))
+            | {"ratio": 2.5},
+            row("compared", "270M F16", "batch", 2, failed="it fell over"),
+            *(
+                row("forms", name, cell, 2, **speeds(jaxspec=speed), **form)
+                for name, speed in (("bfloat16", 12.0), ("int8", 18.0))
+                for cell in ("batch 1", "batch", "prompt")
+            ),
+            row("forms", "int4", "batch 1", 2, **speeds(jaxspec=9.0), **form),
+            row("speculation", "270M", "prose", 2, **drafts)
+            | {"counts": {"rounds": 10, "accepted": 25}},
+        ],
+    }
+
+
+def test_real_sizes_have_tables_on_two_pages(tmp_path):
+    (tmp_path / "peers-real-cpu.json").write_text(json.dumps(real_result()))
+    assert write_table(tmp_path, []).returncode == 0
+    readme, page = (tmp_path / name for name in ("README.md", "benchmarks/README.md"))
+    compared = "| 270M F16 | 91.0 (0.91) | - | - | - | - | 2,000 (2.50) |\n"
+    for text in (readme.read_text(), page.read_text()):
+        assert "| model | batch 1, 1 thread | batch 1, 2 threads | batch 8 " in text
+        assert compared in text
+        assert "Medians of 3 runs" in text
+        assert "load 0.1; Python 3.11.7" in text and "; xllamacpp 2026.10." in text
+    assert "2B shapes | threads" not in readme.read_text()
+    text = page.read_text()
+    # 12 tokens/s of 5 GB are 60 GB/s, of the 80 GB/s of a copy.
+    assert "| bfloat16 | 2 | 12.0 | 1.00 | 60.0 | 0.75 | 12.0 | 12.0 |\n" in text
+    assert "| int8 | 2 | 18.0 | 1.50 | 90.0 | 1.12 | 18.0 | 18.0 |\n" in text
+    assert "| int4 |" not in text, "its other cells were not measured"
+    assert "| 270M | prose | 15.0 | 30.0 | 2.00 | 3.50 |\n" in text
+    assert "](figures/real-bandwidth.svg)" in text
+    figure = draw_all(tmp_path)[0]["real-bandwidth"]
+    (axes,) = figure.axes
+    heights = [bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle)]
+    assert heights == pytest.approx([0.75, 1.125])
 
 
 def test_newest_full_result_becomes_the_table(tmp_path):
@@ -119,7 +205,7 @@ def test_newest_full_result_becomes_the_table(tmp_path):
     assert write_table(tmp_path, results, "--check").returncode == 1
     assert write_table(tmp_path, results).returncode == 0
     assert write_table(tmp_path, results, "--check").returncode == 0
-    text = (tmp_path / "README.md").read_text()
+    text = (tmp_path / "docs" / "drafts.md").read_text()
     assert "| math, greedy | 200 | 300 | 1.50 | 0.62 | 3.50 |\n" in text
     assert "| all, greedy | 210 | 368 | 1.75 | 0.62 | 3.50 |\n" in text
     assert "| all, temperature 0.8, top-p 0.95 | 190 | 238 | 1.25 " in text
@@ -269,4 +355,4 @@ def test_quick_benchmark_makes_a_table(tmp_path):
     assert startup["warm"]["first_token_s"] < startup["cold"]["first_token_s"]
     measured["arguments"]["quick"] = False
     assert write_table(tmp_path, [measured]).returncode == 0
-    assert "| all, greedy | " in (tmp_path / "README.md").read_text()
+    assert "| all, greedy | " in (tmp_path / "docs" / "drafts.md").read_text()

@@ -1,7 +1,12 @@
-"""Measures this engine and its peers with the bundled pair, on a CPU, in one run.
+"""Measures this engine and its peers on a CPU, in one run.
 
     python -m benchmarks.peers --vllm-python PYTHON --openvino-python PYTHON \
         --llama-server PATH --llama-convert PATH
+
+    python -m benchmarks.peers --real
+
+The first command uses the bundled pair; the second, models of real sizes and llama.cpp
+(see `real`, which has its own cells).
 
 Decoding is greedy, with the same token ids, number of new tokens and cores for all.
 Every peer has a process of its own that remains alive. Runs alternate between all
@@ -11,7 +16,8 @@ the run may be stopped; it ends after `--minutes`.
 
 Reading order: `answer` (the child's side, which runs in the environment of its peer);
 the children `ours`, `hf`, `ov`, `llama` and `vllm_cpu`; `found` (the peers, their
-models and processes); `cells` (cells, rows and table); `turns`.
+models and processes); `cells` (cells, rows and table); `turns`; then `real`, with the
+child `xllama` and `gguf_models`.
 """
 
 import argparse
@@ -23,14 +29,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu_pair import warn_unless_quiet
 from benchmarks.measure import DOMAINS, PromptSet, load_prompts
+from benchmarks.peers import real
 from benchmarks.peers.cells import OURS, peers_table
 from benchmarks.peers.found import MODELS, Peer, find_peers
 from benchmarks.peers.turns import LOOKUP_MAX, ROOM, Turns
+from benchmarks.readme_table import real_tables
 from jaxspec.bench.report import commit, machine, now, num_cores, versions
 from jaxspec.text.tokenizer import Tokenizer
 
-RESULT = Path(__file__).parents[1] / "results" / "peers-cpu.json"
+RESULTS = Path(__file__).parents[1] / "results"
 # Options that the result records; the other options are local paths.
 SHOWN = (
     *("num_prompts", "single_prompts", "num_tokens", "num_speculative_tokens"),
@@ -49,6 +58,12 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add(
+        "--real",
+        action="store_true",
+        help="compare models of real sizes with llama.cpp; of the other options, only "
+        "--num-tokens, --threads, --repeats, --models and --output apply",
+    )
     add("--corpus", type=Path, help="folder with valid.jsonl.xz, to take prompts from")
     add(
         "--num-prompts",
@@ -62,7 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
         default=5,
         help="number of prompts in runs with one at a time",
     )
-    add("--num-tokens", type=int, default=128, help="new tokens of every request")
+    add(
+        "--num-tokens",
+        type=int,
+        help="new tokens of every request (default: 128; with --real 32)",
+    )
     add(
         "--num-speculative-tokens",
         type=int,
@@ -106,15 +125,24 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--models",
         type=Path,
-        help="keep the models that were converted for other engines in this folder",
+        help="keep the models that were made for the run in this folder",
     )
-    add("--output", type=Path, default=RESULT)
+    add(
+        "--output",
+        type=Path,
+        help="default: benchmarks/results/peers-cpu.json, or peers-real-cpu.json",
+    )
     return parser
 
 
 def check(options: argparse.Namespace) -> None:
     """Reject impossible options before anything is started."""
     cores = num_cores()
+    if options.num_tokens is None:
+        options.num_tokens = 32 if options.real else 128
+    if options.output is None:
+        name = "peers-real-cpu.json" if options.real else "peers-cpu.json"
+        options.output = RESULTS / name
     if options.threads is None:
         options.threads = [1, 2] if cores > 1 else [1]
     for name in SHOWN[:6] + ("repeats",):
@@ -123,6 +151,8 @@ def check(options: argparse.Namespace) -> None:
             raise SystemExit(
                 f"--{name.replace('_', '-')} must be at least 1, got {value}"
             )
+    if options.real and options.num_tokens < 2:
+        raise SystemExit("--num-tokens must be at least 2 with --real, got 1")
     most = max(options.batch_sizes)
     if options.num_prompts < most:
         raise SystemExit(
@@ -197,6 +227,12 @@ def header(options: argparse.Namespace, chosen: PromptSet) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     check(options)
+    if options.real:
+        real.check_packages()
+        warn_unless_quiet()
+        with models_folder(options.models) as folder:
+            print(real_tables(real.run(options, folder)))
+        return
     peers = chosen_peers(options)
     most = max(options.num_prompts, options.single_prompts)
     per_domain = min(-(-most // len(DOMAINS)), MOST_PER_DOMAIN)
@@ -204,12 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     texts = list(itertools.islice(itertools.cycle(in_turn(chosen)), most))
     prompts = token_ids(texts)
     result = header(options, chosen)
-    load = result["machine"]["load_average"]
-    if load[0] > 0.5 * result["machine"]["cores"]:
-        print(
-            f"Warning: the machine is busy (load {load}), so results are unreliable",
-            file=sys.stderr,
-        )
+    warn_unless_quiet()
     with models_folder(options.models) as options.models:
         turns = Turns(options, peers, prompts, result)
         turns.prepare()

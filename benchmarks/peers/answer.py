@@ -23,8 +23,12 @@ class Engine(Protocol):
     version: str
     settings: dict[str, Any]
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        """Return `num_tokens` greedy tokens per prompt, for one batch of prompts."""
+    @property
+    def generate(self) -> Callable[..., list[list[int]]]:
+        """A function of prompts, `num_tokens`, and arguments of this engine alone.
+
+        It returns `num_tokens` greedy tokens per prompt, for one batch of prompts.
+        """
         ...
 
     def counts(self) -> dict[str, int]:
@@ -49,7 +53,11 @@ def answer(load: Callable[[dict[str, Any]], Engine]) -> None:
 
 
 def run(
-    engine: Engine, prompts: list[list[int]], batch_size: int, num_tokens: int
+    engine: Engine,
+    prompts: list[list[int]],
+    batch_size: int,
+    num_tokens: int,
+    **more: Any,
 ) -> dict[str, Any]:
     """Time all prompts in batches, from passing them to the last token."""
     before, seconds = engine.counts(), 0.0
@@ -60,7 +68,7 @@ def run(
         numbers = order[first : first + batch_size]
         batch = [prompts[number] for number in numbers]
         start = time.perf_counter()
-        found = engine.generate(batch, num_tokens)
+        found = engine.generate(batch, num_tokens, **more)
         seconds += time.perf_counter() - start
         lengths = sorted({len(one) for one in found})
         if len(found) != len(batch) or lengths != [num_tokens]:

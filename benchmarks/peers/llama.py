@@ -120,18 +120,7 @@ class LlamaCpp:
         return self._servers[batch_size]
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        requests = [
-            {
-                "prompt": prompt,
-                "n_predict": num_tokens,
-                "temperature": 0.0,
-                "samplers": ["temperature"],
-                "ignore_eos": True,
-                "cache_prompt": False,
-                "return_tokens": True,
-            }
-            for prompt in prompts
-        ]
+        requests = [completion(prompt, num_tokens) for prompt in prompts]
         answers = self._server(len(prompts)).ask(requests)
         for one in answers:
             drafted = one["timings"].get("draft_n", 0)
@@ -151,6 +140,19 @@ class LlamaCpp:
     def stop(self) -> None:
         for server in self._servers.values():
             server.stop()
+
+
+def completion(prompt: list[int], num_tokens: int) -> dict[str, Any]:
+    """Return the request for a greedy text of exactly this many tokens."""
+    return {
+        "prompt": prompt,
+        "n_predict": num_tokens,
+        "temperature": 0.0,
+        "samplers": ["temperature"],
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
 
 
 def option(about: str, names: tuple[str, ...]) -> str:

@@ -14,6 +14,7 @@ from jaxspec.config.methods import (
     DEFAULT_DRAFT_TOKENS,
     DRAFT_MODEL,
     LOOKUPS,
+    MAX_DRAFT_TOKENS,
     NGRAM,
     SUFFIX,
     Method,
@@ -84,7 +85,8 @@ class SpeculativeConfig:
             as the engine's `quantization`; None: as in the checkpoint.
         draft_vocab_size: Number of tokens, the most frequent ones, that a draft model
             may propose (FR-Spec). The LM head keeps only their rows, which makes a pass
-            cheaper and changes no text. None: all, or all in `draft_token_map`.
+            cheaper and changes no text. None: all in `draft_token_map`; without it, of
+            more than 32,768 tokens the first 32,768 in the folder's map, if any; all.
         draft_token_map: JSON file of token ids, most frequent first, for a trimmed LM
             head. Default: `draft_token_map.json` in the draft model's folder, which
             `python -m jaxspec_checkpoints trim` writes.
@@ -398,6 +400,17 @@ class SpeculativeConfig:
         cached = check_integer(
             ConfigError, name, getattr(self, name), low=0, high=MAX_CACHED_REQUESTS
         )
+        if cached:
+            # Entries of the cache end after this many tokens.
+            levels, hint = self.num_levels, f"{name} is {cached}."
+            check_integer(
+                ConfigError,
+                "num_speculative_tokens",
+                levels,
+                low=1,
+                high=MAX_DRAFT_TOKENS,
+                hint=hint,
+            )
         if cached and self.rejection_sample_method not in ("coupled", SYNTHETIC):
             raise wrong_argument(
                 ConfigError,

@@ -13,6 +13,8 @@ from jaxspec_checkpoints import CheckpointError, model_files
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from jaxspec_checkpoints.trimming import read_token_map
 
+# Tokens that are kept by default of a larger vocabulary whose draft has a map.
+DEFAULT_SIZE = 32_768
 _SIZE, _MAP = "draft_vocab_size", "draft_token_map"
 _WAY_OUT = "`python -m jaxspec_checkpoints trim` writes one from texts"
 
@@ -26,6 +28,9 @@ def kept_tokens(
 ) -> tuple[int, ...] | None:
     """Return the ascending ids that a draft model may propose; None for all.
 
+    By default these are the first `DEFAULT_SIZE` of the map in the draft's folder; all,
+    if there is none or the vocabulary is no larger.
+
     Args:
         is_dummy: Whether weights are random. If so, the first tokens are kept if there
             is no map.
@@ -34,7 +39,8 @@ def kept_tokens(
         ConfigError: The map is missing, wrong or too short, or the kept tokens lack a
             special token of the models.
     """
-    if not speculative.is_trimmed:
+    is_default = not speculative.is_trimmed
+    if is_default and draft.vocab_size <= DEFAULT_SIZE:
         return None
     special = _special_tokens(target) | _special_tokens(draft)
     size, vocab_size = speculative.draft_vocab_size, draft.vocab_size
@@ -44,11 +50,16 @@ def kept_tokens(
             _SIZE,
             size,
             low=1,
-            high=vocab_size - 1,
-            hint=f"The draft model has {vocab_size} tokens; to keep all of them, leave "
-            "it out.",
+            high=vocab_size,
+            hint=f"The draft model has {vocab_size} tokens.",
         )
+    if size == vocab_size:
+        return None
     ranked = _ranked(speculative, vocab_size)
+    if is_default:
+        if ranked is None:
+            return None
+        size = min(DEFAULT_SIZE, len(ranked))
     if ranked is None:
         if not is_dummy:
             raise ConfigError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxspec.config import trimming
 from jaxspec.config.methods import SUFFIX_DEFAULTS
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.trimming import check_special_tokens, kept_tokens
@@ -36,13 +37,25 @@ def write(path: Path, content: Any) -> str:
 def test_first_tokens_of_a_map_are_kept(tmp_path):
     """The map in the draft's folder is the default, and kept ids are ascending."""
     write(tmp_path / TOKEN_MAP, RANKED)
-    assert kept(tmp_path) is None, "all tokens are kept by default"
+    assert kept(tmp_path) is None, "a small vocabulary is kept by default"
     assert kept(tmp_path, draft_vocab_size=5) == (0, 1, 2, 7, 50)
     assert kept(tmp_path, draft_vocab_size=8) == tuple(sorted(RANKED))
     other = write(tmp_path / "other.json", {"token_ids": [1, 0, 2, 60], "of": "texts"})
     assert kept(tmp_path, draft_token_map=other) == (0, 1, 2, 60)
     options: dict[str, Any] = dict(draft_vocab_size=3, draft_token_map=other)
     assert kept(tmp_path, **options) == (0, 1, 2)
+
+
+def test_large_vocabulary_with_a_map_is_trimmed_by_default(tmp_path, monkeypatch):
+    monkeypatch.setattr(trimming, "DEFAULT_SIZE", 5)
+    assert kept(tmp_path) is None, "there is no map"
+    assert kept(tmp_path, is_dummy=True) is None
+    write(tmp_path / TOKEN_MAP, RANKED)
+    assert kept(tmp_path) == (0, 1, 2, 7, 50)
+    assert kept(tmp_path, draft_vocab_size=6) == (0, 1, 2, 7, 50, 95)
+    assert kept(tmp_path, draft_vocab_size=96) is None, "the whole vocabulary"
+    write(tmp_path / TOKEN_MAP, RANKED[:4])
+    assert kept(tmp_path) == (0, 1, 2, 50)
 
 
 def test_random_weights_need_no_map(tmp_path):
@@ -77,7 +90,7 @@ def test_rejects_bad_sizes(tmp_path):
     with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
         kept(tmp_path, draft_vocab_size=5)
     write(tmp_path / TOKEN_MAP, RANKED)
-    for size in (0, -1, 96, 97, 2.5, True, "many"):
+    for size in (0, -1, 97, 98, 2.5, True, "many"):
         with pytest.raises(ConfigError, match="draft_vocab_size must be an integer"):
             kept(tmp_path, draft_vocab_size=size)
     with pytest.raises(ConfigError, match="from 1 to 8, got 9: its token map lists no"):
