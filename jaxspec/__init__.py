@@ -23,10 +23,10 @@ Reading order, from a user's call down to the device:
 
 Others: common parts of all command lines (`jaxspec.command_line`), the exit of
 processes with live engines (`jaxspec.exit`), progress bars (`jaxspec.progress`), and
-vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`,
-`jaxspec.exceptions`, `jaxspec.logger`, `jaxspec.lora`, `jaxspec.sequence`,
-`jaxspec.tool_parsers`, `jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`,
-`jaxspec.version`.
+vLLM's import paths: `jaxspec.benchmarks`, `jaxspec.distributed`, `jaxspec.entrypoints`,
+`jaxspec.envs`, `jaxspec.exceptions`, `jaxspec.logger`, `jaxspec.lora`,
+`jaxspec.sequence`, `jaxspec.tool_parsers`, `jaxspec.usage`, `jaxspec.utils`,
+`jaxspec.v1`, `jaxspec.version`.
 """
 
 import importlib

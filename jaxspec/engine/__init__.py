@@ -10,5 +10,6 @@ grammar masks with a `grammar_matcher`), `scheduling`, which plans launches,
 the same launches in the processes of other hosts.
 
 Before the engine exists, `arg_utils`, `speculative_args` and `model_folders` read the
-arguments, `memory` divides the devices' memory, and `loader` reads the weights.
+arguments (`vllm_arguments` lists those that only vLLM has), `memory` divides the
+devices' memory, and `loader` reads the weights.
 """

@@ -344,10 +344,10 @@ def test_texts_of_tokens_join_to_the_text():
             values = logprobs_of(table, [token])
             stream.push([token], values)
             in_prompt.push_prompt(values)
-        found = stream.since(0), (in_prompt.prompt or [])[1:]
+        found = list(stream.since(0) or []), list(in_prompt.prompt or [])[1:]
         return [
             [one[token].decoded_token for one, token in zip(some, tokens, strict=True)]
-            for some in map(list, found)
+            for some in found
         ]
 
     assert texts_of(tokens) == [texts, texts]
