@@ -5,14 +5,22 @@ import difflib
 import io
 import json
 import os
+import re
 import sys
 import types
 import typing
 import warnings
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any, NoReturn
 
-from jaxspec.errors import ArgumentError, EngineGenerateError, wrong_argument
+from jaxspec.errors import (
+    NEAR,
+    ArgumentError,
+    ConfigError,
+    EngineGenerateError,
+    wrong_argument,
+)
 from jaxspec.exit import INTERRUPTED
 from jaxspec_checkpoints import CheckpointError
 
@@ -20,8 +28,12 @@ from jaxspec_checkpoints import CheckpointError
 WRONG_ARGUMENT = 2
 # The exit code of a command that failed.
 FAILED = 1
-# Minimum difflib ratio of a suggested flag: "prot" and "port" have 0.75.
-NEAR = 0.7
+
+
+_UNITS = "kmgt"
+_WITH_UNIT = re.compile(rf"(\d+(?:\.\d+)?)([{_UNITS}{_UNITS.upper()}])")
+# A flag for a key of a dict, such as --speculative-config.method.
+_DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+)(\+?)")
 
 
 class CommandError(Exception):
@@ -59,6 +71,61 @@ class CommandParser(argparse.ArgumentParser):
                 hint = f"Did you mean {flags[near[0]]}?"
                 break
         self.exit(WRONG_ARGUMENT, f"{self.prog}: error: {message}\n{hint}\n")
+
+
+def dashed(argument: str) -> str:
+    """Replace underscores in a flag's name by dashes; vLLM accepts both."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    flag, dot, keys = name.partition(".")
+    return flag.replace("_", "-") + dot + keys + equals + value
+
+
+def without_dots(arguments: Sequence[str]) -> list[str]:
+    """Join flags for single keys of a dict to one flag with a JSON object, as in vLLM.
+
+    `--speculative-config.method ngram` becomes `--speculative-config
+    {"method": "ngram"}`. A value is JSON, a number with a unit, or a string; after
+    `--flag.key+` it is a list, separated by commas.
+
+    Raises:
+        ConfigError: A value is missing, or the flag is also given as a whole.
+    """
+    kept, dicts = [], {}
+    given = iter(arguments)
+    for argument in given:
+        name, equals, value = argument.partition("=")
+        found = _DOTTED.fullmatch(name)
+        if found is None:
+            kept.append(argument)
+            continue
+        flag, path, is_list = found.groups()
+        text = value if equals else next(given, None)
+        if text is None:
+            raise wrong_argument(ConfigError, name, "followed by a value", None)
+        inner = dicts.setdefault(flag, {})
+        *outer, last = path.split(".")
+        for key in outer:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise wrong_argument(ConfigError, name, "given once", text)
+        inner[last] = text.split(",") if is_list else _dotted_value(text)
+    for flag, values in dicts.items():
+        if any(argument.partition("=")[0] == flag for argument in kept):
+            hint = f"Give all keys in {flag}, or each as {flag}.KEY."
+            raise wrong_argument(ConfigError, flag, "given in one way", values, hint)
+        kept += [flag, json.dumps(values)]
+    return kept
+
+
+def _dotted_value(text: str) -> Any:
+    for read in (json.loads, integer_flag):
+        try:
+            return read(text)
+        except (json.JSONDecodeError, argparse.ArgumentTypeError):
+            continue
+    return text
 
 
 def _without_values(arguments: Sequence[str]) -> list[str]:
@@ -126,9 +193,36 @@ def flag_type(kind: Any) -> Any:
     is_union = isinstance(kind, types.UnionType)
     members = [one for one in typing.get_args(kind) if one is not types.NoneType]
     kind = members[0] if is_union else kind
-    if kind in (int, float, str):
+    if kind in (float, str):
         return kind
-    return json_flag
+    return integer_flag if kind is int else json_flag
+
+
+def integer_flag(text: str) -> int:
+    """Parse an integer, which may have a unit as in vLLM: 8k = 8000, 8K = 8192.
+
+    Numbers with a decimal unit (k, m, g, t) may have a fraction.
+    """
+    found = _WITH_UNIT.fullmatch(text.strip())
+    if found is None:
+        try:
+            return int(text)
+        except ValueError:
+            message = f"it must be an integer, such as 8000, 8k or 8K, got {text!r}"
+            raise argparse.ArgumentTypeError(message) from None
+    number, unit = found.groups()
+    power = 1 + _UNITS.index(unit.lower())
+    if unit.islower():
+        return int(Decimal(number) * 1000**power)
+    if "." in number:
+        message = f"{unit} is a power of 1024, without a fraction; got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return int(number) * 1024**power
+
+
+def length_flag(text: str) -> int:
+    """Parse a length like `integer_flag`; "auto" is -1."""
+    return -1 if text.strip().lower() == "auto" else integer_flag(text)
 
 
 def json_flag(text: str) -> Any:

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_SHOWN = 200
+# Minimum difflib ratio of a suggested name: "prot" and "port" have 0.75.
+NEAR = 0.75
 # Arguments whose values are never quoted.
 SECRET_ARGUMENTS = ("api_key", "api_keys", "hf_token")
 
@@ -92,7 +94,7 @@ def named_in(place: str) -> Iterator[None]:
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return "did you mean ...?" for an unknown name, or `otherwise`."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
     return f"did you mean {close[0]}?" if close else otherwise
 
 

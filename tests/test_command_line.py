@@ -1,12 +1,21 @@
 """Command lines are parsed; errors have messages and exit codes."""
 
+import argparse
 import io
 import sys
 import warnings
 
 import pytest
 
-from jaxspec.command_line import CommandError, CommandParser, bearer, run_command
+from jaxspec.command_line import (
+    CommandError,
+    CommandParser,
+    bearer,
+    flag_type,
+    length_flag,
+    run_command,
+    without_dots,
+)
 from jaxspec.errors import ArgumentError, ConfigError, EngineGenerateError
 from jaxspec_checkpoints import CheckpointError
 
@@ -107,3 +116,51 @@ def test_secrets_are_not_quoted(capsys):
     with pytest.raises(ArgumentError, match="printable ASCII") as refused:
         bearer("hush\nX-Other: 1")
     assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("17", 17),
+        ("-1", -1),
+        ("8k", 8000),
+        ("8K", 8192),
+        ("25.6k", 25_600),
+        ("1.001m", 1_001_000),
+        ("3M", 3 * 2**20),
+        ("1g", 10**9),
+        ("2G", 2**31),
+        ("1T", 2**40),
+    ],
+)
+def test_integers_with_units(text: str, number: int):
+    assert flag_type(int)(text) == length_flag(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1.5K", "8kk", "8 k", "auto", "1e3"])
+def test_rejects_wrong_integers(text: str):
+    with pytest.raises(argparse.ArgumentTypeError, match="got|without a fraction"):
+        flag_type(int | None)(text)
+    assert length_flag("Auto") == -1
+
+
+@pytest.mark.parametrize(
+    ("line", "joined"),
+    [
+        ("--a.b.c 1 x --a.b.d=y.z", 'x --a {"b":{"c":1,"d":"y.z"}}'),
+        ("-c.n 2k -c.l+ 1,x -c.t true", '-c {"n":2000,"l":["1","x"],"t":true}'),
+        ("--a.b 1 --a.b 2", '--a {"b":2}'),
+        ("--t -0.5 --u=a.b x.y -v 1.5", "--t -0.5 --u=a.b x.y -v 1.5"),
+    ],
+)
+def test_joins_dotted_flags(line: str, joined: str):
+    found = [one.replace(" ", "") for one in without_dots(line.split())]
+    assert found == joined.split()
+
+
+@pytest.mark.parametrize(
+    "line", ["--a.b", "--a.b 1 --a {}", "--a={} --a.b 1", "--a.b 1 --a.b.c 2"]
+)
+def test_rejects_wrong_dotted_flags(line: str):
+    with pytest.raises(ConfigError, match="--a"):
+        without_dots(line.split())

@@ -4,6 +4,7 @@ import-linter checks the direction of imports, with the contracts in pyproject.t
 """
 
 import ast
+import functools
 import importlib
 import re
 import sys
@@ -49,10 +50,17 @@ def names_of(node: Import) -> list[str]:
     return ["." * node.level + (node.module or "")]
 
 
-def imports_of(tree: ast.AST) -> list[Import]:
-    return [node for node in ast.walk(tree) if isinstance(node, Import)]
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def imports_of(path: Path) -> list[Import]:
+    return [node for node in ast.walk(parse(path)) if isinstance(node, Import)]
+
+
+@functools.cache
 def declared_distributions(extra: str | None) -> set[str]:
     """Return the normalized names of the packages that pip installs.
 
@@ -71,11 +79,12 @@ def declared_distributions(extra: str | None) -> set[str]:
     ("folder", "path"), MODULES, ids=[str(path) for _, path in MODULES]
 )
 def test_imports_are_at_the_top_and_absolute(folder: Path, path: Path) -> None:
-    tree = ast.parse((folder / path).read_text(encoding="utf-8"))
-    for node in imports_of(tree):
+    for node in imports_of(folder / path):
         where = f"{path}:{node.lineno}"
         # This also rejects `if TYPE_CHECKING:` and `try:` around an import.
-        assert node in tree.body, f"{where}: move the import to the top of the module"
+        assert node in parse(folder / path).body, (
+            f"{where}: move the import to the top of the module"
+        )
         for name in names_of(node):
             assert not name.startswith("."), f"{where}: write the full module path"
             assert name != "__future__", f"{where}: jaxtyping needs real annotations"
@@ -87,7 +96,7 @@ def test_third_party_imports_are_declared() -> None:
     undeclared = [
         f"{path}: {name}"
         for folder, path in MODULES
-        for node in imports_of(ast.parse((folder / path).read_text(encoding="utf-8")))
+        for node in imports_of(folder / path)
         for name in names_of(node)
         if (top := name.split(".")[0]) not in sys.stdlib_module_names
         and top not in PACKAGES
@@ -102,7 +111,7 @@ def test_modules_that_need_an_extra_are_not_imported_statically_by_others() -> N
     imported = {
         f"{path}: {name}"
         for folder, path in MODULES
-        for node in imports_of(ast.parse((folder / path).read_text(encoding="utf-8")))
+        for node in imports_of(folder / path)
         for name in [
             *names_of(node),
             *(f"{names_of(node)[0]}.{alias.name}" for alias in node.names),

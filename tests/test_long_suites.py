@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,23 @@ def test_suite_is_due_until_it_passes(one: LongSuite, monkeypatch: pytest.Monkey
     assert long_suites.run(one, []) == 0
     assert not long_suites.is_due(one)
     assert long_suites.recorded()["one"]["digest"] == one.digest()
+
+
+def test_suites_that_would_end_too_late_remain_due(
+    one: LongSuite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A suite without a record runs, however long it takes."""
+    seconds = {"short": 50, "long": 70}
+    record = {name: {"seconds": count} for name, count in seconds.items()}
+    long_suites.RECORD.write_text(json.dumps(record))
+    suites = [replace(one, name=name) for name in ("long", "short", "new")]
+    ran = list[str]()
+    monkeypatch.setattr(long_suites, "SUITES", suites)
+    monkeypatch.setattr(long_suites, "run", lambda suite, _: ran.append(suite.name))
+    monkeypatch.setattr(sys, "argv", ["long_suites", "--minutes", "1"])
+    assert long_suites.main() == 0
+    assert ran == ["short", "new"]
+    assert capsys.readouterr().out.endswith("1 minutes are too few for: long\n")
 
 
 def test_code_excludes_comments_and_docstrings():

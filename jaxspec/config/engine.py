@@ -46,6 +46,7 @@ MAX_PAGE_SIZE = 256
 MAX_LOGPROBS = 1024  # per token: every launch copies them to the host
 MAX_SCHEDULER_STEPS = 64  # a launch's result has room for all its rounds
 _TILE = 32  # least prompt tokens of a launch
+_DEFAULT_CHUNK = 2048  # most prompt tokens of a launch by default, on any device
 
 
 def draft_hint(target: ModelConfig) -> str:
@@ -136,7 +137,7 @@ class EngineConfig:
     disable_log_stats: bool
     compilation_cache_dir: str | None
     enable_prefix_caching: bool
-    disable_hybrid_kv_cache_manager: bool
+    disable_hybrid_kv_cache_manager: bool | None
     scheduling_policy: str
     max_logprobs: int
     batch_invariant: bool
@@ -166,8 +167,11 @@ class EngineConfig:
             SCHEDULING_POLICIES,
         )
         flags = "batch_invariant", "enable_prefix_caching", "skip_tokenizer_init"
-        for name in (*flags, "disable_hybrid_kv_cache_manager"):
+        for name in flags:
             check_flag(ConfigError, name, getattr(self, name))
+        name = "disable_hybrid_kv_cache_manager"
+        if self.disable_hybrid_kv_cache_manager is not None:
+            check_flag(ConfigError, name, self.disable_hybrid_kv_cache_manager)
         check_integer(
             ConfigError, "max_logprobs", self.max_logprobs, low=0, high=MAX_LOGPROBS
         )
@@ -319,18 +323,54 @@ class EngineConfig:
 
         The longest window of target and draft model: their local layers share pages.
         """
-        target = self.model_config
-        if self.disable_hybrid_kv_cache_manager or not target.num_local_per_global:
-            return None
-        models = target, self.draft_model_config
+        return None if self._reason_to_keep_all else self._longest_window
+
+    @property
+    def kept_tokens(self) -> str:
+        """A sentence for the log: the tokens whose keys and values layers keep."""
+        if self.local_window is None:
+            return f"All layers keep all tokens: {self._reason_to_keep_all}"
+        return f"Layers with a sliding window keep only {self.local_window} tokens"
+
+    @functools.cached_property
+    def _reason_to_keep_all(self) -> str:
+        """Why layers with a sliding window keep all tokens; "" if they do not."""
+        num_local, is_off = (
+            self.model_config.num_local_per_global,
+            self.disable_hybrid_kv_cache_manager,
+        )
+        if is_off:
+            return "disable_hybrid_kv_cache_manager=True"
+        if not num_local:
+            return "the model has only one kind of layers"
+        window = self._longest_window
+        if window >= self.max_model_len:
+            return (
+                f"max_model_len={self.max_model_len} is not more than the window of "
+                f"{window} tokens"
+            )
+        given = self.given or GivenSizes()
+        if is_off is None and isinstance(given.num_pages, int):
+            num_tokens = given.max_num_batched_tokens or _DEFAULT_CHUNK
+            least = math.ceil(self.pages_per_seq / num_local)
+            least += self._most_local_pages(window, num_tokens)
+            if given.num_pages < least:
+                return (
+                    f"num_gpu_blocks_override={given.num_pages} is less than the "
+                    f"{least} pages that one sequence could take otherwise"
+                )
+        return ""
+
+    @property
+    def _longest_window(self) -> int:
+        models = self.model_config, self.draft_model_config
         windows = [
             model.window(layer)
             for model in models
             if model is not None
             for layer in range(model.num_layers)
         ]
-        longest = max(window for window in windows if window is not None)
-        return longest if longest < self.max_model_len else None
+        return max(window for window in windows if window is not None)
 
     @property
     def unit_pages(self) -> int | None:
@@ -346,8 +386,9 @@ class EngineConfig:
         That is the window before its newest known token, and the drafts of two
         launches.
         """
-        num_nodes = self.speculative.num_nodes if self.speculative else 0
-        return self._local_pages(2 * self.num_scheduler_steps * (num_nodes + 1))
+        if self.local_window is None:
+            return 0
+        return self._local_pages(self.local_window, self._num_unread)
 
     @property
     def max_local_pages(self) -> int:
@@ -360,14 +401,23 @@ class EngineConfig:
         It may have more, for a draft model that has not read them, while there are
         enough.
         """
-        in_prompt = self._local_pages(max(num_batched_tokens, _TILE))
-        return max(in_prompt, self.decode_local_pages)
-
-    def _local_pages(self, num_written: int) -> int:
-        """Return the local pages for a window and the positions that are written."""
         if self.local_window is None:
             return 0
-        num_pages = math.ceil((self.local_window + num_written) / self.page_size) + 2
+        return self._most_local_pages(self.local_window, num_batched_tokens)
+
+    def _most_local_pages(self, window: int, num_batched_tokens: int) -> int:
+        num_written = max(num_batched_tokens, _TILE, self._num_unread)
+        return self._local_pages(window, num_written)
+
+    @property
+    def _num_unread(self) -> int:
+        """Maximum number of tokens that two launches of decoding rows may write."""
+        num_nodes = self.speculative.num_nodes if self.speculative else 0
+        return 2 * self.num_scheduler_steps * (num_nodes + 1)
+
+    def _local_pages(self, window: int, num_written: int) -> int:
+        """Return the local pages for a window and the positions that are written."""
+        num_pages = math.ceil((window + num_written) / self.page_size) + 2
         return min(num_pages, self.pages_per_seq)
 
     @property

@@ -9,8 +9,10 @@ from typing import Any
 
 from jaxspec.errors import UnsupportedError, wrong_argument
 
-# Largest K of methods without a pass of a model per draft, and of methods with one.
+# Largest K of methods without a pass of a model per draft, of suffix drafts from the
+# sequence itself, and of methods with a pass per draft.
 MAX_DRAFT_TOKENS = 16
+MAX_SUFFIX_DRAFT_TOKENS = 32
 MAX_MODEL_DRAFT_TOKENS = 8
 DEFAULT_DRAFT_TOKENS = 5
 # Minimum tokens of a match, without and with a draft model as fallback. Not 1: in prose
@@ -75,7 +77,7 @@ METHODS = {
     "ngram+draft_model": Method(lookup=NGRAM, weights=DRAFT_MODEL),
     "suffix": Method(
         lookup=SUFFIX,
-        max_draft_tokens=MAX_DRAFT_TOKENS,
+        max_draft_tokens=MAX_SUFFIX_DRAFT_TOKENS,
         default_draft_tokens=MAX_DRAFT_TOKENS,
     ),
     "suffix+draft_model": Method(lookup=SUFFIX, weights=DRAFT_MODEL),

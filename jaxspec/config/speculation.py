@@ -14,6 +14,7 @@ from jaxspec.config.methods import (
     DEFAULT_DRAFT_TOKENS,
     DRAFT_MODEL,
     LOOKUPS,
+    MAX_DRAFT_TOKENS,
     NGRAM,
     SUFFIX,
     Method,
@@ -399,6 +400,17 @@ class SpeculativeConfig:
         cached = check_integer(
             ConfigError, name, getattr(self, name), low=0, high=MAX_CACHED_REQUESTS
         )
+        if cached:
+            # Entries of the cache end after this many tokens.
+            levels, hint = self.num_levels, f"{name} is {cached}."
+            check_integer(
+                ConfigError,
+                "num_speculative_tokens",
+                levels,
+                low=1,
+                high=MAX_DRAFT_TOKENS,
+                hint=hint,
+            )
         if cached and self.rejection_sample_method not in ("coupled", SYNTHETIC):
             raise wrong_argument(
                 ConfigError,

@@ -11,12 +11,12 @@ import os
 import typing
 import warnings
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Self, no_type_check
 
 from jaxspec import envs
-from jaxspec.command_line import documented, flag_type
+from jaxspec.command_line import documented, flag_type, length_flag
 from jaxspec.config.engine import (
     KV_CACHE_NAMES,
     MAX_DTYPE_BYTES,
@@ -43,6 +43,13 @@ from jaxspec.engine.model_folders import (
 from jaxspec.engine.speculative_args import (
     TYPICAL_REMOVED,
     merge_speculative_arguments,
+)
+from jaxspec.engine.vllm_arguments import (
+    SHORT_FLAGS,
+    VLLM_ENGINE_ARGUMENTS,
+    VLLM_ENGINE_FLAGS,
+    VllmArgument,
+    check_vllm_arguments,
 )
 from jaxspec.errors import (
     ConfigError,
@@ -72,8 +79,7 @@ _DRAFT_ARGUMENTS = ("speculative_config", "spec_model", "spec_method")
 _DRAFT_ARGUMENTS += ("speculative_model",)
 
 # First field of each argument group in the command line's help.
-_FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "pipeline_parallel_size"
-_SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
+_FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "enable_log_requests"
 _DTYPES = {
     "auto": "auto",
     "float32": "float32",
@@ -82,18 +88,8 @@ _DTYPES = {
     "half": "bfloat16",
     "float16": "bfloat16",
 }
-# Arguments of features that this engine does not have, and the allowed values.
+# Arguments with few allowed values.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "pipeline_parallel_size": (1,),
-    "cpu_offload_gb": (0,),
-    "enable_chunked_prefill": (None, True),
-    "logprobs_mode": ("raw_logprobs",),
-    "stream_interval": (None, 1),
-    "enable_lora": (False,),
-    "hf_overrides": (None, {}),
-    "logits_processors": (None, []),
-    "runner": ("auto", "generate"),
-    "convert": ("auto", "none"),
     "load_format": ("auto", "safetensors", "orbax", "gguf", "dummy"),
     "spec_decoding_acceptance_method": (None, "rejection_sampler"),
     "typical_acceptance_sampler_posterior_threshold": (None,),
@@ -102,6 +98,16 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 # Arguments whose other values were removed, and the reason.
 _REMOVED = dict.fromkeys(
     [name for name in _ONLY if "acceptance" in name], TYPICAL_REMOVED
+)
+
+# vLLM's arguments that jaxspec does not have: scripts may set them to their defaults.
+_VllmFields = make_dataclass(
+    "_VllmFields",
+    [
+        (name, Any, field(default=argument.default, repr=False))
+        for name, argument in VLLM_ENGINE_ARGUMENTS.items()
+    ],
+    kw_only=True,
 )
 
 
@@ -125,8 +131,10 @@ def bundled_pair(arguments: Mapping[str, Any]) -> dict[str, Any]:
 # The tests do not check it with jaxtyping: its own checks have better errors.
 @no_type_check
 @dataclass(kw_only=True)
-class EngineArgs:
+class EngineArgs(_VllmFields):
     """Arguments of the engine, with vLLM's names.
+
+    vLLM's other arguments are in docs/vllm.md.
 
     Attributes:
         model: The target: a folder, a .gguf file, an id of the Hugging Face Hub (for a
@@ -154,8 +162,8 @@ class EngineArgs:
             models that are quantized.
         speculative_model_quantization: The same as `quantization`, for the draft model.
             It changes the speed, but no text.
-        max_model_len: Default: the context that the model was trained for, at most
-            8192.
+        max_model_len: Default, also of -1: the context that the model was trained for,
+            at most 8192.
         max_num_seqs: Maximum number of requests that run at once. Default: 256 on a TPU
             or GPU, or less if programs for 256 would leave little memory for pages; 8
             on a CPU.
@@ -171,7 +179,9 @@ class EngineArgs:
         kv_cache_memory_bytes: Bytes of each device for the pages of both models,
             instead of the rest of `gpu_memory_utilization`.
         num_gpu_blocks_override: Number of pages, instead of `gpu_memory_utilization`
-            and `kv_cache_memory_bytes`.
+            and `kv_cache_memory_bytes`. Where layers with a sliding window keep only
+            their window, a page holds `block_size` tokens of these layers, or (Gemma 3)
+            five times as many of the others.
         kv_cache_dtype: Type of the keys and values of all models: "auto" is the type of
             the weights; "int8", with a scale for each token and head, and "fp8" (or
             "fp8_e4m3"), without scales, take half of bfloat16's memory. They change
@@ -194,8 +204,10 @@ class EngineArgs:
             the start. Default: 300.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
         disable_hybrid_kv_cache_manager: Keep the keys and values of all tokens in all
-            layers (default). If false, layers with a sliding window keep only their
-            window: more and longer sequences fit. Texts are the same.
+            layers. By default, layers with a sliding window keep only their window:
+            more and longer sequences fit, and texts are the same. If
+            `num_gpu_blocks_override` is too small for that, the default is to keep all
+            tokens, and false is an error.
         speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
             model. Default: all of the target's, or fewer if an estimate shows that
             fewer are clearly faster and leave most of the pages.
@@ -304,36 +316,8 @@ class EngineArgs:
     spec_decoding_acceptance_method: str | None = None
     ngram_prompt_lookup_max: int | None = None
     ngram_prompt_lookup_min: int | None = None
-
-    # Only the values in `_ONLY` are allowed.
-    pipeline_parallel_size: int = 1
-    cpu_offload_gb: float = 0
-    enable_chunked_prefill: bool | None = None
-    logprobs_mode: str = "raw_logprobs"
-    stream_interval: int | None = None
-    enable_lora: bool = False
-    hf_overrides: Any = None
-    logits_processors: Any = None
-    runner: str = "auto"
-    convert: str = "auto"
     typical_acceptance_sampler_posterior_threshold: float | None = None
     typical_acceptance_sampler_posterior_alpha: float | None = None
-
-    # Accepted, without effect: they control parts of vLLM that do not exist here.
-    trust_remote_code: bool = False
-    tokenizer_mode: str = "auto"
-    enforce_eager: bool = False
-    swap_space: float = 4
-    enable_sleep_mode: bool = False
-    async_scheduling: bool | None = None
-    disable_custom_all_reduce: bool = False
-    distributed_executor_backend: Any = None
-    max_seq_len_to_capture: int = 8192
-    compilation_config: Any = None
-    use_v2_block_manager: bool = True
-    num_lookahead_slots: int = 0
-    disable_logprobs_during_spec_decoding: bool | None = None
-    speculative_disable_mqa_scorer: bool = False
 
     def __new__(cls, **arguments: object):
         """Reject an unknown name, and suggest the nearest known one."""
@@ -358,6 +342,7 @@ class EngineArgs:
                 choices = " or ".join(repr(choice) for choice in allowed)
                 hint = _REMOVED.get(name, "Anything else is not supported yet.")
                 raise wrong_argument(UnsupportedError, name, choices, value, hint)
+        check_vllm_arguments(VLLM_ENGINE_ARGUMENTS, vars(self))
         check_flag(ConfigError, "disable_log_stats", self.disable_log_stats)
         name = "data_parallel_size"
         check_integer(ConfigError, name, self.data_parallel_size, low=1)
@@ -377,17 +362,21 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for every field; return the parser."""
+        """Add a flag for every field; return the parser.
+
+        `--help` lists only the flags that have an effect.
+        """
+        add_vllm_flags(parser, VLLM_ENGINE_FLAGS)
         help_texts = documented(*cls.__mro__[:-1])
         group = parser.add_argument_group("model and engine")
         for item in fields(cls):
+            if item.name in VLLM_ENGINE_ARGUMENTS:
+                continue
             if item.name == _FIRST_SPECULATIVE:
                 group = parser.add_argument_group("speculation")
             elif item.name == _FIRST_OTHER:
-                title = "vLLM's arguments without effect or with one allowed value"
+                title = "vLLM's flags without effect; docs/vllm.md lists more"
                 group = parser.add_argument_group(title)
-            flags = ["--" + item.name.replace("_", "-")]
-            flags += [_SHORT[item.name]] if item.name in _SHORT else []
             default = None if item.default is MISSING else item.default
             options: dict[str, Any] = {"dest": item.name, "default": default}
             options["help"] = help_texts.get(item.name)
@@ -400,15 +389,19 @@ class EngineArgs:
                 options["action"] = argparse.BooleanOptionalAction
             else:
                 options["metavar"] = item.name.rpartition("_")[2].upper()
-                options["type"] = flag_type(item.type)
-            group.add_argument(*flags, **options)
+                is_length = item.name == "max_model_len"
+                options["type"] = length_flag if is_length else flag_type(item.type)
+            group.add_argument(*flags_of(item.name), **options)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Make the arguments from a parsed command line with `add_cli_args` flags."""
-        names = [item.name for item in fields(cls)]
-        return cls(**{name: getattr(args, name) for name in names})
+        own = [item.name for item in fields(cls)]
+        names = [one for one in own if one not in VLLM_ENGINE_ARGUMENTS]
+        return cls(
+            **{name: getattr(args, name) for name in (*names, *VLLM_ENGINE_FLAGS)}
+        )
 
     def read_hosts(self) -> HostsConfig | None:
         """Return the settings of several hosts; None for a single host.
@@ -434,10 +427,13 @@ class EngineArgs:
             NotImplementedError: The engine does not support a value.
         """
         self.__post_init__()
+        no_effect = check_vllm_arguments(VLLM_ENGINE_ARGUMENTS, vars(self))
+        if no_effect:
+            _log.warning("Arguments without effect: %s", ", ".join(no_effect))
         folder = _fetched(self, self.model, "model", revision=self.revision)
         model = config_from_folder(folder)
         max_model_len = self.max_model_len
-        if max_model_len is None:
+        if max_model_len is None or max_model_len == -1:
             max_model_len = min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
         sizes = {
             "max_model_len": max_model_len,
@@ -505,9 +501,6 @@ class EngineArgs:
             draft_token_ids=draft_token_ids,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
-            disable_hybrid_kv_cache_manager=(
-                self.disable_hybrid_kv_cache_manager is not False
-            ),
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
             structured_outputs=StructuredOutputsConfig.read(
@@ -518,11 +511,11 @@ class EngineArgs:
         )
         if (
             self.num_gpu_blocks_override is not None
-            or values["disable_hybrid_kv_cache_manager"]
+            or self.disable_hybrid_kv_cache_manager
         ):
             return EngineConfig(**values)
-        most = 2 * math.ceil(max_model_len / sizes["block_size"])
-        config = EngineConfig(**values | dict(num_pages=most))
+        max_pages = 2 * math.ceil(max_model_len / sizes["block_size"])
+        config = EngineConfig(**values | dict(num_pages=max_pages))
         if config.unit_pages is None:
             return replace(config, num_pages=num_pages)
         unit_bytes = sum(
@@ -551,6 +544,33 @@ class AsyncEngineArgs(EngineArgs):
     max_log_len: int | None = None
 
 
+def flags_of(name: str) -> list[str]:
+    """Return the spellings of an argument's flag."""
+    return ["--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, ())]
+
+
+def add_vllm_flags(
+    parser: argparse.ArgumentParser, arguments: Mapping[str, VllmArgument]
+) -> None:
+    """Add flags for vLLM's arguments that jaxspec does not have, hidden in `--help`.
+
+    A flag that the parser has already keeps its own meaning.
+    """
+    for name, argument in arguments.items():
+        flags = [
+            one for one in flags_of(name) if one not in parser._option_string_actions
+        ]
+        options: dict[str, Any] = {"dest": name, "default": argument.default}
+        if argument.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif argument.kind is list:
+            options["nargs"] = "+"
+        else:
+            options["type"] = flag_type(argument.kind)
+        if flags and flags[0].startswith("--"):
+            parser.add_argument(*flags, **options, help=argparse.SUPPRESS)
+
+
 def _fetched(args: EngineArgs, name: object, argument: str, **options: Any) -> Path:
     options = {"weights": args.load_format != "dummy"} | options
     options |= {"token": args.hf_token, "cache_dir": args.download_dir}
@@ -568,7 +588,7 @@ def _tokenizer_folder(args: EngineArgs, folder: Path) -> Path:
 
 def _passed_on(args: EngineArgs, record: Any) -> dict[str, Any]:
     """Return the arguments that are also fields of the dataclass `record`."""
-    names = {item.name for item in fields(record)}
+    names = {item.name for item in fields(record)} - VLLM_ENGINE_ARGUMENTS.keys()
     return {
         item.name: getattr(args, item.name)
         for item in fields(args)

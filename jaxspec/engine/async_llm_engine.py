@@ -1,10 +1,9 @@
 """The asynchronous engine: many callers, each with its own stream of outputs."""
 
 import asyncio
-import contextlib
 import contextvars
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, no_type_check
@@ -12,7 +11,6 @@ from typing import Any, TypeVar, no_type_check
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxspec.engine.engine_group import least_loaded, make_engines, total_load
 from jaxspec.engine.engine_thread import EngineDriver, RequestOutputCollector
-from jaxspec.engine.input_processor import Prepared
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loader import check_level
 from jaxspec.engine.metrics import Load
@@ -55,6 +53,7 @@ class AsyncLLMEngine:
         self.engine = engine
         self._drivers = [EngineDriver(one) for one in (engine, *others)]
         self._lock = threading.Lock()
+        self._is_paused = self._rejects_requests = False
         self._long_work = ThreadPoolExecutor(NUM_LONG_WORK, "jaxspec-long-work")
 
     @classmethod
@@ -105,18 +104,59 @@ class AsyncLLMEngine:
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable, the id is in
-                use, or the engine sleeps.
+                use, or the engine sleeps or is paused.
             NotImplementedError: An argument or a sampling value that is not supported.
             EngineGenerateError: A step of this request failed.
             EngineDeadError: The engine has stopped.
+        """
+        collector = await self.add_request(
+            request_id,
+            prompt,
+            sampling_params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+        )
+        try:
+            is_finished = False
+            while not is_finished:
+                output = await collector.get()
+                _check_sound(output)
+                is_finished = output.finished
+                yield output
+        finally:
+            collector.close()
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: dict[str, str] | None = None,
+        priority: int = 0,
+    ) -> RequestOutputCollector:
+        """Start a request; return the queue of its outputs.
+
+        `await queue.get()` returns the next output, `queue.get_nowait()` returns None
+        if there is none yet, and `queue.close()` aborts the request. An output with
+        `finished` is the last one. The other arguments and errors are those of
+        `generate`.
+
+        Args:
+            arrival_time: Accepted for vLLM's signature; a request arrives now.
         """
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
         if self.errored:
             raise self.dead_error
+        self._check_not_paused()
         # `prepare` rejects parameters of another type.
-        is_long = getattr(sampling_params, "structured_outputs", None) is not None
+        is_long = getattr(params, "structured_outputs", None) is not None
         is_long |= isinstance(prompt, str) and len(prompt) > LONG_CHARACTERS
         # The first engine's input processor serves all engines.
         prepared = await self.run_in_thread(
@@ -124,43 +164,35 @@ class AsyncLLMEngine:
                 self.engine.input_processor.prepare,
                 request_id,
                 prompt,
-                sampling_params,
+                params,
                 priority=priority,
             ),
             is_long=is_long,
         )
-        params = sampling_params
-        collector = RequestOutputCollector(request_id, params.output_kind, params.n)
-        with self._driver_for(prepared) as driver:
-            await _add_prepared(driver, prepared, collector)
-            is_finished = False
-            try:
-                while not is_finished:
-                    output = await collector.get()
-                    _check_sound(output)
-                    is_finished = output.finished
-                    yield output
-            except EngineDeadError:
-                is_finished = True
-                raise
-            finally:
-                if is_finished:
-                    driver.forget(collector)
-                else:
-                    driver.take_back(collector)
-
-    @contextlib.contextmanager
-    def _driver_for(self, prepared: Prepared) -> Iterator[EngineDriver]:
-        """Choose the engine for a request: the least loaded, ready ones first."""
+        self._check_not_paused()
         count = len(prepared.requests)
         with self._lock:
             driver = self._choose(prepared.request_id)
             driver.num_texts += count
-        try:
-            yield driver
-        finally:
+
+        def end(collector: RequestOutputCollector, is_running: bool) -> None:
+            if is_running:
+                driver.take_back(collector)
+            else:
+                driver.forget(collector)
             with self._lock:
                 driver.num_texts -= count
+
+        collector = RequestOutputCollector(
+            request_id, params.output_kind, params.n, end
+        )
+        try:
+            await _done(driver.add_prepared(prepared, collector))
+        except BaseException:
+            # After a cancellation the request may run already, so it is aborted.
+            collector.close()
+            raise
+        return collector
 
     def _choose(self, request_id: str) -> EngineDriver:
         for driver in self._drivers:
@@ -299,15 +331,57 @@ class AsyncLLMEngine:
         """Return whether any part of an engine is off the devices."""
         return any(await self._each(LLMEngine.is_sleeping))
 
-    async def pause_generation(self) -> None:
-        """Take no steps until `resume_generation`; requests remain queued."""
+    @no_type_check  # it has its own checks, with better errors
+    async def pause_generation(
+        self, *, mode: str = "abort", clear_cache: bool = True
+    ) -> None:
+        """Take no steps until `resume_generation`.
+
+        Args:
+            mode: "abort" ends requests with the text so far, "wait" waits until they
+                have ended; both reject new requests while paused. "keep" stops
+                requests where they are, and queues new ones.
+            clear_cache: Clear the prefix cache. Requests that "keep" has stopped then
+                compute their keys and values again.
+
+        Raises:
+            RequestError: There is no such mode.
+        """
+        check_choice(RequestError, "mode", mode, ("abort", "wait", "keep"))
+        self._is_paused, self._rejects_requests = True, mode != "keep"
+        if mode != "keep":
+            await self._until_idle(mode)
         for driver in self._drivers:
             driver.thread.pause(is_paused=True)
+        if clear_cache:
+            await self.reset_prefix_cache(reset_running_requests=True)
 
     async def resume_generation(self) -> None:
-        """Take steps again."""
+        """Take steps and accept requests again."""
+        self._is_paused = self._rejects_requests = False
         for driver in self._drivers:
             driver.thread.pause(is_paused=False)
+
+    async def is_paused(self) -> bool:
+        """Return whether `pause_generation` has stopped the engines."""
+        return self._is_paused
+
+    def _check_not_paused(self) -> None:
+        if self._rejects_requests:
+            raise RequestError(
+                "The engine is paused, and rejects requests until resume_generation."
+            )
+
+    async def _until_idle(self, mode: str) -> None:
+        """Return when no request is left, which "abort" ends and "wait" waits for."""
+
+        def is_idle(driver: EngineDriver, engine: LLMEngine) -> bool:
+            if mode == "abort":
+                driver.abort(engine, list(driver.collectors))
+            return not engine.get_num_unfinished_requests()
+
+        while not all(await self._each_driver(lambda driver: partial(is_idle, driver))):
+            await asyncio.sleep(IDLE_POLL_S)
 
     async def start_profile(self, folder: str = "jaxspec_profile") -> None:
         """Record a device profile for TensorBoard or Perfetto in a folder."""
@@ -349,17 +423,6 @@ class AsyncLLMEngine:
 
 async def _done(called: Future[T]) -> T:
     return await asyncio.wrap_future(called)
-
-
-async def _add_prepared(
-    driver: EngineDriver, prepared: Prepared, collector: RequestOutputCollector
-) -> None:
-    try:
-        await _done(driver.add_prepared(prepared, collector))
-    except asyncio.CancelledError:
-        # The request may have been admitted already, so it must be aborted.
-        driver.take_back(collector)
-        raise
 
 
 def _check_sound(output: RequestOutput) -> None:

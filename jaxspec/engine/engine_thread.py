@@ -264,8 +264,20 @@ class RequestOutputCollector:
     gets fewer and longer outputs, and does not delay others.
     """
 
-    def __init__(self, request_id: str, kind: RequestOutputKind, num_texts: int = 1):
-        self.request_id = request_id
+    def __init__(
+        self,
+        request_id: str,
+        kind: RequestOutputKind,
+        num_texts: int = 1,
+        on_end: Callable[["RequestOutputCollector", bool], None] | None = None,
+    ):
+        """Make an empty collector.
+
+        Args:
+            on_end: Called once, with the collector and whether the request still runs:
+                after the last output, an error, or `close`.
+        """
+        self.request_id, self._on_end = request_id, on_end
         self.loop = asyncio.get_running_loop()
         self._is_delta = kind is RequestOutputKind.DELTA
         self._waiting: RequestOutput | None = None
@@ -286,11 +298,14 @@ class RequestOutputCollector:
         else:
             self._waiting.add(output, aggregate=self._is_delta)
         self._has_news.set()
+        if output.finished:
+            self._end(is_running=False)
 
     def fail(self, error: BaseException) -> None:
         """Make the next `get` raise; drop outputs that were not fetched."""
         self._waiting, self._error = None, error
         self._has_news.set()
+        self._end(is_running=False)
 
     def abort(self) -> None:
         """Finish with the text so far and finish reason "abort"."""
@@ -303,6 +318,18 @@ class RequestOutputCollector:
             BaseException: The error passed to `fail`.
         """
         await self._has_news.wait()
+        output = self.get_nowait()
+        assert output is not None
+        return output
+
+    def get_nowait(self) -> RequestOutput | None:
+        """Return an output, or None if there is none yet.
+
+        Raises:
+            BaseException: The error passed to `fail`.
+        """
+        if not self._has_news.is_set():
+            return None
         self._has_news.clear()
         if self._error is not None:
             raise self._error
@@ -310,6 +337,15 @@ class RequestOutputCollector:
         assert output is not None
         self._latest = output
         return output
+
+    def close(self) -> None:
+        """Abort the request unless it has ended."""
+        self._end(is_running=True)
+
+    def _end(self, *, is_running: bool) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self, is_running)
 
     def _aborted(self) -> RequestOutput:
         """Return the last output: texts so far, or empty deltas of unfinished ones."""

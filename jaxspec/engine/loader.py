@@ -157,6 +157,7 @@ def _make_leading(config: EngineConfig, followers: Followers | None) -> Runner:
         followers.send("load", _decided(config))
     plan = dataclasses.replace(plan, draft_sharding=sharding)
     _log.info("%s", plan.table())
+    _log.info("%s", config.kept_tokens)
     if config.head_config is not None and config.speculative is not None:
         _log.info(
             "Drafts: %s in %s",

@@ -387,6 +387,7 @@ class EngineMetrics:
             "lost_seconds": load.lost_s,
             "probes": load.num_probes,
             "stops": load.num_stops,
+            "given_up": self._stats.num_given_up,
             "drafts_compared": load.num_compared,
             "drafts_agreed": load.num_agreed,
         }

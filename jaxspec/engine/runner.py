@@ -506,6 +506,7 @@ def program_of(
         pool=pool_of(config),
         mesh=mesh,
         mask_source=mask_source,
+        max_draft_tokens=config.max_draft_tokens,
     )
 
 

@@ -5,6 +5,7 @@ may be mixed as long as they do not contradict each other. Knows nothing about f
 and models: `jaxspec.engine.arg_utils` reads those.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -24,6 +25,10 @@ from jaxspec.config.methods import (
 )
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.token_tree import TREE_KEY, read_paths
+from jaxspec.engine.vllm_arguments import (
+    VLLM_SPECULATIVE_KEYS,
+    check_vllm_arguments,
+)
 from jaxspec.errors import (
     ConfigError,
     UnsupportedError,
@@ -33,6 +38,8 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec_checkpoints.heads import MLP_SPECULATOR, MLP_SPECULATOR_REMOVED
+
+_log = logging.getLogger(__name__)
 
 # Argument -> key of speculative_config.
 SPECULATIVE_NAMES = {
@@ -59,20 +66,8 @@ _DEFAULT_PROMPT_LOOKUP = 5
 # vLLM's older notation for a kind of draft in place of a model.
 _KIND = re.compile(r"\[.*\]")
 _SPECULATIVE_KEYS = tuple(item.name for item in fields(SpeculativeConfig))
-# Keys without effect here: they tune parts that do not exist. Except "revision", which
-# `EngineArgs` reads from the caller's dict.
-_SPECULATIVE_NO_EFFECT = (
-    "enforce_eager",
-    "revision",
-    "code_revision",
-    "disable_padded_drafter_batch",
-    "disable_logprobs",
-    "disable_mqa_scorer",
-)
-_SPECULATIVE_LATER = (
-    "use_heterogeneous_vocab",
-    "num_speculative_tokens_per_batch_size",
-)
+# Read by `EngineArgs` from the caller's dict.
+_REVISION = "revision"
 # Keys of removed features, and what to use instead.
 _DYNAMIC = (
     "Dynamic trees were removed, because they were 0.59 to 1.05 times as fast as "
@@ -164,8 +159,7 @@ def merge_speculative_arguments(
         # vLLM's meaning: every draft of the tree counts.
         count = len(read_paths(merged[TREE_KEY]))
         merged.setdefault("num_speculative_tokens", count)
-    for key in _SPECULATIVE_NO_EFFECT:
-        merged.pop(key, None)
+    merged.pop(_REVISION, None)
     return merged or None
 
 
@@ -177,8 +171,7 @@ def _normalised_keys(config: object) -> dict[str, Any]:
         *_SPECULATIVE_KEYS,
         _KV_CACHE_DTYPE,
         _PARALLEL,
-        *_SPECULATIVE_NO_EFFECT,
-        *_SPECULATIVE_LATER,
+        _REVISION,
     )
     if not isinstance(config, Mapping):
         allowed = "a dict with keys among " + ", ".join(known)
@@ -197,27 +190,26 @@ def _normalised_keys(config: object) -> dict[str, Any]:
             )
         if key == "tensor_parallel_size":
             hint = "pass draft_tensor_parallel_size."
-        elif key in known or key in _SPECULATIVE_REMOVED:
+        elif key in (*known, *_SPECULATIVE_REMOVED, *VLLM_SPECULATIVE_KEYS):
             hint = ""
         else:
             hint = nearest(key, known, f"known: {known}.")
-        if hint:
+        if hint and (key, value) != ("tensor_parallel_size", None):
             raise ConfigError(
                 f"speculative_config has no key {spelled!r} (given {value!r}): {hint}",
                 parameter="speculative_config",
                 value=config,
             )
-        if value is None:
-            continue
-        if key in _SPECULATIVE_LATER and value is not False:
-            raise UnsupportedError(
-                f"speculative_config[{key!r}]={value!r} is not supported yet.",
-                parameter=key,
-                value=value,
-            )
-        if key not in _SPECULATIVE_LATER:
+        if value is not None:
             values[key] = value
-    return values
+    no_effect = check_vllm_arguments(
+        VLLM_SPECULATIVE_KEYS, values, "speculative_config[{!r}]"
+    )
+    if no_effect:
+        _log.warning("Arguments without effect: %s", ", ".join(no_effect))
+    return {
+        key: value for key, value in values.items() if key not in VLLM_SPECULATIVE_KEYS
+    }
 
 
 def _settle_kv_cache_dtype(merged: dict[str, Any], target: str) -> None:

@@ -102,12 +102,17 @@ def pad_batch(batch: TokenBatch, num_slots: int) -> TokenBatch:
     missing = MIN_ROWS - batch.tokens.shape[0]
     if missing <= 0:
         return batch
-    pads = (0, missing)
+    pads, local = (0, missing), batch.local_slot_mapping
+    if local is not None:
+        # A layer's slots may be a part of these (`layer_slots`).
+        last = num_slots * (batch.unit_pages or 1)
+        local = jnp.pad(local, pads, constant_values=last)
     return replace(
         batch,
         tokens=jnp.pad(batch.tokens, pads),
         positions=jnp.pad(batch.positions, pads),
         slot_mapping=jnp.pad(batch.slot_mapping, pads, constant_values=num_slots),
+        local_slot_mapping=local,
         is_used=None if batch.is_used is None else jnp.pad(batch.is_used, pads),
     )
 

@@ -27,9 +27,6 @@ from jaxspec_kernels import native
 
 # Bits of one word of a mask.
 WORD = 32
-# Number of newest known tokens sent with a request for masks. One round lies between
-# two requests for a sequence, or two if the masks of one were never used.
-WINDOW = 2 * Tree.chain(MAX_DRAFT_TOKENS).max_emitted
 
 # (grammar id, known tokens, the newest of them, drafts, drafts before each row)
 # -> uint32[seq, row, word]
@@ -62,12 +59,26 @@ def has_native_masks(mesh: Mesh) -> bool:
     return is_cpu and mesh.size == 1 and native.is_available()
 
 
+def window_of(max_draft_tokens: int) -> int:
+    """Return the number of newest known tokens sent with a request for masks.
+
+    One round lies between two requests for a sequence, or two if the masks of one were
+    never used.
+
+    Args:
+        max_draft_tokens: Maximum of a round.
+    """
+    longest = max(max_draft_tokens, MAX_DRAFT_TOKENS)
+    return 2 * Tree.chain(longest).max_emitted
+
+
 def adjuster(
     source: MaskSource,
     grammar_id: Int[Array, " row"],
     token_pages: Int[Array, "page page_size"],
     active: Active,
     *,
+    window: int,
     inner: Adjust | None,
     backend: Backend,
 ) -> Adjust:
@@ -78,11 +89,12 @@ def adjuster(
 
     Args:
         grammar_id: By row of the state; 0 for none, which allows everything.
+        window: See `window_of`.
         inner: The other controls, applied first.
     """
     ids = grammar_id.at[active.row].get(mode="clip")
     ids = jnp.where(active.is_active, ids, 0)
-    offset = jnp.arange(WINDOW, dtype=jnp.int32)[None] - WINDOW
+    offset = jnp.arange(window, dtype=jnp.int32)[None] - window
     position = jnp.maximum(active.num_tokens[:, None] + offset, 0)
     newest = history.read(token_pages, active.page_table, position)
 

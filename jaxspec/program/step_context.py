@@ -31,6 +31,7 @@ class ProgramConfig:
             before it. Empty is plain decoding.
         mesh: The devices, whose platform chooses the kernels.
         mask_source: Host callback that returns grammar masks; None without grammars.
+        max_draft_tokens: Maximum number of drafts in a row, of all executables.
     """
 
     target: ModelConfig
@@ -38,6 +39,7 @@ class ProgramConfig:
     pool: PoolShape
     mesh: Mesh
     mask_source: grammar.MaskSource | None = None
+    max_draft_tokens: int = 0
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
         """Return where a model runs whose heads are split over these axes."""
@@ -178,6 +180,7 @@ class StepContext:
                 self.fields["grammar_id"],
                 self.token_pages,
                 self.active,
+                window=grammar.window_of(self.config.max_draft_tokens),
                 inner=adjust,
                 backend=backend,
             )

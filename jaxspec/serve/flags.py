@@ -7,6 +7,7 @@ field.
 import argparse
 import dataclasses
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +17,24 @@ from typing import Any, NoReturn
 import yaml
 
 from jaxspec import envs
-from jaxspec.command_line import CommandParser, documented, flag_type
-from jaxspec.engine.arg_utils import AsyncEngineArgs, bundled_pair
+from jaxspec.command_line import (
+    CommandParser,
+    dashed,
+    documented,
+    flag_type,
+    without_dots,
+)
+from jaxspec.engine.arg_utils import (
+    AsyncEngineArgs,
+    add_vllm_flags,
+    bundled_pair,
+    flags_of,
+)
+from jaxspec.engine.vllm_arguments import VLLM_SERVER_FLAGS, check_vllm_arguments
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.serve.settings import DEFAULT_READ_HEADERS_S, SPEC_METRICS, ServerSettings
+
+_log = logging.getLogger(__name__)
 
 WARM_UPS = ("none", "plain", "all")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -57,7 +72,7 @@ def read_flags(prog: str, arguments: Sequence[str]) -> Options:
         UnsupportedError: A flag asks for an unsupported feature.
     """
     parser = make_parser(prog)
-    arguments = [dashed(argument) for argument in arguments]
+    arguments = without_dots([dashed(argument) for argument in arguments])
     config, _ = _config_parser().parse_known_args(arguments)
     if config.config is not None:
         arguments = [*_from_file(Path(config.config), parser), *arguments]
@@ -95,6 +110,9 @@ def _options(given: argparse.Namespace) -> Options:
     if count != 1:
         hint = "A server is one process; run several servers behind a proxy instead."
         raise wrong_argument(ConfigError, name, "1", count, hint)
+    no_effect = check_vllm_arguments(VLLM_SERVER_FLAGS, values)
+    if no_effect:
+        _log.warning("Flags without effect: %s", ", ".join(no_effect))
     engine = engine_args(values)
     served = values["served_model_name"] or [values["model"]]
     chosen: dict[str, Any] = {"served_model_names": tuple(served)}
@@ -140,20 +158,16 @@ def _choose_model(values: dict[str, Any]) -> None:
         values |= bundled_pair(values)
 
 
-def dashed(argument: str) -> str:
-    """Replace underscores in a flag's name by dashes; vLLM accepts both."""
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
-
-
 def parse_flags(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Parse arguments with flags in either spelling; None: those of the process."""
+    """Parse arguments in all spellings of flags; None: those of the process."""
     given = sys.argv[1:] if arguments is None else arguments
-    return parser.parse_args([dashed(argument) for argument in given])
+    try:
+        given = without_dots([dashed(argument) for argument in given])
+    except ConfigError as error:
+        parser.error(str(error))
+    return parser.parse_args(given)
 
 
 def _flattened(name: str, values: Sequence[str]) -> Iterator[str]:
@@ -257,6 +271,7 @@ def make_parser(prog: str, kind: type[CommandParser] = CommandParser) -> Command
     _add_lifecycle(parser.add_argument_group("startup and shutdown"))
     _add_settings(parser.add_argument_group("responses and limits"))
     AsyncEngineArgs.add_cli_args(parser)
+    add_vllm_flags(parser, VLLM_SERVER_FLAGS)
     return parser
 
 
@@ -306,7 +321,7 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         "its body see --timeout-read-body",
     )
     add(
-        "--api-server-count",
+        *flags_of("api_server_count"),
         type=int,
         default=1,
         help="only 1 is supported; run several servers behind a proxy instead",

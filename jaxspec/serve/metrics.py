@@ -59,6 +59,8 @@ _HELP = {
     "jaxspec:speculation_probes": "Probes of the draft model while K was 0",
     "jaxspec:speculation_stops": "How often speculation was paused because it had lost "
     "too much time",
+    "jaxspec:speculation_given_up": "Requests that got no more drafts because the "
+    "pages that the draft model would have read were needed",
     "jaxspec:speculation_failed": "1 after speculation has failed and stopped for good",
     "jaxspec:speculation_drafts_compared": "Draft tokens compared with the target's: "
     "verified, up to a round's first rejection, or probed while K was 0",

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.serve.flags import dashed
+from jaxspec.command_line import dashed, without_dots
+from jaxspec.errors import ConfigError
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Accepts flags with underscores in place of dashes, as the server does."""
+    """Accepts all spellings of flags that the server accepts."""
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -20,4 +21,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         spelled = [
             one if one.partition("=")[0] in known else dashed(one) for one in given
         ]
+        try:
+            spelled = without_dots(spelled)
+        except ConfigError as error:
+            self.error(str(error))
         return super().parse_known_args(spelled, namespace)

@@ -153,7 +153,9 @@ def plain_ids(**params: Any) -> list[list[int]]:
     "speculative",
     [
         dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3),
-        dict(method="suffix", num_speculative_tokens=3),
+        pytest.param(
+            dict(method="suffix", num_speculative_tokens=3), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda one: one["method"],
 )
@@ -172,6 +174,7 @@ def test_bfloat16_has_the_same_first_token():
         assert found.argmax() == PROMPTS[name]["top5_last"][0]["id"], name
 
 
+@pytest.mark.slow
 def test_command_line_generates_without_a_draft(capsys):
     prompt = PROMPTS["france"]
     flags = ["--model", PACKAGED_GEMMA3, "--max-tokens", "4", "--dtype", "float32"]
@@ -217,14 +220,20 @@ def assert_equal_or_tied(
     return False
 
 
-@pytest.mark.slow
-def test_transformers_continues_texts_alike():
+@functools.cache
+def huggingface() -> Any:
+    """Return HuggingFace's model, with the file's weights in float32."""
     path = packaged_gemma3()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()
     model.generation_config.eos_token_id = None
-    num_equal = 0
+    return model
+
+
+@pytest.mark.slow
+def test_transformers_continues_texts_alike():
+    model, num_equal = huggingface(), 0
     for tokens, ours in continued_texts():
         with torch.inference_mode():
             (output,) = model.generate(
@@ -233,6 +242,74 @@ def test_transformers_continues_texts_alike():
         theirs = output[len(tokens) :].tolist()
         num_equal += assert_equal_or_tied(tokens, ours, theirs, 1e-3)
     assert num_equal >= len(continued_texts()) - 1
+
+
+# Tokens of a prompt with several windows of 512.
+LONG = 4000
+
+
+def long_prompt() -> list[int]:
+    """Return the first token ids of our documentation."""
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    return llm(**LOCAL).get_tokenizer().encode(text)[:LONG]
+
+
+# Engines whose layers with a sliding window keep their window only, and all tokens.
+LOCAL: dict[str, Any] = dict(
+    max_model_len=LONG + NUM_TOKENS,
+    max_num_batched_tokens=512,
+    max_num_seqs=1,
+    disable_hybrid_kv_cache_manager=False,
+)
+WHOLE = LOCAL | dict(disable_hybrid_kv_cache_manager=True)
+
+
+def greedy_logprobs(model: LLM, tokens: list[int]) -> tuple[list[int], Any]:
+    """Return a continuation, and the most likely tokens with their logprobs."""
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5
+    )
+    given: Any = {"prompt_token_ids": tokens}
+    (output,) = model.generate(given, params, use_tqdm=False)
+    (completion,) = output.outputs
+    assert completion.logprobs is not None
+    found = [
+        {token: one.logprob for token, one in row.items()}
+        for row in completion.logprobs
+    ]
+    return list(completion.token_ids), found
+
+
+@pytest.mark.slow
+def test_windows_alone_change_no_bits():
+    """Compare with layers that keep all tokens, at 884 and at 4,000 tokens."""
+    golden = PROMPTS["long_beyond_window"]
+    for tokens in (golden["token_ids"], long_prompt()):
+        local, whole = (greedy_logprobs(llm(**one), tokens) for one in (LOCAL, WHOLE))
+        assert local == whole
+        if tokens == golden["token_ids"]:
+            assert local[0] == golden["greedy_ids"]
+    windows = (llm(**one).llm_engine.config.local_window for one in (LOCAL, WHOLE))
+    assert list(windows) == [512, None]
+
+
+@pytest.mark.slow
+def test_transformers_agrees_after_several_windows():
+    """Compare all logprobs of a continuation of 4,000 tokens; measured: below 1e-4."""
+    tokens = long_prompt()
+    ours, found = greedy_logprobs(llm(**LOCAL), tokens)
+    with torch.inference_mode():
+        given = torch.tensor([[*tokens, *ours[:-1]]])
+        rows = huggingface()(given, logits_to_keep=NUM_TOKENS).logits[0]
+    theirs = torch.log_softmax(rows, dim=-1).numpy()
+    assert len(found) == len(theirs) == NUM_TOKENS
+    for token, row, expected in zip(ours, found, theirs, strict=True):
+        assert expected.max() - expected[token] < 1e-3
+        ids = list(row)
+        np.testing.assert_allclose(
+            [row[one] for one in ids], expected[ids], rtol=0, atol=1e-3
+        )
 
 
 def write_unpacked(source: Path, target: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.engine import EngineConfig, SpeculativeConfig
+from jaxspec.config.engine import EngineConfig, GivenSizes, SpeculativeConfig
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.families import config_from_folder, config_from_hf
 from jaxspec.models.gemma.config import Gemma2Config
@@ -69,6 +69,29 @@ def test_reads_published_config():
     assert [config.window(layer) for layer in range(4)] == [4096, None] * 2
     # Keys and values of 26 layers with 4 heads of 256, two bytes each.
     assert config.kv_bytes_per_token(2) == 2 * 26 * 4 * 256 * 2
+
+
+def test_layers_keep_only_their_window_where_that_is_possible():
+    def kept(**changes: Any) -> str:
+        config = dict(sliding_window=32) | changes.pop("config", {})
+        made = engine_config(model_config=read(**config), **changes)
+        assert (made.local_window is None) == made.kept_tokens.startswith("All layers")
+        return made.kept_tokens
+
+    off = "disable_hybrid_kv_cache_manager"
+    assert kept() == kept(**{off: False})
+    assert kept() == "Layers with a sliding window keep only 32 tokens"
+    assert f"all tokens: {off}=True" in kept(**{off: True})
+    assert "only one kind of layers" in kept(config=dict(num_hidden_layers=1))
+    assert "window of 100 tokens" in kept(config=dict(sliding_window=100))
+    # A sequence takes at most seven pages of either kind.
+    enough, few = (
+        dict(num_pages=count, given=GivenSizes(num_pages=count)) for count in (14, 13)
+    )
+    assert kept(**enough) == kept()
+    assert "num_gpu_blocks_override=13 is less than the 14 pages" in kept(**few)
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
+        kept(**few, **{off: False})
 
 
 @pytest.mark.parametrize(

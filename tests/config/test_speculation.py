@@ -110,11 +110,14 @@ def test_rejects_suffix_keys_that_never_draft(keys: Any, more: int, factor: floa
 
 
 def test_coupled_rule_allows_cached_answers():
-    SpeculativeConfig(**SUFFIX | {CACHED: 10, "rejection_sample_method": "coupled"})
+    keys = SUFFIX | {CACHED: 10, "rejection_sample_method": "coupled"}
+    SpeculativeConfig(**keys, num_speculative_tokens=16)
+    with pytest.raises(ConfigError, match=f"from 1 to 16, got 17. {CACHED} is 10"):
+        SpeculativeConfig(**keys, num_speculative_tokens=17)
 
 
 @pytest.mark.parametrize(
-    ("keys", "most"), [(NGRAM, 16), (SUFFIX, 16), (BOTH, 8), (DRAFT, 8)]
+    ("keys", "most"), [(NGRAM, 16), (SUFFIX, 32), (BOTH, 8), (DRAFT, 8)]
 )
 def test_max_drafts_of_each_method(keys: dict[str, Any], most: int):
     """Methods without passes of a draft model may have more drafts."""

@@ -226,8 +226,9 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
     params = mixed_params(len(family), is_greedy=proposer.is_greedy)
     plain = with_settings(pair.plain_engine())
     expected = tokens_of(generate(plain, family, params))
-    crowd = proposer.options.get("max_num_seqs", 2)
-    engine = proposers.with_config(proposers.engine(name), num_pages=24 + 2 * crowd)
+    engine = proposers.engine(name)
+    fewest = engine.config.units_per_seq
+    engine = proposers.with_config(engine, num_pages=fewest)
     engine.add_request("gone", STEM, GREEDY)
     for _ in range(3):
         engine.step()

@@ -47,7 +47,7 @@ LARGEST_TREE = str(
 assert len(read_paths(LARGEST_TREE)) == MAX_NODES
 LOOKUP = (3, 1)
 # Rounds with suffix drafts are compiled for 0, a few, and at most this many drafts.
-NUM_SUFFIX = 16
+NUM_SUFFIX = 32
 SUFFIX = {"max_tree_depth": 2 * NUM_SUFFIX}
 MASK, MICRO_MASK = 0, MICRO["vocab_size"] - 1
 # Tokens of a trimmed draft: half of the micro target's vocabulary.

@@ -26,7 +26,8 @@ def test_positions_follow_the_target_closely(rule):
         distribution.check_distribution(tokens, distributions, (rule, controls))
 
 
-@pytest.mark.parametrize("rule", [slow("standard"), "block", slow("seeded")])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
 def test_adverse_draft_changes_the_speed_only(rule):
     """The draft model prefers tokens that the target avoids: few are accepted."""
     engine, target = proposers.micro_engine(NAME), proposers.micro_target()

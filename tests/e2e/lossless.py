@@ -120,7 +120,7 @@ class Cut:
         return min(self.alone, self.num_prompts) if batch == 1 else self.num_prompts
 
 
-# The part that `make test` runs.
+# `make test` runs a few variants of this part.
 SHORT = Cut(
     num_prompts=24,
     num_tokens=32,

@@ -106,7 +106,7 @@ def run(script: str, cache: Path | None = None) -> "subprocess.CompletedProcess[
     return run_python("-c", script, env=environment, timeout=300)
 
 
-CASES = [(name, 2) for name in IN_MAKE_TEST] + [
+CASES = [(name, 1) for name in IN_MAKE_TEST] + [
     pytest.param(name, MANY, marks=pytest.mark.slow) for name in SCRIPTS
 ]
 

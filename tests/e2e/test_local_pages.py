@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2, window of 13": dict(family=pair.GEMMA2, window=13, page_size=8),
 }
 # Each case compiles two engines.
-IN_MAKE_TEST = ("gemma3", "gemma3, n-gram", "gemma2, tree")
+IN_MAKE_TEST = ("gemma3", "gemma2, tree")
 
 
 class PoisonedRunner(OneProgramRunner):

@@ -62,7 +62,7 @@ SUITE = pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize(
     "cut",
     [
-        pytest.param(SHORT, id="short"),
+        pytest.param(SHORT, id="short", marks=SUITE),
         pytest.param(SUFFIX, id="suffix", marks=SUITE),
         pytest.param(LEAVES, id="leaves", marks=SUITE),
         pytest.param(TREES, id="trees"),

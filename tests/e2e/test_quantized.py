@@ -84,14 +84,10 @@ def test_texts_of_quantized_target_do_not_depend_on_drafts(kind):
         assert alone != plain()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "has_embedding"),
-    [
-        ("int8", True),
-        pytest.param("int4", False, marks=pytest.mark.slow),
-        pytest.param("int4", True, marks=pytest.mark.slow),
-        pytest.param(None, False, marks=pytest.mark.slow),
-    ],
+    [("int8", True), ("int4", False), ("int4", True), (None, False)],
 )
 def test_bundled_draft_with_a_quarter_of_its_head_changes_no_text(kind, has_embedding):
     """A trimmed draft, quantized or not, changes no text and hardly the acceptance.

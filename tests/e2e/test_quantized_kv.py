@@ -77,7 +77,7 @@ def params() -> list[SamplingParams]:
 
 def make(kind: str, has_draft: bool, **changes: Any) -> LLMEngine:
     settings: dict[str, Any] = pair.settings(
-        kv_cache_dtype=kind, num_pages=24, max_model_len=96, runner=OneProgramRunner
+        kv_cache_dtype=kind, num_pages=36, max_model_len=96, runner=OneProgramRunner
     )
     if has_draft:
         return pair.own_engine(**(settings | changes))

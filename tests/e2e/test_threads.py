@@ -110,7 +110,6 @@ def run_all(llm: LLM, calls: list[list[Call]]) -> list[list[Any]]:
 @pytest.mark.parametrize(
     ("makers", "num_calls"),
     [
-        ((generate,), 10),
         ((generate, search, enqueue, look), 10),
         pytest.param((generate,), 50, marks=pytest.mark.slow),
     ],

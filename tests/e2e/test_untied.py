@@ -97,7 +97,9 @@ def test_greedy_text_equals_huggingface_for_any_config(tmp_path, said, to):
     [
         pytest.param({}, id="whole"),
         pytest.param(
-            dict(scan_layers=True, tensor_parallel_size=2), id="scanned and spread"
+            dict(scan_layers=True, tensor_parallel_size=2),
+            id="scanned and spread",
+            marks=pytest.mark.slow,
         ),
         pytest.param(dict(draft_vocab_size=48), id="trimmed"),
     ],

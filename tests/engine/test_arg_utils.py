@@ -15,6 +15,7 @@ from jaxspec.engine.arg_utils import (
 )
 from jaxspec.engine.memory.plan import MAX_CPU_KV_BYTES
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
+from jaxspec.engine.vllm_arguments import VLLM_ENGINE_ARGUMENTS
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
 from jaxspec_checkpoints import bundled_target
@@ -123,6 +124,10 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 kv_cache_memory_bytes=10**9,
             ),
         },
+    ),
+    "a length of -1 is the default": (
+        {"model": "long", "max_model_len": -1},
+        {"max_model_len": 8192},
     ),
     "translated values": (
         dict(
@@ -480,6 +485,7 @@ def test_rejects_bad_arguments(
 def test_arguments_have_one_default():
     """The configuration declares no defaults besides those that users see."""
     arguments = {item.name for item in dataclasses.fields(EngineArgs)}
+    arguments -= VLLM_ENGINE_ARGUMENTS.keys()
     for item in dataclasses.fields(EngineConfig):
         if item.name in arguments:
             assert item.default is item.default_factory is dataclasses.MISSING, item

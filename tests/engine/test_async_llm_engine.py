@@ -165,13 +165,50 @@ def test_shutdown_reports_to_waiting_callers():
 
 @served()
 async def test_generation_can_be_paused(serving):
-    await serving.pause_generation()
+    assert not await serving.is_paused()
+    await serving.pause_generation(mode="keep")
+    assert await serving.is_paused()
     task = asyncio.ensure_future(outputs_of(serving, "a"))
     await asyncio.sleep(0.05)
     assert not task.done()
     assert await serving.get_num_unfinished_requests() == 1
     await serving.resume_generation()
     assert (await task)[-1].finished
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+@served(delay_s=0.004)
+async def test_pause_ends_or_waits_for_requests_and_rejects_new_ones(serving, mode):
+    task = asyncio.ensure_future(outputs_of(serving, "a", max_tokens=30))
+    await asyncio.sleep(0.02)
+    await serving.pause_generation(mode=mode)
+    assert await serving.get_num_unfinished_requests() == 0
+    (text,) = (await task)[-1].outputs
+    expected = ("abort", False) if mode == "abort" else ("length", True)
+    assert (text.finish_reason, len(text.token_ids) == 30) == expected
+    with pytest.raises(RequestError, match="paused"):
+        await outputs_of(serving, "b")
+    with pytest.raises(RequestError, match="mode must be.*'keep', got 'x'"):
+        await serving.pause_generation(mode="x")
+    await serving.resume_generation()
+    assert not await serving.is_paused()
+    assert (await outputs_of(serving, "b"))[-1].finished
+
+
+@served(delay_s=0.004)
+async def test_added_requests_have_a_queue_of_outputs(serving):
+    queue = await serving.add_request("a", PROMPT, SamplingParams(max_tokens=9))
+    assert queue.get_nowait() is None
+    while not (output := await queue.get()).finished:
+        continue
+    assert output.outputs[0].text == letters(said(9))
+    with pytest.raises(RequestError):
+        await serving.add_request("b", [], SamplingParams())
+    long = SamplingParams(max_tokens=None, ignore_eos=True)
+    queue = await serving.add_request("c", PROMPT, long)
+    queue.close()
+    assert await serving.get_num_unfinished_requests() == 0
+    assert [driver.num_texts for driver in serving._drivers] == [0]
 
 
 @served()

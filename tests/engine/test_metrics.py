@@ -55,6 +55,7 @@ OWN = [
     ("jaxspec:speculation_lost_seconds", Counter),
     ("jaxspec:speculation_probes", Counter),
     ("jaxspec:speculation_stops", Counter),
+    ("jaxspec:speculation_given_up", Counter),
     ("jaxspec:speculation_drafts_compared", Counter),
     ("jaxspec:speculation_drafts_agreed", Counter),
     ("jaxspec:num_compiles", Counter),
@@ -358,16 +359,16 @@ def test_choice_of_k_is_reported():
     def choice_values() -> list[Any]:
         found = subset(values(engine.get_metrics()), "jaxspec:speculation_")
         names = "num_drafts gain failed saved_seconds lost_seconds probes stops"
-        names += " drafts_compared drafts_agreed"
+        names += " given_up drafts_compared drafts_agreed"
         assert list(found) == names.split()
         return list(found.values())
 
-    assert choice_values() == [3, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert choice_values() == [3, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     policy.choice = Choice(num_draft_tokens=2, gain=0.41)
     policy.saved_s, policy.lost_s, policy.num_probes = 8.5, 1.25, 7
-    policy._budgets[1].num_closed = 4
+    policy._budgets[1].num_closed, engine.stats.num_given_up = 4, 6
     acceptance.num_compared, acceptance.num_agreed = 30, 20.5
-    assert choice_values() == [2, 0.41, 0, 8.5, 1.25, 7, 4, 30, 20.5]
+    assert choice_values() == [2, 0.41, 0, 8.5, 1.25, 7, 4, 6, 30, 20.5]
     # Without drafts, the gain metric is 0, even if the previous K had a gain.
     policy.choice = Choice(num_draft_tokens=0, gain=0.41)
     assert choice_values()[:2] == [0, 0]

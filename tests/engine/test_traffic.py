@@ -1,9 +1,11 @@
 """Run random traffic: arrivals, aborts, preemptions and changing K.
 
-The fake device asserts at every launch that each slot that it reads was written for the
-same prefix. Between launches, every page must be held, cached or free.
+The fake device knows every sequence in full. It asserts at every launch that each slot
+that it reads was written for the same prefix; freed pages are overwritten. Between
+launches, every page must be held, cached or free.
 """
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -21,7 +23,6 @@ from hypothesis.stateful import (
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling.request import Request, Status
-from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -30,6 +31,8 @@ from tests.support.engines import StubTokenizer
 from tests.support.fake_device import FakeRunner, random_truth
 from tests.support.loops import Loop, make_config, make_request
 
+# Windows of the local layers, and local layers per global one; none: no local layers.
+WINDOWS: list[dict[str, int]] = [{}, dict(window=6), dict(window=13, num_local=5)]
 # All requests must end within this number of steps after the last arrival.
 PATIENCE = 3000
 
@@ -50,28 +53,32 @@ class Traffic(RuleBasedStateMachine):
     num_preemptions = 0
     num_prefix_hits = 0
     num_draft_prefills = 0
+    num_freed = 0
+    num_given_up = 0
 
     @initialize(
         seed=st.integers(0, 2**16),
-        num_pages=st.sampled_from([24, 26, 32, 60]),
+        num_spare=st.sampled_from([0, 2, 8, 36]),
         max_num_seqs=st.sampled_from([1, 3, 8]),
         policy=st.sampled_from(["fcfs", "priority"]),
         num_draft_tokens=st.sampled_from([0, 3, 8]),
         caching=st.booleans(),
         depth=st.integers(0, 2),
+        windows=st.sampled_from(WINDOWS),
     )
-    def start(self, *, seed, num_pages, max_num_seqs, policy, num_draft_tokens, **rest):
-        self.config = make_config(
-            num_pages=num_pages,
+    def start(self, *, seed, num_spare, max_num_seqs, policy, num_draft_tokens, **rest):
+        config = make_config(
             max_num_seqs=max_num_seqs,
             scheduling_policy=policy,
             num_draft_tokens=num_draft_tokens,
             enable_prefix_caching=rest["caching"],
+            **rest["windows"],
         )
+        num_pages = config.units_per_seq + num_spare
+        self.config = dataclasses.replace(config, num_pages=num_pages)
         self.random = np.random.default_rng(seed)
-        self.loop = Loop(self.config, seed, rest["depth"])
         self.policy = MovingPolicy(self.config.speculative)
-        self.loop.scheduler = Scheduler(self.config, self.policy)
+        self.loop = Loop(self.config, seed, rest["depth"], policy=self.policy)
         self.numbers = itertools.count()
         self.alive: list[Request] = []
 
@@ -126,6 +133,8 @@ class Traffic(RuleBasedStateMachine):
         totals, stats = type(self), self.loop.scheduler.stats
         totals.num_preemptions += stats.num_preemptions
         totals.num_prefix_hits += stats.num_prefix_hits
+        totals.num_given_up += stats.num_given_up
+        totals.num_freed += self.loop.num_freed
         totals.num_draft_prefills += sum(
             launch.shape.is_draft_prefill for launch in self.loop.launches
         )
@@ -152,12 +161,14 @@ def test_short_random_traffic_takes_steps():
 
 
 @pytest.mark.long_suite(name="traffic")
-def test_random_traffic_of_forty_thousand_steps():
-    ran = run(300, 60)
-    assert ran.num_steps >= 40_000
+def test_random_traffic_of_hundred_thousand_steps():
+    ran = run(750, 60)
+    assert ran.num_steps >= 100_000
     assert ran.num_preemptions > 200
     assert ran.num_prefix_hits > 1000
     assert ran.num_draft_prefills > 10
+    assert ran.num_freed > 1000
+    assert ran.num_given_up > 10
 
 
 class ForgetfulRunner(FakeRunner):

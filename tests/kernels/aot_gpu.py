@@ -167,11 +167,29 @@ def compile_for_h200(
     Raises:
         jax.errors.JaxRuntimeError: The program does not fit the chip.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = _compile_into(Path(folder), function, shapes, mesh)
+        kernels, launches = _read_dump(Path(folder), prefix)
+    return compiled, kernels, launches
+
+
+def assembly(function: Callable[..., Any], shapes: Sequence[Any]) -> dict[str, str]:
+    """Compile a program for one GPU; return the PTX of its kernels, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        _compile_into(Path(folder), function, shapes, mesh())
+        texts = [source.read_text() for source in Path(folder).glob("*.ptx")]
+    entries = [entry for text in texts for entry in text.split(".entry ")[1:]]
+    return {entry.partition("(")[0]: entry for entry in entries}
+
+
+def _compile_into(
+    folder: Path, function: Callable[..., Any], shapes: Sequence[Any], mesh: Mesh
+) -> Any:
+    """Compile a program; write its kernels to a folder."""
     # From jax 0.11 on, assembly must be requested; before, a request takes 8 s per
     # program.
     wanted = {"xla_dump_emitter_re": "ptx"} if jax.__version_info__ >= (0, 11) else {}
     with (
-        tempfile.TemporaryDirectory() as folder,
         no_compilation_cache(),
         warnings.catch_warnings(),
         # jax reads the chip's generation from this mesh, not from a device.
@@ -179,9 +197,8 @@ def compile_for_h200(
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         lowered = jax.jit(function).lower(*shapes)
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **wanted})
-        kernels, launches = _read_dump(Path(folder), prefix)
-    return compiled, kernels, launches
+        options: dict[str, str | bool] = {"xla_dump_to": str(folder), **wanted}
+        return lowered.compile(compiler_options=options)
 
 
 def _read_dump(folder: Path, prefix: str) -> tuple[tuple[Kernel, ...], int]:

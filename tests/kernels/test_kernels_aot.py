@@ -235,6 +235,42 @@ def test_tiles_larger_than_shared_memory_do_not_compile(monkeypatch):
         aot_gpu.compile_program(aot_gpu.Program(case=case, tiles=tiles))
 
 
+@pytest.mark.aot
+@for_gpu
+@pytest.mark.long_suite(name="attention_gpu")
+@pytest.mark.parametrize("kept", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("num_pages", "is_wide"), [(20_000, False), (200_000, True)])
+def test_offsets_in_large_arrays_have_64_bits_on_a_gpu(kept, num_pages, is_wide):
+    """Attention and XLA's kernels multiply pages and slots by their bytes in 64 bits.
+
+    They do so in arrays of more than 2**32 bytes: `MemoryFacts.addressable` in
+    jaxspec/engine/memory/plan.py relies on it.
+    """
+    sharding = NamedSharding(aot_gpu.mesh(), PartitionSpec())
+    form = partial(jax.ShapeDtypeStruct, sharding=sharding)
+    pages = form((num_pages, 16, 8, 256), kept)
+    rows, slots = form((40, 4, 256), "bfloat16"), form((40,), "int32")
+    attend = partial(
+        gpu.paged_attention, scale=1, soft_cap=None, window=1024, ancestor_mask=None
+    )
+    of_seqs = form((8, 5, 8, 256), "bfloat16"), form((8, 512), "int32")
+    row_bytes = 8 * 256 * pages.dtype.itemsize
+    for function, shapes, unit_bytes, num_kernels in (
+        (
+            attend,
+            (of_seqs[0], pages, of_seqs[1], form((8,), "int32")),
+            16 * row_bytes,
+            1,
+        ),
+        (reference.write_kv_pages, (pages, rows, rows, slots), row_bytes, 1),
+        (reference.copy_kv_rows, (pages, slots, slots), row_bytes, 2),
+    ):
+        found = aot_gpu.assembly(function, shapes)
+        product = rf"mul\.wide\.u32\s+%rd\d+, %r\d+, {unit_bytes};"
+        wide = [name for name, text in found.items() if re.search(product, text)]
+        assert len(wide) == (num_kernels if is_wide else 0), (wide, found.keys())
+
+
 # Page writes, on TPUs and GPUs.
 
 CHIP_MARKS = {"v5e": for_tpu, "v6e": for_tpu, "h200": for_gpu}

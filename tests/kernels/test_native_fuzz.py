@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("has_native")
 SIXTEEN = replace(SMALL, head_dim=16)
 fuzzed = settings(
     # Every other shape compiles. With sanitizers, which find more, there are more.
-    max_examples=40 if settings.get_current_profile_name() == THOROUGH else 15,
+    max_examples=40 if settings.get_current_profile_name() == THOROUGH else 8,
     # The fixture only checks that there is a library, so all examples may share it.
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3RMSNorm
 
+from jaxspec.config.model import KvLayer
 from jaxspec.models.backend import Backend
-from jaxspec.models.batch import TokenBatch
+from jaxspec.models.batch import TokenBatch, layer_slots
 from jaxspec.models.cpu import (
     Bfloat16Matrix,
     NativeMatrix,
@@ -79,6 +81,20 @@ def batch_of(start: int, count: int) -> TokenBatch:
     """Return consecutive tokens of one sequence, in shuffled pages."""
     order = np.random.default_rng(0).permutation(NUM_PAGES)
     return sequence_batch(np.zeros(count), order, page_size=PAGE_SIZE, start=start)
+
+
+@pytest.mark.parametrize("layer", [KvLayer(0, True, 1), KvLayer(1, True, 0, 2)])
+def test_pads_have_no_slot_in_a_local_layer(layer):
+    """The second layer has an array of its own, of one page per unit of two."""
+    local = jnp.array([3])
+    batch = replace(batch_of(0, 1), local_slot_mapping=local, unit_pages=2)
+    num_slots = NUM_PAGES * PAGE_SIZE
+    padded = pad_batch(batch, num_slots)
+    assert padded.local_slot_mapping is not None
+    slots = layer_slots(padded.local_slot_mapping, layer, PAGE_SIZE)
+    assert slots.shape == padded.slot_mapping.shape == padded.tokens.shape
+    assert (slots[1:] >= num_slots).all()
+    assert (padded.slot_mapping[1:] >= num_slots).all()
 
 
 def run_chunks(
@@ -175,7 +191,7 @@ def test_each_norm_changes_the_rows(form, name):
     ("form", "dtype"),
     [
         (DenseMatrix, "float32"),
-        (Bfloat16Matrix, "bfloat16"),
+        pytest.param(Bfloat16Matrix, "bfloat16", marks=pytest.mark.slow),
         (NativeMatrix, "float32"),
         (NativeMatrix, "bfloat16"),
     ],

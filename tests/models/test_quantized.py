@@ -125,7 +125,10 @@ def logits_of(config: Any, tensors: Any, devices: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("devices", "is_scanned"), [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("devices", "is_scanned"),
+    [(1, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)],
+)
 def test_quantized_model_equals_its_dequantized_model(scheme, devices, is_scanned):
     config = config_of(scheme)
     scanned = replace(config, scan_layers=is_scanned)
@@ -137,8 +140,10 @@ def test_quantized_model_equals_its_dequantized_model(scheme, devices, is_scanne
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("is_scanned", [False, True])
+@pytest.mark.parametrize(
+    ("devices", "is_scanned"),
+    [(1, False), pytest.param(1, True, marks=pytest.mark.slow), (4, False), (4, True)],
+)
 def test_placement_is_the_same_for_loaded_random_and_abstract(
     scheme, devices, is_scanned
 ):

@@ -66,8 +66,18 @@ def logits_of_prompt(
     return np.concatenate([model.run(one, pads=16 - len(one)) for one in pieces])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, jnp.float32) for name in MODELS),
+        ("gemma 3", jnp.bfloat16),
+        *(
+            pytest.param(name, jnp.bfloat16, marks=pytest.mark.slow)
+            for name in MODELS
+            if name != "gemma 3"
+        ),
+    ],
+)
 def test_scanned_logits_equal_separate_layers_bit_for_bit(name, dtype):
     """Programs are not optimized: XLA:CPU would fuse operations differently in a loop.
 

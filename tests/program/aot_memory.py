@@ -4,7 +4,7 @@
 of each cell below without the devices, and writes the compilers' reports to
 `benchmarks/results/aot_memory.json`, a row after every program; programs already in the
 file are skipped. Cells named as arguments (or prefixes of names) are compiled again.
-`--table` prints the tables of `benchmarks/compilers.md`.
+`--table` prints the tables of `benchmarks/compilers.md` and of `docs/running.md`.
 
 Unless a cell sets `layers`, both models have two layers: temporaries are those of one
 layer and of the logits. Weights and pages are counted for whole models. If jax cannot
@@ -26,13 +26,16 @@ from jaxspec.engine.memory.draft_sharding import DraftSharding
 from jaxspec.engine.memory.plan import (
     DEFAULT_UTILIZATION,
     GIB,
+    LENGTHS,
     MIB,
     MemoryFacts,
+    MemoryPlan,
     Sizes,
 )
 from jaxspec.engine.memory.probe import find_facts, plan_for
 from jaxspec.engine.scheduling.programs import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
+from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features
 from jaxspec_checkpoints.gemma.published import published_config
 from tests.program import hlo
@@ -109,7 +112,9 @@ class Cell:
 
     def args(self, **changes: Any) -> EngineArgs:
         """Return the arguments of an engine with whole models."""
-        models: dict[str, Any] = dict(model=f"google/gemma-2-{self.target}")
+        models: dict[str, Any] = dict(
+            model=f"google/gemma-2-{self.target}", disable_hybrid_kv_cache_manager=True
+        )
         if self.draft is not None:
             models["speculative_model"] = f"google/gemma-2-{self.draft}"
         given: dict[str, Any] = models | self._sizes() | {"load_format": "dummy"}
@@ -364,9 +369,55 @@ def sharding_table(rows: dict[str, dict[str, Any]]) -> str:
     return markdown(columns, *lines)
 
 
+def window_plan(size: str, device: str, *, keeps_all: bool) -> MemoryPlan | None:
+    """Return the plan of a Gemma 3 alone; None if it does not fit.
+
+    Args:
+        keeps_all: Layers with a sliding window keep all tokens.
+    """
+    args = EngineArgs(
+        model=f"google/gemma-3-{size}-it",
+        tensor_parallel_size=len(named_devices(device)),
+        max_model_len=min(LENGTHS),
+        disable_hybrid_kv_cache_manager=keeps_all,
+    )
+    try:
+        return plan_for(args, device)
+    except ConfigError:
+        return None
+
+
+def window_table() -> str:
+    """Return a table of the sequences of Gemma 3 that fit.
+
+    If every layer keeps all tokens, and if those with a sliding window keep theirs.
+    """
+    columns = ["model", "device", "KiB, every layer", "KiB, global", "KiB, local"]
+    columns += [f"{length:,} tokens" for length in LENGTHS]
+    lines = []
+    for size in ("4b", "12b", "27b"):
+        for device in ("v5e-1", "v5e-8", "v6e-1", "h100"):
+            whole = window_plan(size, device, keeps_all=True)
+            windows = window_plan(size, device, keeps_all=False)
+            if whole is None or windows is None:
+                continue
+            token_bytes = [
+                num_bytes
+                for facts in (whole.facts, windows.facts)
+                for num_bytes in facts.kv_bytes_per_token(facts.page_bytes).values()
+            ]
+            cells = [f"{num_bytes / 1024:.1f}" for num_bytes in token_bytes]
+            for length in LENGTHS:
+                counts = [one.concurrency(length) for one in (whole, windows)]
+                shown = [f"{count:.1f}" if count >= 1 else "-" for count in counts]
+                cells.append(" → ".join(shown))
+            lines.append([size, device, *cells])
+    return markdown(columns, *lines)
+
+
 def tables(rows: dict[str, dict[str, Any]]) -> str:
-    """Return both tables of `benchmarks/compilers.md`."""
-    return f"{memory_table(rows)}\n\n{sharding_table(rows)}"
+    """Return the tables of `benchmarks/compilers.md` and of `docs/running.md`."""
+    return f"{memory_table(rows)}\n\n{sharding_table(rows)}\n\n{window_table()}"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.memory.device_descriptions import describe
 from jaxspec.engine.runner import options_of
+from jaxspec.models import families
 from jaxspec.program.plan import StepShape
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma.published import published_config
@@ -52,16 +53,19 @@ def engine_config(
     """Configure an engine with models of published sizes.
 
     Args:
+        target, draft: A size of Gemma 2, or a published model's name.
         num_layers: Layers of both models, or of each; None for all.
-        given: Engine arguments.
+        given: Engine arguments. By default all layers keep all tokens, as in the
+            recorded programs.
     """
+    given.setdefault("disable_hybrid_kv_cache_manager", True)
     layers = num_layers if isinstance(num_layers, tuple) else (num_layers, num_layers)
     with tempfile.TemporaryDirectory() as root:
 
         def folder(name: str, size: str, num_layers: int | None) -> str:
             path = Path(root) / name
             path.mkdir()
-            config = published_config(size)
+            config = families.published_config(size) or published_config(size)
             if num_layers is not None:
                 config["num_hidden_layers"] = num_layers
             (path / "config.json").write_text(json.dumps(config), encoding="utf-8")

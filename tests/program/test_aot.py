@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import pytest
 
 from jaxspec.engine.memory.device_descriptions import describe_mesh
@@ -335,14 +336,9 @@ def test_eight_bit_pages_are_updated_in_place(kind, kept):
 
 
 @pytest.mark.aot
+@pytest.mark.long_suite(name="h200")
 @pytest.mark.parametrize(
-    "name",
-    # In `make test`, one program of every kind, each a minute of processor time.
-    members(
-        "h200",
-        ("plain/27b/batch 8", "pass/9b/batch 1/K 0", "round/9b-2b/K 8"),
-        is_example=lambda name: name.startswith("pass"),
-    ),
+    "name", ["plain/27b/batch 8", "pass/9b/batch 1/K 0", "round/9b-2b/K 8"]
 )
 def test_gpu_benchmark_program_compiles(name):
     skip_without_compiler("h200")
@@ -366,10 +362,8 @@ SCANNED = [
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    ("devices", "draft", "max_rounds"),
-    members("scanned", SCANNED, is_example=lambda case: case == SCANNED[0]),
-)
+@pytest.mark.long_suite(name="scanned")
+@pytest.mark.parametrize(("devices", "draft", "max_rounds"), SCANNED)
 def test_scanned_layers_read_weights_and_pages_in_place(devices, draft, max_rounds):
     """For TPUs only.
 
@@ -410,6 +404,49 @@ def test_scanned_layers_read_weights_and_pages_in_place(devices, draft, max_roun
     kernels = 2 * (3 if draft else 1)
     if not is_gpu:
         assert kernels <= step.facts["kernels"] < kernels + 2 * num_layers
+
+
+@pytest.mark.aot
+@pytest.mark.long_suite(name="scanned")
+@pytest.mark.parametrize(
+    ("device", "target", "draft", "scan_layers"),
+    [
+        ("v5e-1", "google/gemma-3-4b-it", "google/gemma-3-270m-it", False),
+        ("v6e-1", "google/gemma-3-4b-it", "google/gemma-3-270m-it", False),
+        ("v6e-1", "google/gemma-3-4b-it", None, True),
+        # An H100 runs the same program.
+        ("h200", "google/gemma-3-4b-it", "google/gemma-3-270m-it", False),
+        ("h200", "9b", "2b", False),
+    ],
+)
+def test_pages_of_windows_are_updated_in_place(device, target, draft, scan_layers):
+    """Local and global layers share arrays, and no array is copied."""
+    skip_without_compiler(device)
+    # A global layer with its local layers, and a local layer with its own array; in a
+    # loop, two turns of the former.
+    period = 2 if target == "9b" else 6
+    config = engine_config(
+        target,
+        draft,
+        num_layers=2 * period + 1 if scan_layers else period + 1,
+        scan_layers=scan_layers,
+        dtype="bfloat16",
+        max_num_seqs=8,
+        max_model_len=8192,
+        num_gpu_blocks_override=2400,
+        disable_hybrid_kv_cache_manager=False,
+    )
+    assert config.unit_pages == period - 1
+    k = 4 if draft else 0
+    shape = StepShape(num_seqs=8, num_levels=k, max_prompt_tokens=0, features=GREEDY)
+    step = compile_step(config, describe_mesh(device, config), shape)
+    pages = step.forms[2].target_pages, step.forms[2].proposers
+    arrays = [array.shape[0] for array in jax.tree.leaves(pages)]
+    turns = 2 if scan_layers else 1
+    expected = [2400 * (period - 1) * turns, 2400]
+    assert arrays == expected * (2 if draft else 1), arrays
+    check_in_place(step.facts)
+    assert num_attentions(step.text) >= (period + 1) * (3 if draft else 1)
 
 
 @pytest.mark.aot

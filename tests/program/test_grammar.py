@@ -18,6 +18,7 @@ from jaxspec_kernels import native
 from tests.support.rows import make_active
 
 ROWS = 6
+WINDOW = grammar.window_of(0)
 
 
 def make_rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -105,6 +106,7 @@ def test_host_receives_newest_tokens_and_drafts(
             jnp.array([9, 0, 7, 5], jnp.int32),
             token_pages,
             active,
+            window=WINDOW,
             inner=lambda logits, drafts, num_before: 2 * logits,
             backend=Backend(mesh=mesh, mesh_axes=TARGET_MESH_AXES),
         )
@@ -127,7 +129,7 @@ def test_host_receives_newest_tokens_and_drafts(
     np.testing.assert_array_equal(received, drafts)
     for row, length in enumerate(lengths):
         known = token_pages[table[row][table[row] < num_pages]].reshape(-1)[:length]
-        count = min(length, grammar.WINDOW)
+        count = min(length, WINDOW)
         assert newest[row, -count:].tolist() == known[-count:].tolist()
 
 
@@ -146,3 +148,7 @@ def test_grammar_ids_are_sent_only_with_grammars():
     fields = layout.read(jnp.asarray(vector))
     assert fields["grammar_id"].tolist() == [2**31 - 1, 0, 0, 0, 77]
     assert "grammar_id" not in PlanLayout(plain, pool).fields
+
+
+def test_window_spans_two_of_the_longest_rounds():
+    assert [grammar.window_of(count) for count in (0, 16, 17, 32)] == [34, 34, 36, 66]

@@ -14,7 +14,6 @@ SCRIPT = """
 import sys, types
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 module = types.ModuleType("jaxspec.program.plan")
 sys.modules[module.__name__] = module
@@ -31,11 +30,16 @@ asked = Admission(
     row=2, num_prompt=3, min_total=0, max_total=9, temperature=1.0, top_k=0, top_p=1.0,
     min_p=0.0, typical_p=0.25, seed=(1, 2), rule=0, stop_ids=(),
 )
-fields = layout.read(jnp.asarray(layout.pack(StepPlan(admissions=[asked]))))
 tokens = jnp.zeros((9, 4), jnp.int32)
 empty = jax.tree.map(jnp.asarray, init_rows(pool))
-rows, _ = apply_plan(empty, tokens, fields, read_tiles(fields), pool)
-print(np.asarray(gather(rows, tokens, jnp.array([2, 1])).typical_p).tolist())
+
+@jax.jit
+def stored(plan):
+    fields = layout.read(plan)
+    rows, _ = apply_plan(empty, tokens, fields, read_tiles(fields), pool)
+    return gather(rows, tokens, jnp.array([2, 1])).typical_p
+
+print(stored(layout.pack(StepPlan(admissions=[asked]))).tolist())
 """
 
 

@@ -64,7 +64,7 @@ def test_both_forms_write_pages_in_place(num_seqs, features, dtype):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "features"), [(0, GREEDY), slow(0, Features()), (32, Features())]
+    ("chunk", "features"), [(0, GREEDY), slow(0, Features()), slow(32, Features())]
 )
 def test_no_products_outside_of_the_two_forms(chunk, features):
     """The wide and the narrow pass contain all matrix products of the program."""

@@ -1,6 +1,7 @@
 """The command line and the flag file are parsed to options."""
 
 import dataclasses
+import re
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
+from jaxspec.engine.vllm_arguments import VLLM_ENGINE_FLAGS
 from jaxspec.errors import ConfigError
 from jaxspec.serve.flags import (
     Options,
@@ -56,6 +58,11 @@ def test_flag_spellings_of_scripts(arguments: str):
     assert (engine.num_speculative_tokens, engine.tensor_parallel_size) == (3, 2)
 
 
+def test_length_has_a_unit_or_is_chosen_automatically():
+    for text, length in (("8k", 8000), ("8K", 8192), ("auto", -1)):
+        assert read("m", "--max-model-len", text).engine.max_model_len == length
+
+
 def test_spellings_of_speculation_are_equivalent():
     def config(spelling: str) -> EngineConfig:
         line = f"--model {BUNDLED_TARGET} {spelling.replace('DRAFT', BUNDLED_DRAFT)}"
@@ -67,6 +74,7 @@ def test_spellings_of_speculation_are_equivalent():
         '--speculative-config \'{"model": "DRAFT", "num_speculative_tokens": 5}\'',
         "--spec-model DRAFT --spec-tokens 5",
         "--speculative_model=DRAFT --num_speculative_tokens=5",
+        "-sc.model DRAFT --spec-tokens 5",
     ):
         assert config(spelling) == expected
 
@@ -159,10 +167,12 @@ def test_rejects_unsupported_or_contradictory_values():
         read("m", "--model", "n")
 
 
-def test_help_lists_every_field():
+def test_help_lists_every_argument_of_jaxspec():
     text = make_parser("prog").format_help()
+    shown = re.findall(r"--[\w-]+", text)
     for item in dataclasses.fields(AsyncEngineArgs):
-        assert f"--{item.name.replace('_', '-')}" in text
+        is_shown = f"--{item.name.replace('_', '-')}" in shown
+        assert is_shown == (item.name not in VLLM_ENGINE_FLAGS), item.name
     assert "Tokens per page of the KV memory" in text
 
 

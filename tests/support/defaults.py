@@ -20,5 +20,4 @@ DEFAULTS: dict[str, Any] = {
 } | dict(
     compilation_cache_dir=None,
     enable_prefix_caching=True,
-    disable_hybrid_kv_cache_manager=True,
 )

@@ -47,6 +47,7 @@ def make_config(**changes) -> EngineConfig:
         seed=0,
         tensor_parallel_size=1,
         model_config=MODEL,
+        disable_hybrid_kv_cache_manager=True,
     )
     num_draft_tokens = changes.pop("num_draft_tokens", 3)
     window, num_local = changes.pop("window", None), changes.pop("num_local", 1)
@@ -141,9 +142,10 @@ class Loop:
         depth: int = 1,
         programs: EveryProgram | None = None,
         page_events: PageEvents | None = None,
+        policy: SpeculationPolicy | None = None,
     ):
         self.config, self.depth = config, depth
-        policy = SpeculationPolicy(config.speculative)
+        policy = policy or SpeculationPolicy(config.speculative)
         self.scheduler = Scheduler(
             config, policy, programs=programs, page_events=page_events
         )
@@ -157,6 +159,7 @@ class Loop:
             window=config.local_window,
         )
         self.freed: list[int] = []
+        self.num_freed = 0
         if config.local_window is not None:
             self._record_freed_pages()
         self.fastest_s, self.prompt_token_s = 1.0, 1 / 128
@@ -173,6 +176,7 @@ class Loop:
             pages = request.local_pages[: first_local - request.first_local]
             free(request, first_local)
             self.freed += [page for page in pages if pool.is_blank(page)]
+            self.num_freed += len(pages)
 
         tables.free_behind = free_behind
 

@@ -57,7 +57,7 @@ INT4 = Scheme(kind="int4", group_size=4, has_embedding=True)
 SETTINGS: dict[str, Any] = dict(
     max_num_seqs=2,
     page_size=4,
-    num_pages=44,
+    num_pages=60,
     max_model_len=112,
     max_num_batched_tokens=32,
 )

@@ -34,7 +34,7 @@ def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]
         ran.append((planned.popleft(), len(fetched.rounds)))
         return fetched
 
-    def count(self: object, round_: object, most: int) -> int:
+    def count(self: object, round_: object, most: int, fill: float) -> int:
         return min(num_rounds, most)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -22,15 +22,25 @@ MAX_CPU_KV_BYTES = 512 * MIB
 # Largest size of a quantized target of 2B or more, relative to bfloat16: the embedding
 # is not quantized, and matrices have scales (docs/quantization.md).
 QUANTIZED_SHARE = {"int8": 0.65, "int4": 0.45}
-# A plan with local pages shows the maximum concurrency for sequences of these lengths.
+# A plan shows the maximum concurrency for sequences of these lengths, in tokens.
 LENGTHS = 8192, 32768, 131072
+# Groups of layers by the tokens that they keep, as a plan shows them.
+GROUPS = {
+    "all": "",
+    "global": " in global layers",
+    "local": " of a window in local layers",
+}
 # Shortest context that an error suggests, in tokens.
 LEAST_CONTEXT = 512
 # Default sizes are reduced if temporaries exceed this share of the memory without
 # weights.
 MAX_TEMPORARY_SHARE = 0.25
-# Kernels number the values in an array of pages with int32.
-MAX_LAYER_VALUES = 2**31 - 1
+# Largest array of pages that int32 can index. On a GPU, XLA and Pallas use int64 for
+# larger ones; Pallas counts bytes, up to `MAX_INT32_BYTES`, so 8-bit pages of 2**31 to
+# 2**32 values cannot be addressed. On a TPU, writes of XLA to larger arrays have not
+# been tried.
+MAX_INT32_VALUES = 2**31 - 1
+MAX_INT32_BYTES = 2**32
 
 
 class Sizes(NamedTuple):
@@ -177,7 +187,7 @@ class MemoryFacts:
         max_model_len: Tokens per sequence.
         local: Sizes of local pages; None if all layers keep all tokens. With it, all
             numbers of pages in a memory plan are numbers of units.
-        layer_page_values: Maximum number of values of one page in one array.
+        page_arrays: For the arrays of pages, values of one page and bytes of a value.
         compiled_bytes: Temporaries of the largest program, as compiled; None if they
             are estimated.
     """
@@ -198,7 +208,7 @@ class MemoryFacts:
     page_size: int
     max_model_len: int
     local: LocalPages | None = None
-    layer_page_values: int = 1
+    page_arrays: tuple[tuple[int, int], ...] = ()
     compiled_bytes: int | None = None
 
     @property
@@ -228,6 +238,20 @@ class MemoryFacts:
         num_local = min(num_pages, self.local.decode_pages)
         return math.ceil(num_pages / self.local.unit_pages) + num_local
 
+    def kv_bytes_per_token(self, page_bytes: int) -> dict[str, int]:
+        """Return the bytes of a token's keys and values in each group of layers.
+
+        Args:
+            page_bytes: Bytes of a page; with local pages, of a unit.
+
+        Returns:
+            By key of `GROUPS`.
+        """
+        token_bytes = page_bytes // self.page_size
+        if self.local is None:
+            return {"all": token_bytes}
+        return {"global": token_bytes // self.local.unit_pages, "local": token_bytes}
+
     def longest(self, num_pages: int) -> int:
         """Return the tokens of the longest sequence that fits `num_pages` pages."""
         if self.local is None:
@@ -238,10 +262,18 @@ class MemoryFacts:
         long = (num_pages - most) * unit if is_bounded else 0
         return max(short, long) * self.page_size
 
-    @property
-    def max_pages(self) -> int:
-        """Largest pool whose values int32 can index."""
-        return MAX_LAYER_VALUES // self.layer_page_values
+    def addressable(self, num_pages: int) -> int:
+        """Return the largest pool of at most `num_pages` that kernels can address."""
+
+        def is_too_large(page_values: int, value_bytes: int) -> bool:
+            values = num_pages * page_values
+            if self.platform == "cpu" or values <= MAX_INT32_VALUES:
+                return False
+            return self.platform == "tpu" or values * value_bytes <= MAX_INT32_BYTES
+
+        while large := [array for array in self.page_arrays if is_too_large(*array)]:
+            num_pages = MAX_INT32_VALUES // max(large)[0]
+        return num_pages
 
     def budget_bytes(self, utilization: float) -> int:
         """Return the bytes of a share of the device's memory, at most jax's limit."""
@@ -310,6 +342,13 @@ class MemoryPlan:
         return self.num_pages / self.facts.decode_pages(num_tokens)
 
     @property
+    def concurrencies(self) -> dict[int, float]:
+        """`concurrency` at `max_model_len`, and at each of `LENGTHS` below it."""
+        longest = self.facts.max_model_len
+        lengths = [*(one for one in LENGTHS if one < longest), longest]
+        return {length: self.concurrency(length) for length in lengths}
+
+    @property
     def draft_bytes(self) -> int:
         """Memory of drafting: weights, draft KV pages, and its part of programs."""
         draft, alone = self.facts.draft, self.facts.without_draft()
@@ -327,7 +366,7 @@ class MemoryPlan:
             budget = facts.budget_bytes(self.utilization)
             num_pages = _pages_left(alone, self.sizes, budget)
         else:
-            num_pages = min(self.kv_bytes // alone.page_bytes, facts.max_pages)
+            num_pages = facts.addressable(self.kv_bytes // alone.page_bytes)
         more = max(num_pages - self.num_pages, 0)
         return more / facts.decode_pages(facts.max_model_len)
 
@@ -346,15 +385,20 @@ class MemoryPlan:
         seqs, tokens = self.sizes.num_seqs, facts.programs.num_prompt_tokens(self.sizes)
         remark = f"{how}, for {seqs} sequences and {tokens:,} prompt tokens"
         rows.append(("programs", self.workspace_bytes, remark))
-        local, each = facts.local, f"{facts.page_bytes // size:,} bytes per token"
+        by_group = facts.kv_bytes_per_token(facts.page_bytes)
+        of_draft = facts.kv_bytes_per_token(draft.page_bytes)
+        each = []
+        for group, num_bytes in by_group.items():
+            each.append(f"{num_bytes:,} bytes per token{GROUPS[group]}")
+            if has_draft:
+                each[-1] += f" (draft {of_draft[group]:,})"
+        kind, local = "page", facts.local
+        pages = f"pages of {size} tokens"
         if local is not None:
-            each = f"{facts.page_bytes // size // local.unit_pages:,} bytes per token"
-            each += f" and {facts.page_bytes // size:,} per token in windows"
-        if has_draft:
-            each += f" (draft {draft.page_bytes // size:,})"
-        each += f", {facts.page_bytes:,} per page"
+            kind, pages = "unit", f"units of {local.unit_pages} {pages}"
         remark = (
-            f"{self.num_pages:,} pages of {size} tokens in {facts.kv_dtype}, {each}"
+            f"{self.num_pages:,} {pages} in {facts.kv_dtype}, {', '.join(each)}, "
+            f"{facts.page_bytes:,} per {kind}"
         )
         rows.append(("KV", self.kv_bytes, remark))
         if facts.limit_bytes is not None and self.left_bytes is not None:
@@ -376,13 +420,10 @@ class MemoryPlan:
 
     def notes(self) -> list[str]:
         """Return the lines on concurrency and on the cost of the draft model."""
-        facts, length = self.facts, self.facts.max_model_len
-        lengths = [length]
-        if facts.local is not None:
-            lengths += [one for one in LENGTHS if one < length]
+        facts = self.facts
         lines = [
-            f"Maximum concurrency at {one:,} tokens: {self.concurrency(one):.2f}x"
-            for one in sorted(lengths)
+            f"Maximum concurrency at {length:,} tokens: {count:.2f}x"
+            for length, count in self.concurrencies.items()
         ]
         if facts.draft != ModelBytes():
             lines.append(
@@ -406,10 +447,12 @@ class MemoryPlan:
             "num_pages": self.num_pages,
             "kv_dtype": self.facts.kv_dtype,
             "page_size": self.facts.page_size,
+            "kv_bytes_per_token": self.facts.kv_bytes_per_token(self.facts.page_bytes),
             "max_num_seqs": self.sizes.num_seqs,
             "max_num_batched_tokens": self.sizes.num_batched_tokens,
             "max_model_len": self.facts.max_model_len,
             "max_concurrency": self.concurrency(self.facts.max_model_len),
+            "concurrency": self.concurrencies,
             "draft_bytes": self.draft_bytes,
             "sequences_lost": self.sequences_lost,
             "draft_sharding": self.draft_sharding and self.draft_sharding.as_dict(),
@@ -466,8 +509,10 @@ def plan_memory(facts: MemoryFacts, given: GivenSizes) -> MemoryPlan:
     utilization = None
     if given.num_pages is not None:
         num_pages = given.num_pages
+        _check_addressable(facts, num_pages)
     elif given.kv_cache_memory_bytes is not None:
         num_pages = given.kv_cache_memory_bytes // facts.page_bytes
+        num_pages = facts.addressable(num_pages)
         _check_kv_bytes(facts, given.kv_cache_memory_bytes)
     else:
         assert limit is not None, "neither pages nor a limit are given"
@@ -500,17 +545,29 @@ def _with_pages(sizes: Sizes, given: GivenSizes, num_pages: int) -> Sizes:
 
 
 def _pages_left(facts: MemoryFacts, sizes: Sizes, budget: int) -> int:
-    """Return the pages that fit a budget of bytes, at most `max_pages`.
+    """Return the pages that fit a budget of bytes, and that kernels can address.
 
     The number is rounded down to seven leading bits. Programs are compiled for a number
     of pages, and memory in use differs by some megabytes between starts: most starts
     get the same number.
     """
     taken = facts.used_bytes + facts.weight_bytes + facts.workspace_bytes(sizes)
-    num_pages = min(max(budget - taken, 0) // facts.page_bytes, facts.max_pages)
+    num_pages = facts.addressable(max(budget - taken, 0) // facts.page_bytes)
     step = 1 << max(num_pages.bit_length() - 7, 0)
-    rounded = num_pages // step * step
+    rounded = facts.addressable(num_pages // step * step)
     return rounded if rounded >= facts.pages_per_seq else num_pages
+
+
+def _check_addressable(facts: MemoryFacts, given: int) -> None:
+    largest = facts.addressable(given)
+    if largest < given:
+        raise wrong_argument(
+            ConfigError,
+            "num_gpu_blocks_override",
+            f"at most {largest:,}",
+            given,
+            "The kernels cannot address the pages of one layer beyond that.",
+        )
 
 
 def _check_kv_bytes(facts: MemoryFacts, given: int) -> None:

@@ -290,6 +290,9 @@ def find_facts(
         pool = pool_with(count)
         return [one.state_forms(dtype, pool, mesh) for one in proposers_of(config)]
 
+    def pages_of_both(count: int) -> Any:
+        return target_pages(count), proposer_state(count)
+
     target_params = abstract_params(config.model_config, dtype=dtype, mesh=mesh)
     draft_params = None
     if config.draft_model_config is not None:
@@ -332,10 +335,22 @@ def find_facts(
         page_size=config.page_size,
         max_model_len=config.max_model_len,
         local=_local_pages(config, given, first.platform),
-        layer_page_values=max(
-            math.prod(_device_shape(leaf)) for leaf in jax.tree.leaves(target_pages(1))
-        ),
+        page_arrays=_page_arrays(pages_of_both(1), pages_of_both(2)),
     )
+
+
+def _page_arrays(one: Any, two: Any) -> tuple[tuple[int, int], ...]:
+    """Return `MemoryFacts.page_arrays`.
+
+    Args:
+        one, two: Arrays of pools of one page and of two.
+    """
+    before, after = jax.tree.leaves(one), jax.tree.leaves(two)
+    found = {
+        (math.prod(_device_shape(b)) - math.prod(_device_shape(a)), b.dtype.itemsize)
+        for a, b in zip(before, after, strict=True)
+    }
+    return tuple(sorted(array for array in found if array[0]))
 
 
 def _local_pages(

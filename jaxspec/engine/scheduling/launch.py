@@ -207,8 +207,10 @@ class LaunchBuilder:
             self._tables.begin(request, admitted.num_found, admitted.first_local)
         )
         self._rows.first_local[request.row] = request.first_local
-        if self._has_draft_model and self._tables.lacks_local(request):
+        wants_drafts = self._has_draft_model and request.max_draft_tokens > 0
+        if wants_drafts and self._tables.lacks_local(request):
             self._rows.max_draft_tokens[request.row] = 0
+            self._tables.stats.num_given_up += 1
         request.status = Status.PREFILL
         self.admissions.append(_admission(request))
         self.add_pages(self._tables.grow(request, chunk.end + 1))

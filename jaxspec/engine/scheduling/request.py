@@ -107,8 +107,8 @@ class Request:
         With a grammar, masks forbid the end tokens instead: the device does not know
         when the text is complete.
         """
-        least = self.params.min_tokens if self.grammar is None else 0
-        return self.num_prompt_tokens + least
+        min_tokens = self.params.min_tokens if self.grammar is None else 0
+        return self.num_prompt_tokens + min_tokens
 
     @property
     def grammar_failure(self) -> Failure | None:

@@ -263,6 +263,7 @@ class Scheduler:
         if num_kept[row] <= 0:
             return False
         rows.max_draft_tokens[row] = 0
+        self.stats.num_given_up += 1
         self._free_local_pages()
         return True
 

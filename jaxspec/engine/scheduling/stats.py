@@ -13,6 +13,8 @@ class EngineStats:
     Attributes:
         num_rounds: Rounds read back; a launch has one or several.
         num_preemptions: Number of preemptions.
+        num_given_up: Requests that got no more drafts, because the pages that the draft
+            model would have read were needed.
         num_prefix_queries: Prompt tokens looked up in the prefix cache.
         num_prefix_hits: Prompt tokens found there.
         host_s: Seconds that `step` took, without waits for the device and compiles.
@@ -32,6 +34,7 @@ class EngineStats:
     num_accepted_tokens: int = 0
     num_side_tokens: int = 0
     num_preemptions: int = 0
+    num_given_up: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     host_s: float = 0.0

@@ -87,15 +87,15 @@ _COMPILE_LIMIT_S = 600
 
 def is_available() -> bool:
     """Return whether the operations can be called; builds them on first use."""
-    given = os.environ.get(VARIABLE, "") or ON
-    return given.lower() != OFF and _is_registered(given)
+    setting = os.environ.get(VARIABLE, "") or ON
+    return setting.lower() != OFF and _is_registered(setting)
 
 
 @functools.cache
-def _is_registered(given: str) -> bool:
+def _is_registered(setting: str) -> bool:
     """Register the operations with XLA; on failure log a warning and return False."""
     try:
-        library = _load(given)
+        library = _load(setting)
         for name in TARGETS:
             capsule = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
@@ -126,11 +126,11 @@ def digest() -> str:
     return _digest(_compiler()) if is_available() else ""
 
 
-def _load(given: str) -> ctypes.CDLL:
+def _load(setting: str) -> ctypes.CDLL:
     """Load the library for this machine; build it if none is cached and undamaged.
 
     Args:
-        given: The setting, as for `cache_folder`.
+        setting: `JAXSPEC_NATIVE`, as for `cache_folder`.
 
     Raises:
         OSError: The library can neither be built nor loaded.
@@ -138,7 +138,7 @@ def _load(given: str) -> ctypes.CDLL:
     """
     compiler = _compiler()
     name = f"native-{_digest(compiler)}"
-    for path in _kept_libraries(given, name):
+    for path in _kept_libraries(setting, name):
         try:
             # Loading a damaged library can crash the process.
             if path.name == _whole_name(name, path.read_bytes()):
@@ -148,9 +148,9 @@ def _load(given: str) -> ctypes.CDLL:
         except OSError as cause:
             _log.info("Building native operations again: %s", cause)
     with tempfile.TemporaryDirectory(prefix="jaxspec-native-") as folder:
-        made = _build(compiler, Path(folder))
+        library = _build(compiler, Path(folder))
         try:
-            path = _keep(made, cache_folder(given), name)
+            path = _keep(library, cache_folder(setting), name)
         # RuntimeError is raised if the user has no home directory.
         except (OSError, RuntimeError) as cause:
             _log.warning(
@@ -159,13 +159,13 @@ def _load(given: str) -> ctypes.CDLL:
                 cause,
                 VARIABLE,
             )
-            path = made
+            path = library
         return ctypes.CDLL(str(path))  # the file may be removed once it is loaded
 
 
-def _kept_libraries(given: str, name: str) -> list[Path]:
+def _kept_libraries(setting: str, name: str) -> list[Path]:
     try:
-        return sorted(cache_folder(given).glob(f"{name}-*.so"))
+        return sorted(cache_folder(setting).glob(f"{name}-*.so"))
     except (OSError, RuntimeError):  # `_keep` fails with the same error and logs it
         return []
 
@@ -178,7 +178,7 @@ def _whole_name(name: str, content: bytes) -> str:
 def _build(compiler: str, folder: Path) -> Path:
     """Compile the sources in a private folder; return the library's path."""
     _log.info("Building native operations with %s (once)", compiler)
-    made, sources = folder / "native.so", _sources()
+    library, sources = folder / "native.so", _sources()
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     with ThreadPool(len(sources)) as pool:  # one compiler process each
         commands = [
@@ -186,17 +186,17 @@ def _build(compiler: str, folder: Path) -> Path:
             for to, source in zip(objects, sources, strict=True)
         ]
         pool.map(functools.partial(_run, compiler), commands)
-    _run(compiler, ["-shared", "-o", str(made), *objects])
-    return made
+    _run(compiler, ["-shared", "-o", str(library), *objects])
+    return library
 
 
-def _keep(made: Path, folder: Path, name: str) -> Path:
+def _keep(library: Path, folder: Path, name: str) -> Path:
     """Copy a library atomically to where later processes find it; return its path.
 
     Raises:
         OSError: The folder cannot be written, or its disk is full.
     """
-    content = made.read_bytes()
+    content = library.read_bytes()
     path = folder / _whole_name(name, content)
     folder.mkdir(parents=True, exist_ok=True)
     # Other processes may write the same library at the same time.
@@ -244,10 +244,10 @@ def _flags() -> tuple[str, ...]:
 def _compiler() -> str:
     """Return the C++ compiler; raise `RuntimeError` if there is none."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    found = next(filter(None, map(shutil.which, filter(None, names))), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, filter(None, names))), None)
+    if compiler is None:
         raise RuntimeError("there is no C++ compiler (c++, g++, clang++ or $CXX)")
-    return found
+    return compiler
 
 
 def _sources() -> list[Path]:
@@ -257,13 +257,13 @@ def _sources() -> list[Path]:
 @functools.cache
 def _digest(compiler: str) -> str:
     """Hash everything the library depends on: sources, flags, versions, processor."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(_FOLDER.glob("*.h")) + _sources():
-        found.update(path.read_bytes())
+        digest.update(path.read_bytes())
     versions = jax.__version__, metadata.version("jaxlib")
     parts = *_flags(), *versions, compiler, platform.machine(), _processor()
-    found.update("\0".join(parts).encode())
-    return found.hexdigest()[:16]
+    digest.update("\0".join(parts).encode())
+    return digest.hexdigest()[:16]
 
 
 def _processor() -> str:
@@ -280,9 +280,9 @@ def _processor() -> str:
     )
 
 
-def cache_folder(given: str = ON) -> Path:
+def cache_folder(setting: str = ON) -> Path:
     """Return the folder of built libraries: `JAXSPEC_NATIVE`, or the default."""
-    if given.lower() != ON:
-        return Path(given).expanduser()
+    if setting.lower() != ON:
+        return Path(setting).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "jaxspec" / "native"

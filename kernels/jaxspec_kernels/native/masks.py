@@ -55,14 +55,14 @@ def _compute(
     masks: Any,
 ) -> int:
     try:
-        rows, window, num_drafts, width, words = sizes[:5]
+        rows, window, num_levels, width, words = sizes[:5]
         array = np.ctypeslib.as_array
         array(masks, (rows, width, words))[:] = _answers[0](
             words,
             array(grammar_id, (rows,)),
             array(num_tokens, (rows,)),
             array(newest, (rows, window)),
-            array(drafts, (rows, num_drafts)),
+            array(drafts, (rows, num_levels)),
             array(before, (width,)),
         )
     except BaseException:  # noqa: BLE001 - nothing can be raised into C++

@@ -11,7 +11,7 @@ from jaxspec.engine.memory.plan import (
     ACCELERATOR_SIZES,
     CPU_SIZES,
     GIB,
-    MAX_LAYER_VALUES,
+    MAX_INT32_VALUES,
     LocalPages,
     ModelBytes,
     ProgramFacts,
@@ -150,10 +150,48 @@ def test_number_of_pages_is_rounded():
 
 def test_pages_are_limited_by_int32_indices():
     # For each page, a layer of the 2B has 16 * 8 * 256 values.
-    made = make_plan(
-        limit_bytes=10**15, draft=ModelBytes(), layer_page_values=16 * 8 * 256
+    values = 16 * 8 * 256
+    most = MAX_INT32_VALUES // values
+    assert most == 65_535
+    large: dict[str, Any] = dict(
+        limit_bytes=10**15, draft=ModelBytes(), page_arrays=((values, 2),)
     )
-    assert made.num_pages == 65_024 <= MAX_LAYER_VALUES // (16 * 8 * 256) == 65_535
+    made = make_plan(platform="tpu", **large)
+    assert made.num_pages == 65_024
+    for platform in ("gpu", "cpu"):
+        assert make_plan(platform=platform, **large).num_pages > 10**8
+    given = make_plan(dict(kv_cache_memory_bytes=10**13), platform="tpu", **large)
+    assert given.num_pages == most
+    error = refusal(dict(num_pages=most + 1), platform="tpu", **large)
+    assert "num_gpu_blocks_override must be at most 65,535, got 65536" in str(error)
+    assert make_plan(dict(num_pages=most + 2), **large).num_pages == most + 2
+
+
+def test_large_arrays_of_eight_bits_are_avoided_on_a_gpu():
+    """Pallas indexes arrays of up to 2**32 bytes with int32."""
+    values = 16 * 8 * 256
+    most = MAX_INT32_VALUES // values
+    there = facts(page_arrays=((values, 1),))
+    for num_pages, expected in (
+        *((most, most), (most + 1, most), (2 * most + 2, most)),
+        (2 * most + 3, 2 * most + 3),
+    ):
+        assert there.addressable(num_pages) == expected
+    # The draft model's arrays are smaller. Fewer pages for them can make the target's
+    # arrays too short for int64.
+    both = facts(page_arrays=((values // 4, 1), (values, 1)))
+    assert both.addressable(7 * most) == 4 * most + 3
+    near = facts(page_arrays=((values * 2 // 3, 1), (values, 1)))
+    assert near.addressable(2 * most + 3) == most
+    # The number that is rounded down can be addressed as well.
+    budget = (2 * most + 3) * TARGET_9B.page_bytes + 10**10
+    made = make_plan(
+        SIXTY_FOUR | dict(gpu_memory_utilization=1.0),
+        limit_bytes=budget + TARGET_9B.weight_bytes,
+        draft=ModelBytes(),
+        page_arrays=((values, 1),),
+    )
+    assert made.num_pages == most
 
 
 def test_temporaries_are_the_larger_of_logits_and_layers():
@@ -358,11 +396,24 @@ def test_sequences_keep_windows_in_local_pages():
     assert made.concurrency(8192) == 6000 / (103 + 70)
     assert made.concurrency(64) == 6000 / (1 + 4)
     assert made.facts.pages_per_seq == 1639 + 200
+    assert list(made.concurrencies) == [8192, 32768, 131_072]
+    assert made.as_dict()["concurrency"][8192] == made.concurrency(8192)
     assert [line.split()[3] for line in made.notes()[:3]] == [
         "8,192",
         "32,768",
         "131,072",
     ]
+    # A unit has 16 tokens in local layers, and 80 in global ones.
+    of_both = {"global": 450_560 // 5, "local": 450_560}
+    assert made.as_dict()["kv_bytes_per_token"] == of_both
+    remark = made.as_dict()["remarks"]["KV"]
+    assert remark == (
+        "6,000 units of 5 pages of 16 tokens in bfloat16, 90,112 bytes per token in "
+        "global layers (draft 21,299), 450,560 bytes per token of a window in local "
+        "layers (draft 106,496), 7,208,960 per unit"
+    )
+    whole = make_plan(dict(num_pages=1000)).as_dict()
+    assert whole["kv_bytes_per_token"] == {"all": 450_560}
     num_tokens = made.facts.longest(1839)
     assert num_tokens == 1639 * 5 * 16 >= 131_072
     with pytest.raises(ConfigError, match="max_model_len"):

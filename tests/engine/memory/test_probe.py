@@ -49,7 +49,8 @@ from tests.checkpoints.models import write_tiny
 from tests.program import aot_memory, hlo
 from tests.program.aot_step import PLACES
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
 # Bytes of the weights in bfloat16, as the index files on the Hugging Face Hub add them
 # up (27B: from shapes), and of one token's keys and values.
 WEIGHT_BYTES = {"2b": 5_228_683_776, "9b": 18_483_411_968, "27b": 54_454_256_640}
@@ -185,15 +186,17 @@ def test_unread_draft_weights_do_not_add_time():
 def test_9b_with_a_2b_draft_on_one_gpu():
     plan = plan_for(pair(max_num_seqs=64), "h100")
     assert plan.facts.weight_bytes == 18_483_411_968 + 5_228_683_776
-    assert plan.facts.page_bytes == 16 * 450_560
+    # A page holds the tokens of half of the layers: of the local or the global ones.
+    assert plan.facts.page_bytes == 16 * 450_560 // 2
     # The GPU has 78 GiB; jax's share of it is 0.95, and the engine's is 0.92.
     assert plan.facts.limit_bytes == int(78 * GIB * 0.95)
     assert plan.facts.budget_bytes(0.92) == pytest.approx(0.92 * 78 * GIB)
     # Budget minus weights minus workspace: 77,051,264,532 - 23,712,095,744 -
-    # 2,824,339,456 bytes hold 7,007 pages, which are rounded down to 6,976.
+    # 2,824,339,456 bytes hold 14,014 pages, which are rounded down to 13,952.
     assert (plan.sizes.num_seqs, plan.workspace_bytes) == (64, 2_824_339_456)
-    assert plan.num_pages == 6976
-    assert plan.concurrency(8192) == 6976 / 512
+    assert plan.num_pages == 13_952
+    # Local layers keep a window of 4,096 tokens, two rounds of 6, and two pages more.
+    assert plan.concurrency(8192) == 13_952 / (512 + 259)
 
 
 def test_jax_share_of_a_gpu_is_respected(monkeypatch):
@@ -236,15 +239,17 @@ def test_eight_chips_share_both_models():
     plan = plan_for(pair("27b", tensor_parallel_size=8), "v5e-8")
     facts = plan.facts
     assert (facts.num_devices, facts.limit_bytes) == (8, int(15.75 * GIB))
-    # Each chip has two of the 27B's 16 KV heads, and a copy of one of the 2B's four.
-    assert facts.target.page_bytes == 16 * KV_BYTES["27b"] // 8
-    assert facts.draft.page_bytes == 16 * KV_BYTES["2b"] // 4
+    # Each chip has two of the 27B's 16 KV heads, and a copy of one of the 2B's four. A
+    # page holds the tokens of the local layers or of the global ones.
+    assert facts.target.page_bytes == 16 * KV_BYTES["27b"] // 8 // 2
+    assert facts.draft.page_bytes == 16 * KV_BYTES["2b"] // 4 // 2
     # Everything is divided except the norms: four in each layer and one at the end.
     norms = 2 * (4 * 46 + 1) * 4608
     assert facts.target.weight_bytes == (WEIGHT_BYTES["27b"] - norms) // 8 + norms
     whole: dict[str, Any] = dict(
         speculative_draft_tensor_parallel_size=1, max_model_len=2048
     )
+    # This context is shorter than the window: a page holds the tokens of all layers.
     args = pair("27b", tensor_parallel_size=8, **whole)
     assert plan_for(args, "v5e-8").facts.draft == ModelBytes(
         weight_bytes=WEIGHT_BYTES["2b"], page_bytes=16 * KV_BYTES["2b"]
@@ -263,17 +268,27 @@ def test_rejects_unknown_device():
 
 
 def test_scanned_layers_take_as_much_memory_and_have_longer_arrays():
-    """An array has the pages of all layers of a kind; int32 indices limit its size."""
-    each, scanned = (
-        plan_for(pair(max_num_seqs=64, scan_layers=scan), "h100")
-        for scan in (False, True)
-    )
+    """An array has the pages of all layers of a kind; its size is limited on a TPU."""
+
+    def both(device: str, draft: str | None) -> list[MemoryPlan]:
+        return [
+            plan_for(pair("9b", draft, max_num_seqs=64, scan_layers=scan), device)
+            for scan in (False, True)
+        ]
+
+    each, scanned = both("h100", "2b")
     assert scanned.facts.target == each.facts.target
     assert scanned.facts.draft == each.facts.draft
-    # An array has 21 layers (half of 42), and each page 16 tokens with keys and values
-    # of eight heads.
-    assert scanned.facts.max_pages == (2**31 - 1) // (21 * 16 * 2 * 8 * 256) == 1560
-    assert scanned.num_pages <= 1560 < each.num_pages
+    # A page has 16 tokens with keys and values of eight heads, of four in the draft
+    # model. An array has 21 layers (half of 42), and 13 (half of 26).
+    layer = 16 * 2 * 8 * 256
+    assert each.facts.page_arrays == ((layer // 2, 2), (layer, 2))
+    assert scanned.facts.page_arrays == ((13 * layer // 2, 2), (21 * layer, 2))
+    assert scanned.num_pages == each.num_pages == 6976
+    each, scanned = both("v6e-1", None)
+    most = (2**31 - 1) // (21 * layer)
+    assert scanned.facts.addressable(each.num_pages) == most == 1560
+    assert scanned.num_pages <= most < each.num_pages
 
 
 def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
@@ -406,6 +421,8 @@ def test_tables_equal_the_record():
     text = (RESULTS.parent / "compilers.md").read_text(encoding="utf-8")
     for table in (aot_memory.memory_table(rows), aot_memory.sharding_table(rows)):
         assert table in text, "python -m tests.program.aot_memory --table"
+    text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    assert aot_memory.window_table() in text, "python -m tests.program.aot_memory"
 
 
 def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():

@@ -344,6 +344,24 @@ def test_a_local_page_outside_the_window_is_not_needed():
     assert len(loop.scheduler.tables.cached_prefix(second).pages) == 0
 
 
+def test_draft_model_reads_local_pages_that_only_the_target_has_filled():
+    """A lost local page is filled again by a request without drafts."""
+    config = make_config(num_pages=200, window=8, num_local=2)
+    first, plain, third = make_requests(config, 3, max_draft_tokens=3)
+    plain.max_draft_tokens = 0
+    loop = run_traffic(config, [first])
+    pool, keys = loop.scheduler.pool, loop.scheduler.tables.reusable_keys(plain)
+    pool.forget([pool.page_of(local_key(keys[15]))])
+    loop.run([plain])
+    assert all(pool.is_drafted(pool.page_of(key)) for key in keys)
+    assert not pool.is_drafted(pool.page_of(local_key(keys[15])))
+    loop.run([third])
+    # The query at position 68 sees pages 15 to 17, the query at 60 pages 13 to 15.
+    assert (third.num_cached_tokens, third.num_draft_cached) == (68, 60)
+    loop.assert_said_the_truth(third)
+    loop.assert_idle()
+
+
 def test_requests_give_up_drafts_before_one_is_preempted():
     """Prompts that the draft model has not read keep pages that others need."""
     config = make_config(
@@ -360,6 +378,7 @@ def test_requests_give_up_drafts_before_one_is_preempted():
         has_given_up |= bool((loop.scheduler.rows.max_draft_tokens[rows] == 0).any())
         num_running = max(num_running, len(rows))
     assert has_given_up
+    assert 0 < loop.scheduler.stats.num_given_up <= 3
     # With all local pages, they would take 3 * 46 units.
     assert num_running == 3
     assert loop.scheduler.stats.num_preemptions == 0

@@ -511,7 +511,10 @@ def test_regret_against_the_best_fixed_k(rate):
     assert seconds <= every[0] / 0.97
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 12))],
+)
 def test_regret_is_small_with_random_times_and_texts(seed):
     random = np.random.default_rng(seed)
     most = int(random.integers(1, 9))
