@@ -6,8 +6,10 @@ from jaxspec.errors import ConfigError, wrong_argument
 
 VLLM_API_KEY: str | None
 VLLM_BATCH_INVARIANT: bool
+VLLM_SERVER_DEV_MODE: bool
 
-_READ = ("VLLM_API_KEY", "VLLM_BATCH_INVARIANT")
+_FLAGS = ("VLLM_BATCH_INVARIANT", "VLLM_SERVER_DEV_MODE")
+_READ = ("VLLM_API_KEY", *_FLAGS)
 
 
 def is_set(name: str) -> bool:
@@ -18,7 +20,7 @@ def is_set(name: str) -> bool:
 def __getattr__(name: str) -> object:
     if name == "VLLM_API_KEY":
         return os.environ.get(name)
-    if name == "VLLM_BATCH_INVARIANT":
+    if name in _FLAGS:
         value = os.environ.get(name, "0")
         if value not in ("0", "1"):
             raise wrong_argument(ConfigError, name, "0 or 1", value)
@@ -27,6 +29,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise AttributeError(
         f"{__name__} has no {name}: of vLLM's environment variables only "
-        f"{' and '.join(_READ)} are read. For other settings use arguments of LLM "
+        f"{', '.join(_READ)} are read. For other settings use arguments of LLM "
         "and EngineArgs, or flags of the server."
     )

@@ -1,13 +1,20 @@
 """Import lines of vLLM scripts work once the package's name is replaced."""
 
 import ast
+import gc
 import importlib
+import ipaddress
 import re
+import socket
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxspec import LLM, SamplingParams, envs
+from jaxspec.benchmarks.datasets import add_dataset_parser, get_samples
+from jaxspec.distributed import cleanup_dist_env_and_memory
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxspec.exceptions import VLLMValidationError
 from jaxspec.logger import init_logger
@@ -15,6 +22,7 @@ from jaxspec.lora.request import LoRARequest
 from jaxspec.usage.usage_lib import UsageContext, is_usage_stats_enabled
 from jaxspec.utils import random_uuid
 from jaxspec.utils.argparse_utils import FlexibleArgumentParser
+from jaxspec.utils.network_utils import get_ip, get_open_port
 
 IMPORTS = """\
 import vllm
@@ -23,7 +31,9 @@ from vllm import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm import AsyncEngineArgs, CompletionOutput, PromptType, TextPrompt, TokensPrompt
 from vllm import __version__
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
+from vllm.benchmarks.datasets import add_dataset_parser, get_samples
 from vllm.config import SpeculativeConfig, ModelConfig
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.llm import LLM
@@ -46,6 +56,7 @@ from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import random_uuid
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.network_utils import get_ip, get_open_port
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 from vllm.version import __version__
 """
@@ -146,3 +157,48 @@ def test_engine_arguments_as_flags(kind: type[EngineArgs]):
     assert type(made) is kind
     expected: Any = {"max_num_seqs": 3, "tensor_parallel_size": 2}
     assert made == kind(model="m", enable_prefix_caching=False, **expected)
+
+
+def test_flags_may_be_dotted():
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    line = "--model m --speculative_config.method ngram --max-model-len 8k"
+    made = EngineArgs.from_cli_args(parser.parse_args(line.split()))
+    assert made == EngineArgs(
+        model="m", speculative_config={"method": "ngram"}, max_model_len=8000
+    )
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--speculative-config.method"])
+
+
+def test_samples_are_the_prompts_of_a_file(tmp_path: Path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    parser = FlexibleArgumentParser()
+    add_dataset_parser(parser)
+    parser.add_argument("--output-len", type=int)
+    line = f"--dataset-name custom --dataset-path {path} --num-prompts 3"
+    samples = get_samples(parser.parse_args(line.split()), tokenizer=None)
+    assert [one.prompt for one in samples] == ["a", "b", "a"]
+    assert samples[0].multi_modal_data is None
+
+
+def test_addresses_are_usable():
+    with socket.socket() as made:
+        made.bind(("", get_open_port()))
+    assert ipaddress.ip_address(get_ip()).version == 4
+
+
+def test_cleanup_collects_cycles():
+    class Engine:
+        pass
+
+    engine: Any = Engine()
+    engine.itself, gone = engine, weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert gone() is not None
+        cleanup_dist_env_and_memory()
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -78,7 +78,7 @@ def write_random(
             return random_blocks(rng, shape, own)
 
         theirs = names.get_name(name, try_suffixes=(".weight",))
-        assert theirs is not None, f"GGUF has no name for {name}"
+        assert theirs is not None, name
         _declare(writer, theirs, shape, own)
         arrays.append(make)
     _write(writer, arrays)

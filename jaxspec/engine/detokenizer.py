@@ -1,5 +1,6 @@
 """Incremental detokenization, stop strings, and logprobs of one text."""
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -209,6 +210,8 @@ class LogprobStream:
         self._logprobs = self._empty()
         self._own: list[float] = []
         self._chosen = list(params.logprob_token_ids or ())
+        # Bytes of a character that the newest tokens have begun.
+        self._begun, self._begun_prompt = b"", self._after(b"", prompt_ids[:1])
         self.cumulative: float | None = None if params.num_logprobs is None else 0.0
         # Nothing precedes the first token, so it has no probability.
         self._prompt = self._empty()
@@ -225,7 +228,10 @@ class LogprobStream:
         assert values is not None, "a launch without logprobs"
         token_logprobs = values.own.tolist()
         for index, token in enumerate(token_ids):
-            position = self._position(token, values, index, num_requested, self._chosen)
+            position = self._position(
+                token, values, index, num_requested, self._begun, self._chosen
+            )
+            self._begun = self._after(self._begun, [token])
             self._logprobs.append(position)
             self._own.append(token_logprobs[index])
             self.cumulative += token_logprobs[index]
@@ -248,7 +254,10 @@ class LogprobStream:
             return
         for index in range(len(values.own)):
             token = self._prompt_ids[len(self._prompt)]
-            self._prompt.append(self._position(token, values, index, num_requested))
+            begun = self._begun_prompt
+            position = self._position(token, values, index, num_requested, begun)
+            self._begun_prompt = self._after(begun, [token])
+            self._prompt.append(position)
 
     @property
     def prompt(self) -> Logprobs | None:
@@ -263,6 +272,7 @@ class LogprobStream:
         values: TokenLogprobs,
         index: int,
         num_requested: int,
+        begun: bytes,
         chosen: Sequence[int] = (),
     ) -> LogprobsOnePosition:
         # As in vLLM: the token itself comes first, wherever it ranks.
@@ -283,11 +293,38 @@ class LogprobStream:
             for rank, (other, value) in enumerate(zip(top_ids, top, strict=True), 1):
                 candidates.setdefault(other, (value, rank))
         return {
-            candidate: Logprob(value, rank, self._text(candidate))
+            candidate: Logprob(value, rank, self._text(candidate, begun))
             for candidate, (value, rank) in candidates.items()
         }
 
-    def _text(self, token: int) -> str | None:
+    def _text(self, token: int, begun: bytes) -> str | None:
+        """Return the text that a token adds.
+
+        As in vLLM, the texts of a character's bytes are empty, except that the last
+        byte has the whole character: texts of tokens join to the generated text.
+
+        Args:
+            begun: Bytes of a character before the token.
+        """
         if not self._params.detokenize:
             return None
+        if self._tokenizer.is_byte(token):
+            return self._decoder(begun).decode(self._tokenizer.token_bytes(token))
         return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _after(self, begun: bytes, token_ids: list[int]) -> bytes:
+        """Return the bytes of a character that is not complete after these tokens."""
+        for token in token_ids:
+            is_byte = self._params.detokenize and self._tokenizer.is_byte(token)
+            decoder = self._decoder(begun if is_byte else b"")
+            if is_byte:
+                decoder.decode(self._tokenizer.token_bytes(token))
+            begun = decoder.getstate()[0]
+        return begun
+
+    @staticmethod
+    def _decoder(begun: bytes) -> codecs.IncrementalDecoder:
+        """Return a decoder that has read the begin of a character."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.setstate((begun, 0))
+        return decoder

@@ -261,7 +261,7 @@ class HalfMatrix(NativeMatrix):
 class QuantizedMatrix(NativeMatrix):
     """Values of 4 or 8 bits, which C++ operations widen in registers, and their scales.
 
-    Rows of any type are multiplied in float32, not rounded.
+    bfloat16 rows are rounded as for bfloat16 weights; sums are float32.
 
     Attributes:
         panels: As in `QuantizedPanels`.

@@ -1,17 +1,26 @@
-"""Owns the development endpoints, off by default.
+"""Owns the development endpoints, which are vLLM's, off by default.
 
 They need no API key: any client that reaches them can stop the model.
 """
 
-from typing import Annotated, Any
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
 
+from jaxspec import envs
 from jaxspec.serve.serving import Serving
+
+# Packages whose versions /server_info returns.
+PACKAGES = ("jaxspec", "jax", "jaxlib", "numpy")
 
 
 def development_routes(serving: Serving) -> APIRouter:
-    """Make /sleep, /wake_up and /is_sleeping if they are enabled."""
+    """Make the endpoints if they are enabled."""
     router, engine = APIRouter(), serving.engine
     if not serving.settings.server_dev_mode:
         return router
@@ -32,5 +41,41 @@ def development_routes(serving: Serving) -> APIRouter:
     async def is_sleeping() -> dict[str, Any]:
         """Return whether any part is off the devices."""
         return {"is_sleeping": await engine.is_sleeping()}
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache(
+        reset_running_requests: bool = False, reset_external: bool = False
+    ) -> dict[str, Any]:
+        """Clear the prefix cache; without success while pages are in use."""
+        is_done = await engine.reset_prefix_cache(
+            reset_running_requests, reset_external
+        )
+        return {"success": is_done}
+
+    @router.get("/server_info")
+    async def server_info(
+        config_format: Literal["text", "json"] = "text",
+    ) -> dict[str, Any]:
+        """Return the engine's configuration and its environment, without secrets."""
+        config: Any = repr(serving.config)
+        if config_format == "json":
+            config = json.loads(
+                json.dumps(dataclasses.asdict(serving.config), default=str)
+            )
+        variables = [name for name in os.environ if envs.is_set(name)]
+        return {
+            "vllm_config": config,
+            "vllm_env": {
+                name: getattr(envs, name) for name in variables if "KEY" not in name
+            },
+            "system_env": {
+                "os": platform.platform(),
+                "python_version": platform.python_version(),
+                **{
+                    f"{one}_version": importlib.metadata.version(one)
+                    for one in PACKAGES
+                },
+            },
+        }
 
     return router

@@ -122,6 +122,8 @@ def _options(given: argparse.Namespace) -> Options:
             value = tuple(_flattened(item.name, value or ()))
         if item.name == "api_keys" and not value and envs.VLLM_API_KEY:
             value = (envs.VLLM_API_KEY,)
+        if item.name == "server_dev_mode":
+            value = value or envs.VLLM_SERVER_DEV_MODE
         if item.name not in chosen:
             chosen[item.name] = value
     return Options(

@@ -8,7 +8,9 @@ from functools import partial
 from typing import Annotated, Any, TypeVar, no_type_check
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 
 from jaxspec.engine.async_llm_engine import LONG_CHARACTERS
 from jaxspec.errors import (
@@ -29,6 +31,7 @@ from jaxspec.serve.requests.anthropic_input import CountBody, MessagesBody
 from jaxspec.serve.requests.anthropic_input import as_chat as message_as_chat
 from jaxspec.serve.requests.params import field_of, make_beams, make_params
 from jaxspec.serve.requests.protocol import (
+    BatchChatBody,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -48,7 +51,7 @@ from jaxspec.serve.response_store import (
     Stored,
 )
 from jaxspec.serve.responses.anthropic_messages import MessageWriter
-from jaxspec.serve.responses.chat_completions import ChatWriter
+from jaxspec.serve.responses.chat_completions import BatchChatWriter, ChatWriter
 from jaxspec.serve.responses.completions import CompletionWriter
 from jaxspec.serve.responses.response_writers import Numbered, Writer
 from jaxspec.serve.responses.responses import ResponseWriter, is_stored
@@ -92,6 +95,24 @@ def generation_routes(serving: Serving) -> APIRouter:
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         return await _respond(serving, request, body, _chat)
+
+    @router.post("/v1/chat/completions/batch")
+    async def create_chat_batch(body: BatchChatBody, request: Request) -> Response:
+        """Answer several conversations, with a choice for each."""
+        return await _respond(serving, request, body, _chat_batch)
+
+    @router.post("/invocations")
+    async def invoke(body: dict[str, Any], request: Request) -> Response:
+        """Answer a conversation (`messages`) or continue a prompt, for SageMaker."""
+        try:
+            if "messages" in body:
+                chat = ChatBody.model_validate(body)
+                return await _respond(serving, request, chat, _chat)
+            completion = CompletionBody.model_validate(body)
+        except ValidationError as error:
+            faults = [one | {"loc": ("body", *one["loc"])} for one in error.errors()]
+            raise RequestValidationError(faults) from error
+        return await _respond(serving, request, completion, _complete)
 
     @router.post("/v1/responses")
     async def create_response(body: ResponseBody, request: Request) -> Response:
@@ -233,6 +254,37 @@ async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
         read, is_long=_is_long_chat(body)
     )
     return await _generate(serving, body, [prompt], params, writer)
+
+
+async def _chat_batch(
+    serving: Serving, body: BatchChatBody, request: Request
+) -> Response:
+    refused = {
+        "stream": body.stream,
+        "n": (body.n or 1) > 1,
+        "tools": body.tools,
+        "use_beam_search": body.use_beam_search,
+        "prompt_logprobs": body.prompt_logprobs is not None,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise UnsupportedError(
+                f"A batch of conversations cannot have {name}={getattr(body, name)!r}: "
+                f"leave it out, or send every conversation to /v1/chat/completions.",
+                parameter=name,
+                value=getattr(body, name),
+            )
+    bodies = body.conversations()
+    for one in bodies:
+        serving.check_body(one)
+
+    def read() -> list[tuple[ChatBody, TokensPrompt, SamplingParams]]:
+        return [_read_chat(serving, one) for one in bodies]
+
+    found = await serving.engine.run_in_thread(read, is_long=_is_long_chat(body))
+    bodies, prompts, params = zip(*found, strict=True)
+    writer = BatchChatWriter(serving, bodies, params[0], _id(body, request))
+    return await _generate(serving, body, list(prompts), params[0], writer)
 
 
 def _is_long(content: object) -> bool:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxspec.serve.admission import Admission
 from jaxspec.serve.errors import anthropic_error, error_body, respond
 
-GUARDED = "/v1"
+GUARDED = ("/v1", "/invocations")
 ANTHROPIC = "/v1/messages"
 MAX_ID = 256
 # Maximum number of bytes of an unused body that are read and dropped; a connection with
@@ -31,7 +31,7 @@ _TOO_MANY = (
 
 
 class ApiKeys:
-    """Middleware that refuses requests under /v1 without a valid key.
+    """Middleware that refuses requests that generate without a valid key.
 
     Sets `owner`, a digest of the key, in the request's state.
     """

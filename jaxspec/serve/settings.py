@@ -53,8 +53,8 @@ class ServerSettings:
     Attributes:
         served_model_names: Names that requests may use for the model; responses use the
             first one.
-        api_keys: Every request under /v1 must have one of them; no check if empty.
-            Default: VLLM_API_KEY of the environment.
+        api_keys: Every request under /v1, and to /invocations, must have one of them;
+            no check if empty. Default: VLLM_API_KEY of the environment.
         allowed_origins: Origins of web pages that may read responses; none by default.
         allowed_methods: HTTP methods that those web pages may use; all by default.
         allowed_headers: Request headers that those web pages may send; all by default.
@@ -96,8 +96,9 @@ class ServerSettings:
             requests that exceed it are refused. None for no limit.
         max_request_s: Seconds that one request may take; None for no limit.
         disable_fastapi_docs: Serve neither /docs nor /openapi.json.
-        server_dev_mode: Serve /sleep, /wake_up and /is_sleeping without an API key, as
-            vLLM does with VLLM_SERVER_DEV_MODE.
+        server_dev_mode: Serve /sleep, /wake_up, /is_sleeping, /reset_prefix_cache and
+            /server_info without an API key, as in vLLM. VLLM_SERVER_DEV_MODE=1 in the
+            environment turns it on as well.
         response_store: An SQLite file in which responses (POST /v1/responses) survive a
             restart; by default they are in memory.
         max_response_store_bytes: Maximum total bytes of stored responses, of which the

@@ -446,7 +446,6 @@ CONFIG_ERRORS: list[tuple[Any, ...]] = [
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"pipeline_parallel_size": 2}, "got 2"),
     ({"cpu_offload_gb": 4}, "got 4"),
-    ({"enable_chunked_prefill": False}, "got False"),
     ({"logprobs_mode": "processed_logits"}, "'processed_logits'"),
     ({"stream_interval": 4}, "got 4"),
     ({"load_format": "tensorizer"}, "'tensorizer'"),

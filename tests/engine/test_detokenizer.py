@@ -327,3 +327,29 @@ def test_plain_tokens_are_joined_only_on_read():
     assert stream.text == "".join(found) == TOKENIZER.decode(ids)
     # Reading in between does not change the final text.
     assert stream.follow(ids[:1]) == stream.text[len("".join(found)) :]
+
+
+def test_texts_of_tokens_join_to_the_text():
+    """The bytes of a character have no text, and its last one has the character."""
+    # "a", four bytes, three bytes, "b"
+    tokens = TOKENIZER.encode("a\U0001f9a9\u20acb", add_special_tokens=False)
+    texts = ["a", "", "", "", "\U0001f9a9", "", "", "\u20ac", "b"]
+    table = np.zeros((1, TOKENIZER.vocab_size))
+
+    def texts_of(tokens: list[int]) -> list[list[Any]]:
+        """Return the texts of generated tokens, and of the same tokens in a prompt."""
+        stream = make_stream(logprobs=0)
+        in_prompt = make_stream([2, *tokens], prompt_logprobs=0)
+        for token in tokens:
+            values = logprobs_of(table, [token])
+            stream.push([token], values)
+            in_prompt.push_prompt(values)
+        found = stream.since(0), (in_prompt.prompt or [])[1:]
+        return [
+            [one[token].decoded_token for one, token in zip(some, tokens, strict=True)]
+            for some in map(list, found)
+        ]
+
+    assert texts_of(tokens) == [texts, texts]
+    # A character that does not end, and a byte that continues none.
+    assert texts_of([*tokens[1:3], tokens[8], tokens[2]]) == [["", "", "b", BROKEN]] * 2

@@ -205,12 +205,17 @@ def test_sanitizers_detect_mistakes(tmp_path, sanitized, sanitizers, name):
 
 
 def levels() -> list[str]:
-    """Return the x86-64 levels whose instructions this processor has."""
+    """Return the x86-64 levels whose instructions this processor has.
+
+    The last is this processor without tiles, if it has any: it multiplies bfloat16 with
+    AVX-512.
+    """
     path = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not path.is_file():
         return []
-    has_512 = "avx512vl" in path.read_text().split()
-    return ["x86-64", "x86-64-v3", *(["x86-64-v4"] if has_512 else [])]
+    words = path.read_text().split()
+    found = ["x86-64", "x86-64-v3", *(["x86-64-v4"] if "avx512vl" in words else [])]
+    return found + ["native -mno-amx-bf16"] * ("amx_bf16" in words)
 
 
 @builds
@@ -218,7 +223,7 @@ def levels() -> list[str]:
 def test_other_processors_compute_the_same(tmp_path, level):
     """Builds without AVX2 and FMA, with both, and with AVX-512 give equal results.
 
-    They compute 4, 8 and 16 floats at once.
+    They compute 4, 8 and 16 floats at once. One more has AVX-512 BF16 without tiles.
     """
     assert_all_pass(run_cases(tmp_path, f"-march={level}", *ALL))
 

@@ -273,7 +273,7 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         {"vocab_size": 8},
     ),
     "feed_forward_block": (
-        ("f4 3 5", "f4 5", "f4 0", "f4 1 5 32", "f4 0", "f4 1 8 32", "f4 0"),
+        ("f4 3 5", "f4 5", "f4 0", "f4 1 5 32", "f4 0", "f4 1 8 32", "f4 0", "? 0"),
         ("f4 3 5",),
         {"hidden": 8, "block": 4, "is_gelu": True, "is_rounded": False}
         | {"epsilon": np.float32(1e-6), "offset": np.float32(1)},
@@ -281,7 +281,8 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
     "attention_block": (
         ("f4 3 5", "f4 5", "f4 0", "f4 4", "f4 4")
         + ("f4 1 5 32", "f4 0", "f4 1 5 32", "f4 0")
-        + ("f4 1 16 32", "f4 0", "f4 3 2", "f4 3 2", "i4 3", "f4 5 4 4 4", "f4 0")
+        + ("f4 1 16 32", "f4 0", "f4 3 2", "f4 3 2", "i4 3", "? 3")
+        + ("f4 5 4 4 4", "f4 0")
         + ("i4 1 3", "i4 1", "? 1 3 3"),
         ("f4 3 5", "f4 5 4 4 4", "f4 0"),
         {"num_queries": np.array([3]), "num_q_heads": 4, "window": 0}

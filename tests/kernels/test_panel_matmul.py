@@ -39,9 +39,11 @@ QUANTIZED = [
     ("tiny/gate_up_proj", Scheme(kind="int8")),
     ("a pad of each", Scheme(kind="int8")),
     ("a pad of each", Scheme(kind="fp8")),
+    ("a pad of each", Scheme(kind="int4", group_size=5)),
     ("two features", Scheme(kind="int4")),
     ("tiny/down_proj", Scheme(kind="int4", group_size=128)),
     ("tiny/down_proj", Scheme(kind="int8", group_size=64)),
+    ("tiny/down_proj", Scheme(kind="fp8", group_size=16)),
 ]
 
 
@@ -75,8 +77,10 @@ def test_products_equal_float64_and_the_reference(name, kind):
     clipped = np.clip(np.asarray(index), 0, case.outputs - 1)
     for implementation in ("cpu", "reference"):
         own: Any = dict(implementation=implementation)
-        for is_rounded in (False, True):  # quantized panels never round rows
-            given = rows.astype(kind) if is_rounded and not is_quantized else rows
+        for is_rounded in (False, True):  # float32 panels never round rows
+            given = rows
+            if is_rounded and kind != "float32":
+                given = rows.astype(jnp.bfloat16)
             expected = np.asarray(given, np.float64) @ matrix.T
             found = panel_matmul(
                 rows, panels, num_outputs=case.outputs, is_rounded=is_rounded, **own
@@ -96,7 +100,11 @@ def test_products_equal_float64_and_the_reference(name, kind):
             for is_rounded in (False, True)
         ),
         (Scheme(kind="int8"), False),
+        (Scheme(kind="int8"), True),
+        (Scheme(kind="int8", group_size=16), True),
+        (Scheme(kind="fp8"), True),
         (Scheme(kind="int4", group_size=128), False),
+        (Scheme(kind="int4", group_size=128), True),
     ],
     ids=str,
 )
@@ -109,6 +117,17 @@ def test_products_of_a_row_do_not_depend_on_other_rows(kind, is_rounded):
         for start in (0, case.rows - count):
             found = panel_matmul(rows[start : start + count], panels, **given)
             np.testing.assert_array_equal(found, whole[start : start + count])
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", Scheme(kind="int4")], ids=str)
+def test_panels_are_placed_without_a_copy(kind):
+    values = np.zeros((96, 4096), np.float32)
+    if isinstance(kind, Scheme):
+        panels = quantized_panels(*quantize(values, kind)).values
+    else:
+        panels = to_panels(values.astype(jnp.dtype(kind)))
+    placed = jax.device_put(panels, jax.devices("cpu")[0])
+    assert placed.unsafe_buffer_pointer() == panels.ctypes.data
 
 
 @pytest.mark.parametrize("zeros", [(0,), (39,), (1, 2, 17), range(40)], ids=str)

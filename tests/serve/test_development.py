@@ -3,17 +3,22 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+from jaxspec import __version__
 from tests.support.fake_engines import letters, said
 from tests.support.serving import COMPLETIONS, PROMPT, Client, error_of, server
 
 BODY = {"prompt": PROMPT, "max_tokens": 80}
 
 
-def test_sleep_needs_dev_mode(http: Client):
+def test_endpoints_need_dev_mode(http: Client):
     for method, path in (
         ("POST", "/sleep"),
         ("POST", "/wake_up"),
         ("GET", "/is_sleeping"),
+        ("POST", "/reset_prefix_cache"),
+        ("GET", "/server_info"),
     ):
         error_of(http.request(method, path), 404, "NotFoundError")
 
@@ -55,3 +60,31 @@ def test_sleep_and_wake_up():
         assert not is_sleeping()
         answer = http.ask(COMPLETIONS, prompt=PROMPT, max_tokens=4)
         assert answer["choices"][0]["text"] == letters(said(4))
+
+
+def test_prefix_cache_is_reset():
+    with server(server_dev_mode=True) as http:
+
+        def num_cached() -> int:
+            usage = http.ask(COMPLETIONS, prompt=[2] * 40, max_tokens=1)["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+        num_cached()
+        before = num_cached()
+        answer = http.post("/reset_prefix_cache?reset_running_requests=true")
+        assert answer.json() == {"success": True}
+        assert (before > 0, num_cached()) == (True, 0)
+
+
+def test_server_info(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_API_KEY", "hush")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    with server(server_dev_mode=True, api_keys=("hush",)) as http:
+        text = http.get("/server_info").json()
+        parts = http.get("/server_info?config_format=json").json()
+        assert "hush" not in f"{text} {parts}"
+        longest = parts["vllm_config"]["max_model_len"]
+        assert f"max_model_len={longest}" in text["vllm_config"]
+        assert text["vllm_env"] == {"VLLM_BATCH_INVARIANT": False}
+        assert text["system_env"]["jaxspec_version"] == __version__
+        assert http.get("/server_info?config_format=xml").status_code == 400

@@ -196,3 +196,10 @@ def test_api_key_from_environment(monkeypatch: pytest.MonkeyPatch):
     assert read("m", "--api-key", "ours").settings.api_keys == ("ours",)
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert read("m").settings.api_keys == ()
+
+
+def test_dev_mode_from_environment(monkeypatch: pytest.MonkeyPatch):
+    for value, expected in (("1", True), ("0", False)):
+        monkeypatch.setenv("VLLM_SERVER_DEV_MODE", value)
+        assert read("m").settings.server_dev_mode == expected
+    assert read("m", "--server-dev-mode").settings.server_dev_mode

@@ -417,3 +417,39 @@ def test_short_work_does_not_wait_for_long_work():
         await asyncio.gather(*long, *shaped)
 
     serve_http(ask)
+
+
+def test_batch_has_a_choice_for_each_conversation(http: Client):
+    chats = [MESSAGES, [{"role": "user", "content": letters([5, 6])}]]
+    alone = [http.ask(CHAT, messages=chat, max_tokens=5) for chat in chats]
+    answer = http.ask(f"{CHAT}/batch", messages=chats, max_tokens=5)
+    assert answer["object"] == "chat.completion"
+    for index, (choice, one) in enumerate(zip(answer["choices"], alone, strict=True)):
+        assert choice == one["choices"][0] | {"index": index}
+    for name, count in answer["usage"].items():
+        if name != "prompt_tokens_details":
+            assert count == sum(one["usage"][name] for one in alone), name
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for name, value in (
+        *(("stream", True), ("n", 2), ("tools", [tool])),
+        *(("use_beam_search", True), ("prompt_logprobs", 1)),
+    ):
+        refused = http.refusal(f"{CHAT}/batch", {"messages": chats, name: value})
+        assert refused["param"] == name
+    for messages in ([], [[]], MESSAGES):
+        refused = http.refusal(f"{CHAT}/batch", {"messages": messages})
+        assert refused["param"].startswith("messages")
+
+
+def test_invocations_answer_chats_and_completions(http: Client):
+    for path, body in TEXTS.items():
+        expected = http.ask(path, **body, max_tokens=5)
+        found = http.ask("/invocations", **body, max_tokens=5)
+        assert found["choices"] == expected["choices"]
+        assert found["object"] == expected["object"]
+        events = http.ask("/invocations", **body, max_tokens=5, stream=True)
+        assert len(events) > 1
+    for body in ({"messages": 7}, {"prompt": PROMPT, "top_p": "x"}):
+        assert http.refusal("/invocations", body)["param"] == list(body)[-1]
+    response = http.post("/invocations", content=b"x", headers={"content-type": "a/b"})
+    assert response.status_code == 415

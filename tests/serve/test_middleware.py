@@ -43,7 +43,7 @@ def test_api_keys_protect_v1():
             assert response.status_code == status, key
             if status == 401:
                 assert response.json() == {"error": "Unauthorized"}
-        for path in ("/v1/models", "/v1/nowhere"):
+        for path in ("/v1/models", "/v1/nowhere", "/invocations"):
             assert http.get(path).status_code == 401
         for path in ("/health", "/metrics", "/version"):
             assert http.get(path).status_code == 200

@@ -256,10 +256,10 @@ class MemoryFacts:
         """Return the tokens of the longest sequence that fits `num_pages` pages."""
         if self.local is None:
             return num_pages * self.page_size
-        unit, most = self.local.unit_pages, self.local.max_pages
+        unit, max_local = self.local.unit_pages, self.local.max_pages
         short = num_pages * unit // (unit + 1)  # all its local pages fit
-        is_bounded = most < math.ceil(self.max_model_len / self.page_size)
-        long = (num_pages - most) * unit if is_bounded else 0
+        is_bounded = max_local < math.ceil(self.max_model_len / self.page_size)
+        long = (num_pages - max_local) * unit if is_bounded else 0
         return max(short, long) * self.page_size
 
     def addressable(self, num_pages: int) -> int:
@@ -469,29 +469,33 @@ def default_cpu_pages(pages_per_seq: int, num_seqs: int, page_bytes: int) -> int
     return max(pages_per_seq, min(num_seqs * pages_per_seq, cap))
 
 
-def default_sizes(facts: MemoryFacts, room_bytes: int, given: GivenSizes) -> Sizes:
+def default_sizes(
+    facts: MemoryFacts, room_bytes: int, given_sizes: GivenSizes
+) -> Sizes:
     """Return the default sizes; those that the user has set are not changed.
 
     Args:
         room_bytes: Bytes for temporaries of programs and for pages.
     """
     wanted = CPU_SIZES if facts.platform == "cpu" else ACCELERATOR_SIZES
-    seqs = given.max_num_seqs or wanted.num_seqs
-    tokens = given.max_num_batched_tokens or wanted.num_batched_tokens
+    seqs = given_sizes.max_num_seqs or wanted.num_seqs
+    tokens = given_sizes.max_num_batched_tokens or wanted.num_batched_tokens
 
     def is_too_much() -> bool:
         temporary = facts.programs.temporary_bytes(Sizes(seqs, tokens))
         return temporary > MAX_TEMPORARY_SHARE * room_bytes
 
-    while given.max_num_seqs is None and seqs > CPU_SIZES.num_seqs and is_too_much():
+    while (
+        given_sizes.max_num_seqs is None and seqs > CPU_SIZES.num_seqs and is_too_much()
+    ):
         seqs //= 2
-    is_open = given.max_num_batched_tokens is None
+    is_open = given_sizes.max_num_batched_tokens is None
     while is_open and tokens > CPU_SIZES.num_batched_tokens and is_too_much():
         tokens //= 2
     return Sizes(seqs, tokens)
 
 
-def plan_memory(facts: MemoryFacts, given: GivenSizes) -> MemoryPlan:
+def plan_memory(facts: MemoryFacts, given_sizes: GivenSizes) -> MemoryPlan:
     """Plan a device's memory: what weights and programs leave becomes pages.
 
     Without a limit, the user's settings determine the number of pages.
@@ -500,34 +504,36 @@ def plan_memory(facts: MemoryFacts, given: GivenSizes) -> MemoryPlan:
         ConfigError: The engine does not fit. The error has all numbers, and a setting
             with which it fits.
     """
-    share = given.gpu_memory_utilization or DEFAULT_UTILIZATION
+    share = given_sizes.gpu_memory_utilization or DEFAULT_UTILIZATION
     limit = facts.limit_bytes
     budget = facts.budget_bytes(share)
     room = budget if limit is None else _room_bytes(facts, budget)
-    sizes = default_sizes(facts, room, given)
-    is_planned = given.num_pages is None and given.kv_cache_memory_bytes is None
+    sizes = default_sizes(facts, room, given_sizes)
+    is_planned = (
+        given_sizes.num_pages is None and given_sizes.kv_cache_memory_bytes is None
+    )
     utilization = None
-    if given.num_pages is not None:
-        num_pages = given.num_pages
+    if given_sizes.num_pages is not None:
+        num_pages = given_sizes.num_pages
         _check_addressable(facts, num_pages)
-    elif given.kv_cache_memory_bytes is not None:
-        num_pages = given.kv_cache_memory_bytes // facts.page_bytes
+    elif given_sizes.kv_cache_memory_bytes is not None:
+        num_pages = given_sizes.kv_cache_memory_bytes // facts.page_bytes
         num_pages = facts.addressable(num_pages)
-        _check_kv_bytes(facts, given.kv_cache_memory_bytes)
+        _check_kv_bytes(facts, given_sizes.kv_cache_memory_bytes)
     else:
         assert limit is not None, "neither pages nor a limit are given"
         utilization = share
         num_pages = _pages_left(facts, sizes, budget)
     plan = MemoryPlan(
         facts=facts,
-        sizes=_with_pages(sizes, given, num_pages),
+        sizes=_with_pages(sizes, given_sizes, num_pages),
         num_pages=num_pages,
         utilization=utilization,
     )
     if limit is not None and is_planned and num_pages < facts.pages_per_seq:
-        raise _no_room(plan, given, budget)
+        raise _no_room(plan, given_sizes, budget)
     if plan.left_bytes is not None and plan.left_bytes < 0:
-        raise _too_many_pages(plan, given)
+        raise _too_many_pages(plan, given_sizes)
     return plan
 
 
@@ -537,9 +543,9 @@ def _room_bytes(facts: MemoryFacts, budget: int) -> int:
     return budget - taken
 
 
-def _with_pages(sizes: Sizes, given: GivenSizes, num_pages: int) -> Sizes:
+def _with_pages(sizes: Sizes, given_sizes: GivenSizes, num_pages: int) -> Sizes:
     """Limit the sequences to the number of pages, unless the user has set them."""
-    if given.max_num_seqs is None:
+    if given_sizes.max_num_seqs is None:
         return sizes._replace(num_seqs=max(min(sizes.num_seqs, num_pages), 1))
     return sizes
 
@@ -558,78 +564,80 @@ def _pages_left(facts: MemoryFacts, sizes: Sizes, budget: int) -> int:
     return rounded if rounded >= facts.pages_per_seq else num_pages
 
 
-def _check_addressable(facts: MemoryFacts, given: int) -> None:
-    largest = facts.addressable(given)
-    if largest < given:
+def _check_addressable(facts: MemoryFacts, num_pages: int) -> None:
+    largest = facts.addressable(num_pages)
+    if largest < num_pages:
         raise wrong_argument(
             ConfigError,
             "num_gpu_blocks_override",
             f"at most {largest:,}",
-            given,
+            num_pages,
             "The kernels cannot address the pages of one layer beyond that.",
         )
 
 
-def _check_kv_bytes(facts: MemoryFacts, given: int) -> None:
-    one = facts.pages_per_seq * facts.page_bytes
+def _check_kv_bytes(facts: MemoryFacts, num_bytes: int) -> None:
+    seq_bytes = facts.pages_per_seq * facts.page_bytes
     check_integer(
         ConfigError,
         "kv_cache_memory_bytes",
-        given,
-        low=one,
-        hint=f"One sequence of max_model_len={facts.max_model_len} tokens takes {one:,}"
-        f" bytes ({shown_bytes(one)}) of keys and values; set at least that, or "
-        "a smaller max_model_len.",
+        num_bytes,
+        low=seq_bytes,
+        hint=f"One sequence of max_model_len={facts.max_model_len} tokens takes "
+        f"{seq_bytes:,} bytes ({shown_bytes(seq_bytes)}) of keys and values; set at "
+        "least that, or a smaller max_model_len.",
     )
 
 
-def _no_room(plan: MemoryPlan, given: GivenSizes, budget: int) -> ConfigError:
+def _no_room(plan: MemoryPlan, given_sizes: GivenSizes, budget: int) -> ConfigError:
     """Return the error if the memory left does not fit one sequence."""
     facts, limit_bytes = plan.facts, plan.facts.with_most().limit_bytes
     assert limit_bytes is not None
-    one = facts.pages_per_seq * facts.page_bytes
+    seq_bytes = facts.pages_per_seq * facts.page_bytes
     taken = facts.used_bytes + facts.weight_bytes + plan.workspace_bytes
-    name, value = _remedy(plan, given, budget, taken + one)
+    name, value = _remedy(plan, given_sizes, budget, taken + seq_bytes)
     advice = f"{name}={value}"
     if name == "tensor_parallel_size":
         advice += f", on {value} such devices"
-        advice = ", or ".join([advice, *_on_the_same(plan, budget, taken + one)])
+        advice = ", or ".join([advice, *_on_the_same(plan, budget, taken + seq_bytes)])
     parts = [f"target {shown_bytes(facts.target.weight_bytes)}"]
     if facts.draft.weight_bytes:
         parts.append(f"draft {shown_bytes(facts.draft.weight_bytes)}")
     parts.append(f"programs {shown_bytes(plan.workspace_bytes)}")
     if facts.used_bytes:
         parts.append(f"others {shown_bytes(facts.used_bytes)}")
-    share = given.gpu_memory_utilization or DEFAULT_UTILIZATION
+    share = given_sizes.gpu_memory_utilization or DEFAULT_UTILIZATION
     return ConfigError(
-        f"{shown_bytes(taken + one)} are needed of {facts.device}'s "
+        f"{shown_bytes(taken + seq_bytes)} are needed of {facts.device}'s "
         f"{shown_bytes(limit_bytes)}, of which gpu_memory_utilization={share:g} gives "
-        f"{shown_bytes(budget)}: {', '.join(parts)}, and {shown_bytes(one)} of keys "
-        f"and values for one sequence of max_model_len={facts.max_model_len} tokens. "
-        f"Set {advice}.",
+        f"{shown_bytes(budget)}: {', '.join(parts)}, and {shown_bytes(seq_bytes)} of "
+        f"keys and values for one sequence of max_model_len={facts.max_model_len} "
+        f"tokens. Set {advice}.",
         parameter=name,
         value=value,
     )
 
 
 def _remedy(
-    plan: MemoryPlan, given: GivenSizes, budget: int, needed: int
+    plan: MemoryPlan, given_sizes: GivenSizes, budget: int, needed: int
 ) -> tuple[str, object]:
     """Return a setting with which one sequence fits, the least costly one."""
-    facts, most = plan.facts, plan.facts.with_most()
+    facts, max_facts = plan.facts, plan.facts.with_most()
     num_tokens = facts.longest(_pages_left(facts, plan.sizes, budget))
     if num_tokens >= facts.max_model_len // 4:
         return "max_model_len", num_tokens
     # Try each share: a larger share can raise the default sizes, which then need more
     # memory.
-    for percent in range(1, int(98 * most.most_share) + 1):
+    for percent in range(1, int(98 * max_facts.most_share) + 1):
         share = percent / 100
-        if most.budget_bytes(share) >= needed and _has_room(most, given, share):
+        if max_facts.budget_bytes(share) >= needed and _has_room(
+            max_facts, given_sizes, share
+        ):
             return "gpu_memory_utilization", share
-    seqs, share = plan.sizes.num_seqs, given.gpu_memory_utilization
+    seqs, share = plan.sizes.num_seqs, given_sizes.gpu_memory_utilization
     while seqs > 1:
         seqs //= 2
-        fewer = replace(given, max_num_seqs=seqs)
+        fewer = replace(given_sizes, max_num_seqs=seqs)
         if _has_room(facts, fewer, share or DEFAULT_UTILIZATION):
             return "max_num_seqs", seqs
     devices = 1 << facts.num_devices.bit_length()  # heads are spread over powers of two
@@ -657,25 +665,25 @@ def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
     return settings
 
 
-def _has_room(facts: MemoryFacts, given: GivenSizes, share: float) -> bool:
+def _has_room(facts: MemoryFacts, given_sizes: GivenSizes, share: float) -> bool:
     """Return whether one sequence fits with these sizes and this share."""
     budget = facts.budget_bytes(share)
-    sizes = default_sizes(facts, _room_bytes(facts, budget), given)
+    sizes = default_sizes(facts, _room_bytes(facts, budget), given_sizes)
     return _pages_left(facts, sizes, budget) >= facts.pages_per_seq
 
 
-def _too_many_pages(plan: MemoryPlan, given: GivenSizes) -> ConfigError:
+def _too_many_pages(plan: MemoryPlan, given_sizes: GivenSizes) -> ConfigError:
     """Return the error if the user's number of pages does not fit."""
     facts = plan.facts
     assert facts.limit_bytes is not None
     assert plan.left_bytes is not None
     max_bytes = max(plan.kv_bytes + plan.left_bytes, 0)
-    name, value, allowed = "num_gpu_blocks_override", given.num_pages, 0
+    name, value, allowed = "num_gpu_blocks_override", given_sizes.num_pages, 0
     allowed = max_bytes // facts.page_bytes
     if value is None:
         name, value, allowed = (
             "kv_cache_memory_bytes",
-            given.kv_cache_memory_bytes,
+            given_sizes.kv_cache_memory_bytes,
             max_bytes,
         )
     hint = (

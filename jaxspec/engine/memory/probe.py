@@ -175,20 +175,22 @@ def spread_draft(
             make_mesh(config.tensor_parallel_size, devices, all_devices),
         )
 
-    given = config.given or GivenSizes()
+    given_sizes = config.given or GivenSizes()
     sizes = []
     refused: UnsupportedError | None = None
     for devices in range(mesh.size, 0, -1):
         if mesh.size % devices:
             continue
-        one, one_mesh = with_size(devices)
+        sharded_config, sharded_mesh = with_size(devices)
         try:
-            facts = find_facts(one, one_mesh, given, device, others)
+            facts = find_facts(
+                sharded_config, sharded_mesh, given_sizes, device, others
+            )
         except UnsupportedError as error:  # the kernels cannot read such pages
             refused = error
             continue
         try:
-            num_pages = _planned(one, facts).num_pages
+            num_pages = _planned(sharded_config, facts).num_pages
         except ConfigError:
             num_pages = None  # if no size fits, `fit` raises
         sizes.append(
@@ -198,7 +200,7 @@ def spread_draft(
                 read_bytes=facts.draft.weight_bytes - facts.draft.unread_bytes,
                 num_layers=draft.num_layers,
                 hidden_size=draft.hidden_size,
-                num_seqs=given.max_num_seqs or ACCELERATOR_SIZES.num_seqs,
+                num_seqs=given_sizes.max_num_seqs or ACCELERATOR_SIZES.num_seqs,
                 num_pages=num_pages,
             )
         )
@@ -206,7 +208,7 @@ def spread_draft(
         assert refused is not None
         raise refused
     sharding = choose(sizes)
-    if config.given is None or given.draft_tensor_parallel_size is not None:
+    if config.given is None or given_sizes.draft_tensor_parallel_size is not None:
         devices = speculative.draft_tensor_parallel_size
         sharding = dataclasses.replace(sharding, devices=devices, is_given=True)
     return *with_size(sharding.devices), sharding
@@ -230,8 +232,8 @@ def fit(
     Raises:
         ConfigError: It does not fit.
     """
-    given = config.given or GivenSizes()
-    facts = find_facts(config, mesh, given, device, others)
+    given_sizes = config.given or GivenSizes()
+    facts = find_facts(config, mesh, given_sizes, device, others)
     facts = dataclasses.replace(facts, compiled_bytes=compiled_bytes)
     plan = _planned(config, facts)
     fitted = dataclasses.replace(
@@ -245,21 +247,23 @@ def fit(
 
 
 def _planned(config: EngineConfig, facts: MemoryFacts) -> MemoryPlan:
-    given = config.given or GivenSizes()
-    has_no_limit = facts.limit_bytes is None and given.kv_cache_memory_bytes is None
+    given_sizes = config.given or GivenSizes()
+    has_no_limit = (
+        facts.limit_bytes is None and given_sizes.kv_cache_memory_bytes is None
+    )
     if config.given is None or has_no_limit:
-        given = GivenSizes(
+        given_sizes = GivenSizes(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_pages=config.num_pages,
         )
-    return plan_memory(facts, given)
+    return plan_memory(facts, given_sizes)
 
 
 def find_facts(
     config: EngineConfig,
     mesh: Mesh,
-    given: GivenSizes,
+    given_sizes: GivenSizes,
     device: str | None = None,
     others: Others = (),
 ) -> MemoryFacts:
@@ -269,7 +273,7 @@ def find_facts(
         ConfigError: The devices' memory or their name is unknown.
     """
     first = mesh.devices.flat[0]
-    memory = [_limit_and_use(mesh, given, device), *others]
+    memory = [_limit_and_use(mesh, given_sizes, device), *others]
     limit = min((one for one, _ in memory if one is not None), default=None)
     used = max(one for _, one in memory)
     if limit is not None and device is None and first.platform == "cpu":
@@ -314,8 +318,10 @@ def find_facts(
         platform=first.platform,
         num_devices=mesh.size,
         limit_bytes=limit,
-        limit_share=pool_share(given.gpu_memory_utilization) if is_gpu else 1.0,
-        most_share=most_pool_share(given.gpu_memory_utilization) if is_gpu else 1.0,
+        limit_share=pool_share(given_sizes.gpu_memory_utilization) if is_gpu else 1.0,
+        most_share=most_pool_share(given_sizes.gpu_memory_utilization)
+        if is_gpu
+        else 1.0,
         used_bytes=used,
         target=ModelBytes(
             weight_bytes=bytes_of(target_params),
@@ -334,7 +340,7 @@ def find_facts(
         kv_dtype=dtype.name if kv_dtype == "auto" else kv_dtype,
         page_size=config.page_size,
         max_model_len=config.max_model_len,
-        local=_local_pages(config, given, first.platform),
+        local=_local_pages(config, given_sizes, first.platform),
         page_arrays=_page_arrays(pages_of_both(1), pages_of_both(2)),
     )
 
@@ -354,13 +360,13 @@ def _page_arrays(one: Any, two: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _local_pages(
-    config: EngineConfig, given: GivenSizes, platform: str
+    config: EngineConfig, given_sizes: GivenSizes, platform: str
 ) -> LocalPages | None:
     """Return the sizes of local pages with the most prompt tokens of a launch."""
     if config.local_window is None or config.unit_pages is None:
         return None
     default = CPU_SIZES if platform == "cpu" else ACCELERATOR_SIZES
-    num_tokens = given.max_num_batched_tokens or default.num_batched_tokens
+    num_tokens = given_sizes.max_num_batched_tokens or default.num_batched_tokens
     return LocalPages(
         unit_pages=config.unit_pages,
         decode_pages=config.decode_local_pages,
@@ -482,18 +488,18 @@ def _part(size: int, mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
 
 
 def _limit_and_use(
-    mesh: Any, given: GivenSizes, device: str | None
+    mesh: Any, given_sizes: GivenSizes, device: str | None
 ) -> tuple[int | None, int]:
     """Return the smallest limit and the largest use of this process's devices."""
     if device is not None:
-        return named_limit(device, given.gpu_memory_utilization), 0
+        return named_limit(device, given_sizes.gpu_memory_utilization), 0
     if mesh.devices.flat[0].platform == "cpu":
-        has_share = given.gpu_memory_utilization is not None
+        has_share = given_sizes.gpu_memory_utilization is not None
         return (ram_bytes() if has_share else None), 0
     stats = [one.memory_stats() or {} for one in mesh.local_devices]
     limits = [one["bytes_limit"] for one in stats if one.get("bytes_limit")]
     if not limits:
-        if given.num_pages is None and given.kv_cache_memory_bytes is None:
+        if given_sizes.num_pages is None and given_sizes.kv_cache_memory_bytes is None:
             kind = mesh.devices.flat[0].device_kind
             raise ConfigError(
                 f"{kind} does not report its memory, so "

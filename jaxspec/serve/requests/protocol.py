@@ -373,6 +373,18 @@ class ChatBody(GenerationBody, ConversationBody):
     return_prompt_text: bool | None = False
 
 
+class BatchChatBody(ChatBody):
+    """Body of POST /v1/chat/completions/batch: several conversations."""
+
+    messages: Entries[Annotated[Entries[dict[str, Any]], Field(min_length=1)]] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        min_length=1
+    )
+
+    def conversations(self) -> list[ChatBody]:
+        """Return a request for each conversation."""
+        return [self.model_copy(update={"messages": one}) for one in self.messages]
+
+
 class TextFormat(Part):
     """Format of a response's text: OpenAI's `text.format`."""
 

@@ -1,6 +1,6 @@
 """Owns the responses of POST /v1/chat/completions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxspec.outputs import CompletionOutput, RequestOutput
@@ -165,3 +165,29 @@ class ChatWriter(ChoiceWriter):
         if not (self._body.echo and is_same and isinstance(content, str)):
             return ""
         return content
+
+
+class BatchChatWriter(ChatWriter):
+    """Writes a choice for each of several conversations."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        bodies: Sequence[ChatBody],
+        params: SamplingParams,
+        request_id: str,
+    ):
+        super().__init__(serving, bodies[0], params, request_id)
+        self._writers = [
+            ChatWriter(serving, body, params, request_id) for body in bodies
+        ]
+
+    def choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        """Write the complete message of a conversation."""
+        return self._writers[index].choice(index, completion, output)
+
+    def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
+        """Add the fields of the prompt, which a batch does not have."""
+        answer |= {"prompt_logprobs": None, "prompt_token_ids": None}

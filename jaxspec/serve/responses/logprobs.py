@@ -118,9 +118,9 @@ class LogprobWriter:
         top: list[dict[str, float] | None] = []
         for token, position in zip(token_ids, positions, strict=True):
             entry = None if position is None else position[token]
-            tokens.append(self._key(token, entry))
+            tokens.append(self._key(token, entry, is_own=True))
             own.append(None if entry is None else _bounded(entry.logprob))
-            top.append(None if position is None else self._by_key(position))
+            top.append(None if position is None else self._by_key(token, position))
         return {
             "tokens": tokens,
             "token_logprobs": own,
@@ -128,20 +128,27 @@ class LogprobWriter:
             "text_offset": list(offsets),
         }
 
-    def _by_key(self, position: LogprobsOnePosition) -> dict[str, float]:
-        """Return log-probabilities by token text; the first one if texts are equal."""
+    def _by_key(self, own: int, position: LogprobsOnePosition) -> dict[str, float]:
+        """Return log-probabilities by token text; the first one if texts are equal.
+
+        Args:
+            own: The generated token.
+        """
         found: dict[str, float] = {}
         for token, entry in position.items():
-            found.setdefault(self._key(token, entry), _bounded(entry.logprob))
+            key = self._key(token, entry, is_own=token == own)
+            found.setdefault(key, _bounded(entry.logprob))
         return found
 
-    def _key(self, token: int, entry: Logprob | None) -> str:
+    def _key(self, token: int, entry: Logprob | None, *, is_own: bool) -> str:
         r"""Return a token's text; for part of a character "bytes:\xf0", as OpenAI does.
 
-        All such parts decode to U+FFFD and would have the same key.
+        All such parts have the text "" or U+FFFD, and would have the same key. The
+        generated token's own text stays "", so that texts join to the whole text.
         """
         text = self._text(token, entry)
-        if text == _REPLACEMENT and self._tokenizer.is_byte(token):
+        is_part = text == _REPLACEMENT or (text == "" and not is_own)
+        if is_part and self._tokenizer.is_byte(token):
             return f"bytes:\\x{self._tokenizer.token_bytes(token).hex()}"
         return text
 
@@ -196,8 +203,7 @@ class LogprobWriter:
 
     def _chat_entry(self, token: int, entry: Logprob) -> dict[str, Any]:
         text = self._text(token, entry)
-        # If a token is part of a character, its text is U+FFFD, and only its bytes are
-        # exact.
+        # If a token is part of a character, only its bytes are exact.
         content = self._tokenizer.token_bytes(token) or text.encode()
         logprob = _bounded(entry.logprob)
         return {"token": text, "logprob": logprob, "bytes": list(content)}

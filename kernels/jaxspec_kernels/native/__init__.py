@@ -10,9 +10,10 @@ own. If there is no compiler, XLA's operations are used, and the log says so.
 The instruction set is chosen at build time: that of this processor (AVX-512, AVX2 or
 SSE on x86-64; NEON on ARM). Machines may share a cache folder, because each kind of
 processor has its own library. All variants compute the same sums in the same order,
-except that the number of lanes differs, and that some processors round a product before
-adding it: the last bits of results differ between machines, not between programs on one
-machine.
+except that the number of lanes differs, that some processors round a product before
+adding it, and that tiles (AMX) add up bfloat16 products in another order: the last bits
+of results differ between machines, not between programs on one machine. If the system
+does not allow a process to use tiles, it multiplies in float32.
 
 The x86-64 variants are tested on real processors. The ARM variant has run in an
 emulator only, with jaxlib for Linux on aarch64; its speed is not known. For macOS the

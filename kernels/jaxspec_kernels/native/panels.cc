@@ -1,21 +1,29 @@
 // Products of rows with a matrix stored in panels, and look-ups of its rows.
 //
-// A panel stores kWidth outputs: their values of one feature side by side; with
-// bfloat16 those of two features, as pairs: [panel, features / 2, kWidth, 2]. Zeros
-// fill the last panel and the last pair. Each row of the result has its own
+// A panel stores kWidth outputs, as `layouts.h` describes. Zeros fill the last panel, and
+// the last step of each group of features. Each row of the result has its own
 // accumulators and adds up its features in order: its bits depend neither on the number
 // of rows nor on threads.
 //
-// Quantized values are widened to float32 in registers. The sum of a group of features
-// is multiplied by the group's scale and added to the result, group by group: this
-// order is fixed as well.
+// Values are widened in registers: to float32, or to bfloat16 if rows are rounded to it.
+// The sum of a group of features is multiplied by the group's scale and added to the
+// result, group by group: this order is fixed as well. For many rows, a panel is widened
+// once, in a buffer, and its products are the same as from registers.
+//
+// Tiles (AMX) add up 32 features in another order, that of Intel's manual. On processors
+// that have them, rows rounded to bfloat16 are multiplied in this order always: many rows
+// in tiles, and few rows in float32.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "layouts.h"
 #include "panels.h"
 #include "parallel.h"
+#include "tiles.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -33,198 +41,240 @@ constexpr int most_rows(bool is_widened) {
   return kLanes < 16 ? 4 : is_widened ? 6 : 9;
 }
 // With few rows, several panels at once, so that sums do not wait for each other.
-constexpr int panels_at_once(int rows) {
-  return kLanes < 16 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1;
+constexpr int panels_at_once(int rows, int sums) {
+  return kLanes < 16 ? 1 : rows * sums <= 2 ? 4 / sums : rows <= 6 ? 2 / sums : 1;
 }
+// Rows that are multiplied with quantized panels in registers. More rows are faster with
+// panels that are unpacked first, or in tiles.
+constexpr int kMaxInRegisters = 2;
 // Bytes of the matrix per thread: handing work to another takes some microseconds. With
 // one row or two, reading dominates, and one core does most of it: on few cores a
 // second thread takes time from the thread that prepares the next launch.
 constexpr int64_t kMinBytesPerThread = 1 << 17, kMinBytesRead = 1 << 20;
 
-// Layout of one kind of matrix, and one step over its features.
+constexpr int64_t kAheadBytes = 2048;
+
+// Memory that a thread reuses, aligned to cache lines.
+struct alignas(64) Line {
+  char bytes[64];
+};
+
+struct Memory {
+  std::vector<Line> rows, panel, sums;
+};
+
+Memory& memory() {
+  static thread_local Memory own;
+  return own;
+}
+
+template <typename Value>
+Value* reserve(std::vector<Line>& lines, int64_t count) {
+  const size_t needed = (count * sizeof(Value) + sizeof(Line) - 1) / sizeof(Line);
+  if (lines.size() < needed) lines.resize(needed);
+  return reinterpret_cast<Value*>(lines.data());
+}
+
+// Steps of the features of a matrix in one layout.
+template <typename Layout>
+struct Steps {
+  int64_t groups, size;  // groups of features, and features of each
+  int64_t per_group;     // steps
+
+  explicit Steps(const Panels& panels)
+      : groups(panels.groups),
+        size(panels.features / panels.groups),
+        per_group((size + Layout::kFeatures - 1) / Layout::kFeatures) {}
+
+  int64_t count() const { return groups * per_group; }
+  // Values of a panel.
+  int64_t values() const { return count() * Layout::kValues * kWidth; }
+};
+
+// Prefetches what a thread reads some kB after a step: few rows leave too few loads in
+// flight to reach the memory's speed. Each vector prefetches a cache line, if there is one.
+template <typename Layout>
+inline void prefetch(const typename Layout::Value* step, int vector) {
+  constexpr int kLine = sizeof(Line);
+  constexpr int kBytes = Layout::kValues * kWidth * sizeof(typename Layout::Value);
+  if (vector * kLine < kBytes)
+    __builtin_prefetch(reinterpret_cast<const char*>(step) + vector * kLine + kAheadBytes);
+}
+
+// Leaves a thread's treatment of denormal numbers as it is.
+struct AsSet {
+  AsSet() {}
+};
+
+// Products in float32.
 //
-// kFeatures: features per step. kValues: values per output and step. kIsScaled: whether
-// there are scales. kMaxRows: rows at once. Input: values of a row per step.
-
-struct Float32 {
-  typedef float Value;
-  typedef float Input;
-  static constexpr int kFeatures = 1, kValues = 1;
-  static constexpr bool kIsScaled = false;
-  static constexpr int kMaxRows = most_rows(true);
-
-  static void pack(const float* row, Input* to) { *to = *row; }
-  template <int Rows, int Vectors>
-  static inline void add(const Value* values, const Input* inputs,
-                         Floats (*sums)[Vectors], int first) {
-    for (int vector = 0; vector < kVectors; ++vector) {
-      const Floats value = load(values + vector * kLanes);
-      for (int row = 0; row < Rows; ++row)
-        sums[row][first + vector] += splat(inputs[row]) * value;
-    }
-  }
-};
-
-// bfloat16 weights, float32 arithmetic: pairs are widened in registers.
-struct Widened {
-  typedef Bfloat16 Value;
+// Input: the numbers of a row for one step. Unpacked: layout in which many rows are
+// multiplied. Mode: set while a thread multiplies. kSums: accumulators per row and output.
+template <typename Layout, bool IsRounded>
+struct InFloats {
   typedef struct {
-    float values[2];
+    float values[Layout::kFeatures];
   } Input;
-  static constexpr int kFeatures = 2, kValues = 2;
-  static constexpr bool kIsScaled = false;
+  typedef std::conditional_t<Layout::kIsScaled, Float32Layout, Layout> Unpacked;
+  typedef AsSet Mode;
+  static constexpr int kSums = 1;
   static constexpr int kMaxRows = most_rows(true);
 
-  static void pack(const float* row, Input* to) { *to = {{row[0], row[1]}}; }
+  static void pack(const float* row, Input* to) {
+    for (int i = 0; i < Layout::kFeatures; ++i)
+      to->values[i] = IsRounded ? widen(narrow(row[i])) : row[i];
+  }
+  // Adds products of steps of panels, `size` values apart.
   template <int Rows, int Vectors>
-  static inline void add(const Value* values, const Input* inputs,
-                         Floats (*sums)[Vectors], int first) {
-    for (int vector = 0; vector < kVectors; ++vector) {
-      Words pairs;
-      std::memcpy(&pairs, values + 2 * vector * kLanes, sizeof(pairs));
-      const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
-      for (int row = 0; row < Rows; ++row) {
-        sums[row][first + vector] += splat(inputs[row].values[0]) * even;
-        sums[row][first + vector] += splat(inputs[row].values[1]) * odd;
+  static inline void add(const typename Layout::Value* panels, int64_t size,
+                         const Input* inputs, int64_t steps, Floats (*sums)[Vectors]) {
+    for (int64_t step = 0; step < steps; ++step)
+      for (int vector = 0; vector < Vectors; ++vector) {
+        const auto* from =
+            panels + vector / kVectors * size + step * Layout::kValues * kWidth;
+        if (Rows <= kMaxInRegisters) prefetch<Layout>(from, vector % kVectors);
+#pragma GCC unroll 8
+        for (int feature = 0; feature < Layout::kFeatures; ++feature) {
+          const Floats value = Layout::floats(from, vector % kVectors, feature);
+          for (int row = 0; row < Rows; ++row)
+            sums[row][vector] += splat(inputs[step * Rows + row].values[feature]) * value;
+        }
       }
-    }
   }
 };
 
-// bfloat16 weights and rows.
-#if defined(__AVX512BF16__)
-struct Paired {
-  typedef Bfloat16 Value;
-  typedef uint32_t Input;
-  static constexpr int kFeatures = 2, kValues = 2;
-  static constexpr bool kIsScaled = false;
+#if defined(__AVX512BF16__) && !defined(JAXSPEC_HAS_TILES)
+// Products of pairs of bfloat16. Processors with tiles multiply float32 as fast, should
+// the system not allow tiles.
+template <typename Layout>
+struct InPairs {
+  typedef struct {
+    uint32_t pairs[Layout::kFeatures / 2];
+  } Input;
+  typedef Bfloat16Layout Unpacked;
+  typedef AsSet Mode;
+  static constexpr int kSums = 1;
   static constexpr int kMaxRows = most_rows(false);
 
   static void pack(const float* row, Input* to) {
-    *to = narrow(row[0]).bits | static_cast<uint32_t>(narrow(row[1]).bits) << 16;
+    for (int i = 0; i < Layout::kFeatures / 2; ++i)
+      to->pairs[i] = narrow(row[2 * i]).bits |
+                     static_cast<uint32_t>(narrow(row[2 * i + 1]).bits) << 16;
   }
   template <int Rows, int Vectors>
-  static inline void add(const Value* values, const Input* inputs,
-                         Floats (*sums)[Vectors], int first) {
-    for (int vector = 0; vector < kVectors; ++vector) {
-      __m512i pairs;
-      std::memcpy(&pairs, values + 2 * vector * kLanes, sizeof(pairs));
-      for (int row = 0; row < Rows; ++row) {
-        Floats& sum = sums[row][first + vector];
-        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs,
-                                       (__m512bh)_mm512_set1_epi32(inputs[row]));
+  static inline void add(const typename Layout::Value* panels, int64_t size,
+                         const Input* inputs, int64_t steps, Floats (*sums)[Vectors]) {
+    for (int64_t step = 0; step < steps; ++step)
+      for (int vector = 0; vector < Vectors; ++vector) {
+        const auto* from =
+            panels + vector / kVectors * size + step * Layout::kValues * kWidth;
+        if (Rows <= kMaxInRegisters) prefetch<Layout>(from, vector % kVectors);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < Layout::kFeatures / 2; ++pair) {
+          const __m512i pairs = Layout::pairs(from, vector % kVectors, pair);
+          for (int row = 0; row < Rows; ++row) {
+            Floats& sum = sums[row][vector];
+            const uint32_t input = inputs[step * Rows + row].pairs[pair];
+            sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs,
+                                           (__m512bh)_mm512_set1_epi32(input));
+          }
+        }
       }
-    }
   }
 };
+
+template <typename Layout, bool IsRounded>
+using ArithmeticOf =
+    std::conditional_t<IsRounded, InPairs<Layout>, InFloats<Layout, false>>;
 #else
-struct Paired : Widened {
-  static void pack(const float* row, Input* to) {
-    *to = {{widen(narrow(row[0])), widen(narrow(row[1]))}};
+template <typename Layout, bool IsRounded>
+using ArithmeticOf = InFloats<Layout, IsRounded>;
+#endif
+
+#if defined(JAXSPEC_HAS_TILES)
+// Products of rows rounded to bfloat16 in the order of a tile's sums: of kTileFeatures
+// features, those of even and of odd ones start from zero, and their sum is added.
+template <typename Layout>
+struct InTileOrder : InFloats<Layout, true> {
+  typedef FlushDenormals Mode;
+  static constexpr int kSums = 2;
+  static constexpr int kSteps = kTileFeatures / Layout::kFeatures;
+  static constexpr int kMaxRows = kMaxInRegisters;
+
+  static void pack(const float* row, typename InFloats<Layout, true>::Input* to) {
+    for (int i = 0; i < Layout::kFeatures; ++i)
+      to->values[i] = std::abs(row[i]) < 0x1p-126f ? 0.0f : widen(narrow(row[i]));
+  }
+  template <int Rows, int Vectors>
+  static inline void add(const typename Layout::Value* panels, int64_t size,
+                         const typename InFloats<Layout, true>::Input* inputs,
+                         int64_t steps, Floats (*sums)[Vectors]) {
+    for (int64_t start = 0; start < steps; start += kSteps) {
+      Floats parts[2][Rows][Vectors] = {};
+      const int64_t stop = std::min<int64_t>(start + kSteps, steps);
+      for (int64_t step = start; step < stop; ++step)
+        for (int vector = 0; vector < Vectors; ++vector) {
+          const auto* from =
+              panels + vector / kVectors * size + step * Layout::kValues * kWidth;
+          prefetch<Layout>(from, vector % kVectors);
+#pragma GCC unroll 8
+          for (int feature = 0; feature < Layout::kFeatures; ++feature) {
+            const Floats value = Layout::floats(from, vector % kVectors, feature);
+            for (int row = 0; row < Rows; ++row)
+              parts[feature % 2][row][vector] +=
+                  splat(inputs[step * Rows + row].values[feature]) * value;
+          }
+        }
+      for (int row = 0; row < Rows; ++row)
+        for (int vector = 0; vector < Vectors; ++vector)
+          sums[row][vector] += parts[0][row][vector] + parts[1][row][vector];
+    }
   }
 };
 #endif
 
-// 8-bit integers.
-struct Int8 {
-  typedef int8_t Value;
-  typedef float Input;
-  static constexpr int kFeatures = 1, kValues = 1;
-  static constexpr bool kIsScaled = true;
-  static constexpr int kMaxRows = most_rows(true);
+// Converts a panel to another layout: float32, or pairs of bfloat16.
+template <typename Layout>
+void unpack(const typename Layout::Value* panel, int64_t steps, float* to) {
+  for (int64_t step = 0; step < steps; ++step, panel += Layout::kValues * kWidth)
+    for (int feature = 0; feature < Layout::kFeatures; ++feature, to += kWidth)
+      for (int vector = 0; vector < kVectors; ++vector)
+        store(to + vector * kLanes, Layout::floats(panel, vector, feature));
+}
 
-  static Floats widened(const Value* values) { return to_floats(load_bytes(values)); }
-  static float widened(Value value, int64_t) { return value; }
-  static void pack(const float* row, Input* to) { *to = *row; }
-  template <int Rows, int Vectors>
-  static inline void add(const Value* values, const Input* inputs,
-                         Floats (*sums)[Vectors], int first) {
-    for (int vector = 0; vector < kVectors; ++vector) {
-      const Floats value = widened(values + vector * kLanes);
-      for (int row = 0; row < Rows; ++row)
-        sums[row][first + vector] += splat(inputs[row]) * value;
-    }
-  }
-};
-
-// 8-bit floats, e4m3: sign, four bits of an exponent with bias 7, three of a fraction.
-// Weights have no NaN.
-struct Float8 {
-  typedef uint8_t Value;
-  typedef float Input;
-  static constexpr int kFeatures = 1, kValues = 1;
-  static constexpr bool kIsScaled = true;
-  static constexpr int kMaxRows = most_rows(true);
-
-  static Floats widened(const Value* values) {
-    return of_float8(load_bytes(values));
-  }
-  static float widened(Value value, int64_t) {
-    Value lanes[kLanes] = {value};
-    return widened(lanes)[0];
-  }
-  static void pack(const float* row, Input* to) { *to = *row; }
-  template <int Rows, int Vectors>
-  static inline void add(const Value* values, const Input* inputs,
-                         Floats (*sums)[Vectors], int first) {
-    for (int vector = 0; vector < kVectors; ++vector) {
-      const Floats value = widened(values + vector * kLanes);
-      for (int row = 0; row < Rows; ++row)
-        sums[row][first + vector] += splat(inputs[row]) * value;
-    }
-  }
-};
-
-// 4-bit integers of two features: the first has the lower bits.
-struct Int4 {
-  typedef uint8_t Value;
-  typedef struct {
-    float values[2];
-  } Input;
-  static constexpr int kFeatures = 2, kValues = 1;
-  static constexpr bool kIsScaled = true;
-  static constexpr int kMaxRows = most_rows(true);
-
-  static float widened(Value value, int64_t feature) {
-    const int8_t bits = static_cast<int8_t>(feature % 2 ? value : value << 4);
-    return bits >> 4;
-  }
-  static void pack(const float* row, Input* to) { *to = {{row[0], row[1]}}; }
-  template <int Rows, int Vectors>
-  static inline void add(const Value* values, const Input* inputs,
-                         Floats (*sums)[Vectors], int first) {
-    for (int vector = 0; vector < kVectors; ++vector) {
-      const Ints pairs = load_bytes(values + vector * kLanes);
-      const Floats even = to_floats((pairs << 28) >> 28), odd = to_floats(pairs >> 4);
-      for (int row = 0; row < Rows; ++row) {
-        sums[row][first + vector] += splat(inputs[row].values[0]) * even;
-        sums[row][first + vector] += splat(inputs[row].values[1]) * odd;
-      }
-    }
-  }
-};
+#if defined(__AVX512BF16__)
+template <typename Layout>
+void unpack(const typename Layout::Value* panel, int64_t steps, Bfloat16* to) {
+  for (int64_t step = 0; step < steps; ++step, panel += Layout::kValues * kWidth)
+#pragma GCC unroll 4
+    for (int pair = 0; pair < Layout::kFeatures / 2; ++pair, to += 2 * kWidth)
+      for (int vector = 0; vector < kVectors; ++vector)
+        _mm512_store_si512(to + 2 * vector * kLanes,
+                           Layout::pairs(panel, vector, pair));
+}
+#endif
 
 // Outputs of `Rows` rows from `Panels` panels; `inputs` are [step, row].
 //
-// steps: number of steps. first: the first output. outputs: [row, num_outputs].
-// scales: those of the first of these panels, [panel, group, output].
-template <typename Kind, int Rows, int Panels>
-void multiply_panels(const typename Kind::Value* panels, const float* scales,
-                     int64_t groups, int64_t steps, const typename Kind::Input* inputs,
-                     float* outputs, int64_t first, int64_t num_outputs) {
+// steps, per_group: number of steps, and those of a group. first: the first output.
+// outputs: [row, num_outputs]. scales: null, or those of the first of these panels,
+// [panel, group, output].
+template <typename Layout, typename Arithmetic, bool IsScaled, int Rows, int Panels>
+void multiply_panels(const typename Layout::Value* panels, const float* scales,
+                     int64_t groups, int64_t per_group,
+                     const typename Arithmetic::Input* inputs, float* outputs,
+                     int64_t first, int64_t num_outputs) {
   Floats sums[Rows][Panels * kVectors] = {};
-  const int64_t size = steps * Kind::kValues * kWidth;
+  const int64_t size = groups * per_group * Layout::kValues * kWidth;
   auto add = [&](Floats(*to)[Panels * kVectors], int64_t begin, int64_t end) {
-    for (int64_t step = begin; step < end; ++step)
-      for (int panel = 0; panel < Panels; ++panel)
-        Kind::template add<Rows, Panels * kVectors>(
-            panels + panel * size + step * Kind::kValues * kWidth,
-            inputs + step * Rows, to, panel * kVectors);
+    Arithmetic::template add<Rows, Panels * kVectors>(
+        panels + begin * Layout::kValues * kWidth, size, inputs + begin * Rows,
+        end - begin, to);
   };
-  if constexpr (Kind::kIsScaled) {
+  if constexpr (IsScaled) {
     for (int64_t group = 0; group < groups; ++group) {
       Floats own[Rows][Panels * kVectors] = {};
-      add(own, steps * group / groups, steps * (group + 1) / groups);
+      add(own, group * per_group, (group + 1) * per_group);
       for (int panel = 0; panel < Panels; ++panel)
         for (int vector = 0; vector < kVectors; ++vector) {
           const Floats scale =
@@ -235,42 +285,40 @@ void multiply_panels(const typename Kind::Value* panels, const float* scales,
         }
     }
   } else {
-    add(sums, 0, steps);
+    add(sums, 0, groups * per_group);
   }
   for (int row = 0; row < Rows; ++row)
     for (int vector = 0; vector < Panels * kVectors; ++vector) {
       const int64_t at = first + vector * kLanes;
-      float* to = outputs + row * num_outputs + at;
-      if (at + kLanes <= num_outputs)
-        store(to, sums[row][vector]);
-      else if (at < num_outputs)
-        std::memcpy(to, &sums[row][vector], (num_outputs - at) * sizeof(float));
+      if (at < num_outputs)
+        store_some(outputs + row * num_outputs + at, sums[row][vector], num_outputs - at);
     }
 }
 
-// The same for panels `first` to `last`.
-template <typename Kind, int Rows>
-void multiply_rows(const typename Kind::Value* panels, const float* scales,
-                   int64_t groups, int64_t first, int64_t last, int64_t steps,
-                   const typename Kind::Input* inputs, float* outputs,
+// The same for panels `first` to `last` of all outputs; `panels` begins with the first.
+template <typename Layout, typename Arithmetic, bool IsScaled, int Rows>
+void multiply_rows(const typename Layout::Value* panels, const float* scales,
+                   int64_t groups, int64_t per_group, int64_t first, int64_t last,
+                   const typename Arithmetic::Input* inputs, float* outputs,
                    int64_t num_outputs) {
-  constexpr int kPanels = panels_at_once(Rows);
-  const int64_t size = steps * Kind::kValues * kWidth;
+  constexpr int kPanels = panels_at_once(Rows, Arithmetic::kSums);
+  const int64_t size = groups * per_group * Layout::kValues * kWidth;
   int64_t panel = first;
-  for (; panel + kPanels <= last; panel += kPanels)
-    multiply_panels<Kind, Rows, kPanels>(
-        panels + panel * size, scales + panel * groups * kWidth, groups, steps, inputs,
-        outputs, panel * kWidth, num_outputs);
-  for (; panel < last; ++panel)
-    multiply_panels<Kind, Rows, 1>(panels + panel * size,
-                                   scales + panel * groups * kWidth, groups, steps,
-                                   inputs, outputs, panel * kWidth, num_outputs);
+  auto run = [&](auto function, int count) {
+    function(panels + (panel - first) * size,
+             IsScaled ? scales + panel * groups * kWidth : nullptr, groups, per_group,
+             inputs, outputs, panel * kWidth, num_outputs);
+    panel += count;
+  };
+  while (panel + kPanels <= last)
+    run(multiply_panels<Layout, Arithmetic, IsScaled, Rows, kPanels>, kPanels);
+  while (panel < last) run(multiply_panels<Layout, Arithmetic, IsScaled, Rows, 1>, 1);
 }
 
-template <typename Kind, int... Rows>
+template <typename Layout, typename Arithmetic, bool IsScaled, int... Rows>
 auto function_for(int64_t rows, std::integer_sequence<int, Rows...>) {
-  static constexpr decltype(&multiply_rows<Kind, 1>) kFunctions[] = {
-      multiply_rows<Kind, Rows + 1>...};
+  static constexpr decltype(&multiply_rows<Layout, Arithmetic, IsScaled, 1>)
+      kFunctions[] = {multiply_rows<Layout, Arithmetic, IsScaled, Rows + 1>...};
   return kFunctions[rows - 1];
 }
 
@@ -285,61 +333,42 @@ struct Groups {
   int64_t size(int64_t group) const { return start(group + 1) - start(group); }
 };
 
-// Reorders inputs to [step, row]: values that are multiplied together are adjacent.
-template <typename Kind>
-void pack(const Groups& groups, int64_t features, const float* inputs,
-          typename Kind::Input* to) {
-  const int64_t whole = features / Kind::kFeatures;
-  const int64_t steps = (features + Kind::kFeatures - 1) / Kind::kFeatures;
-  for (int64_t group = 0; group < groups.count; ++group) {
-    const int64_t start = groups.start(group), size = groups.size(group);
-    for (int64_t row = 0; row < size; ++row) {
-      const float* from = inputs + (start + row) * features;
-      typename Kind::Input* own = to + start * steps + row;
-      for (int64_t step = 0; step < whole; ++step)
-        Kind::pack(from + step * Kind::kFeatures, own + step * size);
-      if (whole < steps) {
-        const float last[2] = {from[features - 1], 0.0f};
-        Kind::pack(last, own + whole * size);
+// Reorders inputs to [step, row], for rows that are multiplied together. The features of
+// a group fill `per_group` steps, with zeros at the end.
+template <typename Arithmetic, int Features>
+void pack(ffi::ThreadPool& pool, const Groups& rows, int64_t groups, int64_t size,
+          int64_t per_group, const float* inputs, typename Arithmetic::Input* to) {
+  for_each_part(pool, rows.count, [&](int64_t part) {
+    const int64_t start = rows.start(part), count = rows.size(part);
+    for (int64_t row = 0; row < count; ++row)
+      for (int64_t group = 0; group < groups; ++group) {
+        const float* from = inputs + ((start + row) * groups + group) * size;
+        auto* own = to + (start * groups + group * count) * per_group + row;
+        const int64_t whole = std::min(size / Features, per_group);
+        for (int64_t step = 0; step < whole; ++step)
+          Arithmetic::pack(from + step * Features, own + step * count);
+        for (int64_t step = whole; step < per_group; ++step) {
+          float last[Features] = {};
+          std::copy(from + std::min(step * Features, size), from + size, last);
+          Arithmetic::pack(last, own + step * count);
+        }
       }
-    }
-  }
+  });
 }
 
-template <typename Kind>
-void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
-                   int64_t num_rows, float* outputs) {
-  const auto* values = static_cast<const typename Kind::Value*>(panels.values);
-  const Groups groups(num_rows, Kind::kMaxRows);
-  const int64_t steps = (panels.features + Kind::kFeatures - 1) / Kind::kFeatures;
-  const int64_t num_panels = (panels.outputs + kWidth - 1) / kWidth;
-  static thread_local std::vector<typename Kind::Input> buffer;
-  buffer.resize(num_rows * steps);
-  pack<Kind>(groups, panels.features, inputs, buffer.data());
-  const typename Kind::Input* packed = buffer.data();
-  auto run = [&, packed](int64_t first, int64_t last) {
-    for (int64_t group = 0; group < groups.count; ++group) {
-      const int64_t start = groups.start(group);
-      function_for<Kind>(groups.size(group),
-                         std::make_integer_sequence<int, Kind::kMaxRows>())(
-          values, panels.scales, panels.groups, first, last, steps,
-          packed + start * steps,
-          outputs + start * panels.outputs, panels.outputs);
-    }
-  };
-  const int64_t panel_bytes =
-      steps * Kind::kValues * kWidth * sizeof(typename Kind::Value);
-  const int64_t bytes = num_panels * panel_bytes * groups.count;
+// Calls run(first, last) for parts of the panels, on all threads that are useful.
+//
+// most: panels of a part; 0: any number.
+template <typename Run>
+void for_each_panels(ffi::ThreadPool& pool, int64_t num_panels, int64_t panel_bytes,
+                     int64_t num_rows, int64_t most, const Run& run) {
+  const int64_t bytes = num_panels * panel_bytes * ((num_rows + 7) / 8);
   const int64_t least = num_rows <= 2 ? kMinBytesRead : kMinBytesPerThread;
   const int64_t useful = std::max<int64_t>(bytes / least, 1);
   const int64_t threads = std::min<int64_t>({pool.num_threads(), useful, num_panels});
-  // Parts fit in a core's cache while groups of rows pass by. There are more parts than
-  // threads, so that a thread that begins late does less. Few rows read each value
-  // once.
-  constexpr int64_t kPartBytes = 1 << 18;
+  // There are more parts than threads, so that a thread that begins late does less.
   int64_t parts = threads < 2 ? 1 : 4 * threads;
-  if (groups.count > 1)
-    parts = std::max(parts, num_panels * panel_bytes / kPartBytes);
+  if (most) parts = std::max(parts, (num_panels + most - 1) / most);
   parts = std::min(parts, num_panels);
   auto run_part = [&](int64_t part) {
     run(num_panels * part / parts, num_panels * (part + 1) / parts);
@@ -351,6 +380,335 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
   }
 }
 
+#if defined(JAXSPEC_HAS_TILES)
+typedef float Tile[kTileRows * kTileOutputs];
+// For several blocks of rows: blocks of features at a time, 512 kB with 512 rows, and
+// panels of a part, whose sums take 64 kB each. Both fit in a core's cache.
+constexpr int64_t kChunk = 16, kMaxPanels = 16;
+
+// Prefetches a block of a panel some kB before it is used, or one of the panel `count`
+// after it: unpacking leaves too few loads in flight to reach the memory's speed.
+inline void prefetch_ahead(const void* values, int64_t panel_bytes, int64_t num_blocks,
+                           int64_t panel, int64_t block, int64_t count) {
+  const int64_t size = panel_bytes / num_blocks;
+  block += std::max(kAheadBytes / size, int64_t{1});
+  if (block >= num_blocks) block -= num_blocks, panel += count;
+  const char* from =
+      static_cast<const char*>(values) + panel * panel_bytes + block * size;
+  for (int64_t line = 0; line < size; line += sizeof(Line))
+    __builtin_prefetch(from + line);
+}
+
+// Rows as tiles of bfloat16: [block of rows, block of features, row, feature]. Zeros fill
+// the last block of rows, and the last block of features of each group.
+struct TileRows {
+  int64_t num_rows, count, num_blocks;  // blocks of rows; blocks of features
+  int size;                             // rows of a block
+  Line* lines;
+
+  const Line* block(int64_t rows, int64_t features) const {
+    return lines + (rows * num_blocks + features) * size;
+  }
+};
+
+TileRows pack_tiles(ffi::ThreadPool& pool, const Panels& panels, int64_t per_group,
+                    const float* inputs, int64_t num_rows) {
+  TileRows found;
+  found.num_rows = num_rows, found.count = (num_rows + kTileRows - 1) / kTileRows;
+  found.size = static_cast<int>((num_rows + found.count - 1) / found.count);
+  found.num_blocks = panels.groups * per_group;
+  found.lines = reserve<Line>(memory().rows, found.count * found.num_blocks * found.size);
+  const int64_t size = panels.features / panels.groups;
+  for_each_part(pool, found.count, [&](int64_t part) {
+    for (int64_t row = 0; row < found.size; ++row) {
+      Line* to = found.lines + part * found.num_blocks * found.size + row;
+      const int64_t source = part * found.size + row;
+      for (int64_t block = 0; block < found.num_blocks; ++block, to += found.size) {
+        const int64_t group = block / per_group, at = block % per_group * kTileFeatures;
+        const int64_t left = source < num_rows ? size - at : 0;
+        const float* from = inputs + source * panels.features + group * size + at;
+        auto half = [&](int64_t first) {
+          const int64_t count = std::clamp<int64_t>(left - first, 0, kLanes);
+          return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1),
+                                       from + first);
+        };
+        _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(half(kLanes), half(0)));
+      }
+    }
+  });
+  return found;
+}
+
+// Products of `Blocks` blocks of rows, from `rows` on, with `Count` panels from `first`
+// on. Two blocks are multiplied with one panel only.
+//
+// begin, end: blocks of features, of whole groups if there are several; per_group: those
+// of a group. sums: the tiles' sums of the blocks before. prepare(block): called before
+// the matrix's block is read. matrix(panel, block): the block, [pair of features, output,
+// 2].
+template <int Blocks, int Count, bool IsScaled, typename Prepare, typename Matrix>
+void multiply_tile_rows(const Panels& panels, const TileRows& tiles, int64_t per_group,
+                        int64_t begin, int64_t end, int64_t rows, int64_t first,
+                        Tile* sums, float* outputs, const Prepare& prepare,
+                        const Matrix& matrix) {
+  static_assert(Blocks * Count <= 2);
+  constexpr int kTiles = 2 * Blocks * Count;
+  constexpr int64_t kStride = kWidth * sizeof(uint32_t), kHalf = kStride / 2;
+  alignas(64) Tile own[kTiles];
+  auto finish = [&](int64_t group, int tile) {
+    const int64_t panel = first + (Blocks == 1 ? tile / 2 : 0);
+    const int64_t start = (rows + (Blocks == 1 ? 0 : tile / 2)) * tiles.size;
+    const int64_t output = panel * kWidth + tile % 2 * kTileOutputs;
+    const int64_t count = std::min<int64_t>(tiles.size, tiles.num_rows - start);
+    const bool is_last = group + 1 == panels.groups;
+    Floats scale = {};
+    if constexpr (IsScaled)
+      scale = load(panels.scales + (panel * panels.groups + group) * kWidth +
+                   tile % 2 * kTileOutputs);
+    for (int64_t row = 0; row < count; ++row) {
+      Floats value = load(own[tile] + row * kTileOutputs);
+      if constexpr (IsScaled) {
+        float* sum = sums[tile] + row * kTileOutputs;
+        // As `multiply_panels` does: with one rounding.
+        const Floats before = group ? load(sum) : Floats{};
+        value = (Floats)_mm512_fmadd_ps((__m512)value, (__m512)scale, (__m512)before);
+        if (!is_last) store(sum, value);
+      }
+      if (is_last && output < panels.outputs)
+        store_some(outputs + (start + row) * panels.outputs + output, value,
+                   panels.outputs - output);
+    }
+  };
+  auto store_tiles = [&](Tile* to) {
+    store_tile<0>(to[0], sizeof(Line)), store_tile<1>(to[1], sizeof(Line));
+    if constexpr (kTiles > 2)
+      store_tile<2>(to[2], sizeof(Line)), store_tile<3>(to[3], sizeof(Line));
+  };
+  prepare(begin);
+  for (int64_t start = begin; start < end; start += per_group) {
+    if (start % per_group) {  // of the one group
+      load_tile<0>(sums[0], sizeof(Line)), load_tile<1>(sums[1], sizeof(Line));
+      if constexpr (kTiles > 2)
+        load_tile<2>(sums[2], sizeof(Line)), load_tile<3>(sums[3], sizeof(Line));
+    } else {
+      clear_tile<0>(), clear_tile<1>();
+      if constexpr (kTiles > 2) clear_tile<2>(), clear_tile<3>();
+    }
+    const int64_t stop = std::min(start + per_group, end);
+    for (int64_t at = start; at < stop; ++at) {
+      if (at + 1 < end) prepare(at + 1);
+      load_tile<4>(tiles.block(rows, at), sizeof(Line));
+      if constexpr (Blocks == 2) load_tile<5>(tiles.block(rows + 1, at), sizeof(Line));
+      const char* values = matrix(first, at);
+      load_tile<6>(values, kStride);
+      multiply_tiles<0, 4, 6>();
+      if constexpr (Blocks == 2) multiply_tiles<2, 5, 6>();
+      load_tile<7>(values + kHalf, kStride);
+      multiply_tiles<1, 4, 7>();
+      if constexpr (Blocks == 2) multiply_tiles<3, 5, 7>();
+      if constexpr (Count == 2) {
+        values = matrix(first + 1, at);
+        load_tile<5>(values, kStride);
+        multiply_tiles<2, 4, 5>();
+        load_tile<6>(values + kHalf, kStride);
+        multiply_tiles<3, 4, 6>();
+      }
+    }
+    if (stop % per_group) {
+      store_tiles(sums);
+      return;
+    }
+    store_tiles(own);
+    for (int tile = 0; tile < kTiles; ++tile) finish(stop / per_group - 1, tile);
+  }
+}
+
+// As `multiply_kind`, with tiles.
+template <typename Layout>
+void multiply_in_tiles(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
+                       int64_t num_rows, float* outputs) {
+  const auto* values = static_cast<const typename Layout::Value*>(panels.values);
+  const Steps<Layout> steps(panels);
+  constexpr int64_t kSteps = kTileFeatures / Layout::kFeatures;
+  const int64_t per_group = (steps.per_group + kSteps - 1) / kSteps;
+  const int64_t num_panels = (panels.outputs + kWidth - 1) / kWidth;
+  const TileRows tiles = pack_tiles(pool, panels, per_group, inputs, num_rows);
+  constexpr int64_t kBlock = kTileFeatures * kWidth;  // values
+  const int64_t panel_bytes = steps.values() * sizeof(typename Layout::Value);
+  // Whether a block can be read as it is stored.
+  auto is_stored = [&](int64_t block) {
+    return std::is_same_v<Layout, Bfloat16Layout> &&
+           (block + 1) * kSteps <= steps.per_group;
+  };
+  auto stored = [&](int64_t panel, int64_t block) {
+    return static_cast<const char*>(panels.values) + panel * panel_bytes +
+           block * kBlock * static_cast<int64_t>(sizeof(Bfloat16));
+  };
+  auto unpack_block = [&](int64_t panel, int64_t block, Bfloat16* to) {
+    const int64_t group = block / per_group, step = block % per_group * kSteps;
+    const int64_t count = std::min(kSteps, steps.per_group - step);
+    unpack<Layout>(values + panel * steps.values() +
+                       (group * steps.per_group + step) * Layout::kValues * kWidth,
+                   count, to);
+    std::fill(to + count * Layout::kFeatures * kWidth, to + kBlock, Bfloat16{});
+  };
+  // Products of one block of rows. Blocks are unpacked one ahead.
+  auto run_few = [&](int64_t first, int64_t last) {
+    const FlushDenormals mode;
+    const Tiles own(tiles.size, 1);
+    alignas(64) Tile sums[4];
+    Bfloat16* unpacked = reserve<Bfloat16>(memory().panel, 4 * kBlock);
+    auto multiply = [&](auto count, int64_t panel) {
+      auto slot = [&](int64_t other, int64_t block) {
+        return unpacked + (2 * (block % 2) + other - panel) * kBlock;
+      };
+      auto prepare = [&](int64_t block) {
+        for (int64_t other = panel; other < panel + count; ++other) {
+          prefetch_ahead(panels.values, panel_bytes, tiles.num_blocks, other, block,
+                         count);
+          if (!is_stored(block)) unpack_block(other, block, slot(other, block));
+        }
+      };
+      multiply_tile_rows<1, count, Layout::kIsScaled>(
+          panels, tiles, per_group, 0, tiles.num_blocks, 0, panel, sums, outputs,
+          prepare, [&](int64_t other, int64_t block) {
+            return is_stored(block) ? stored(other, block)
+                                    : reinterpret_cast<const char*>(slot(other, block));
+          });
+    };
+    int64_t panel = first;
+    for (; panel + 2 <= last; panel += 2)
+      multiply(std::integral_constant<int, 2>(), panel);
+    if (panel < last) multiply(std::integral_constant<int, 1>(), panel);
+  };
+  // Products of several blocks of rows. A chunk of all rows fits in a core's cache, and a
+  // panel's chunk is unpacked once.
+  auto run_many = [&](int64_t first, int64_t last) {
+    const FlushDenormals mode;
+    const Tiles own(tiles.size, 2);
+    int64_t chunk = kChunk;  // of whole groups, if there are several
+    if (panels.groups > 1) chunk = std::max(chunk / per_group, int64_t{1}) * per_group;
+    Bfloat16* unpacked = reserve<Bfloat16>(memory().panel, chunk * kBlock);
+    Tile* sums = reserve<Tile>(memory().sums, (last - first) * tiles.count * 2);
+    for (int64_t begin = 0; begin < tiles.num_blocks; begin += chunk) {
+      const int64_t end = std::min(begin + chunk, tiles.num_blocks);
+      for (int64_t panel = first; panel < last; ++panel) {
+        for (int64_t block = begin; block < end; ++block)
+          if (!is_stored(block))
+            unpack_block(panel, block, unpacked + (block - begin) * kBlock);
+        auto multiply = [&](auto count, int64_t rows) {
+          multiply_tile_rows<count, 1, Layout::kIsScaled>(
+              panels, tiles, per_group, begin, end, rows, panel,
+              sums + ((panel - first) * tiles.count + rows) * 2, outputs, [](int64_t) {},
+              [&](int64_t, int64_t block) {
+                return is_stored(block) ? stored(panel, block)
+                                        : reinterpret_cast<const char*>(
+                                              unpacked + (block - begin) * kBlock);
+              });
+        };
+        int64_t rows = 0;
+        for (; rows + 2 <= tiles.count; rows += 2)
+          multiply(std::integral_constant<int, 2>(), rows);
+        if (rows < tiles.count) multiply(std::integral_constant<int, 1>(), rows);
+      }
+    }
+  };
+  if (tiles.count == 1)
+    for_each_panels(pool, num_panels, panel_bytes, num_rows, 0, run_few);
+  else
+    for_each_panels(pool, num_panels, panel_bytes, num_rows, kMaxPanels, run_many);
+}
+#endif
+
+// Multiplies with panels in registers, or with panels that are unpacked first.
+template <typename Layout, typename Unpacked, typename Arithmetic>
+void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
+                     int64_t num_rows, float* outputs) {
+  typedef typename Unpacked::Value Value;
+  constexpr bool kIsUnpacked = !std::is_same_v<Layout, Unpacked>;
+  const auto* values = static_cast<const typename Layout::Value*>(panels.values);
+  constexpr int kMaxRows =
+      kIsUnpacked || std::is_same_v<Unpacked, typename Arithmetic::Unpacked>
+          ? Arithmetic::kMaxRows
+          : kMaxInRegisters;
+  const Groups rows(num_rows, kMaxRows);
+  const Steps<Layout> stored(panels);
+  const int64_t per_group = stored.per_group * Layout::kFeatures / Unpacked::kFeatures;
+  const int64_t steps = stored.groups * per_group;
+  const int64_t num_panels = (panels.outputs + kWidth - 1) / kWidth;
+  auto* packed =
+      reserve<typename Arithmetic::Input>(memory().rows, num_rows * steps);
+  pack<Arithmetic, Unpacked::kFeatures>(pool, rows, stored.groups, stored.size, per_group,
+                                        inputs, packed);
+  auto multiply = [&](const Value* from, int64_t first, int64_t last) {
+    for (int64_t group = 0; group < rows.count; ++group) {
+      const int64_t start = rows.start(group);
+      function_for<Unpacked, Arithmetic, Layout::kIsScaled>(
+          rows.size(group), std::make_integer_sequence<int, kMaxRows>())(
+          from, panels.scales, stored.groups, per_group, first, last,
+          packed + start * steps, outputs + start * panels.outputs, panels.outputs);
+    }
+  };
+  auto run = [&](int64_t first, int64_t last) {
+    const typename Arithmetic::Mode mode;
+    if constexpr (!kIsUnpacked) {
+      multiply(values + first * stored.values(), first, last);
+    } else {
+      // Panels that fit in a core's cache while groups of rows pass by.
+      constexpr int64_t kUnpackedBytes = 1 << 19;
+      const int64_t size = steps * Unpacked::kValues * kWidth;
+      const int64_t most = kUnpackedBytes / sizeof(Value);
+      const int64_t together = std::max(most / size, int64_t{1});
+      Value* unpacked = reserve<Value>(memory().panel, together * size);
+      for (int64_t start = first; start < last; start += together) {
+        const int64_t stop = std::min(start + together, last);
+        for (int64_t panel = start; panel < stop; ++panel)
+          unpack<Layout>(values + panel * stored.values(), stored.count(),
+                         unpacked + (panel - start) * size);
+        multiply(unpacked, start, stop);
+      }
+    }
+  };
+  // Parts fit in a core's cache while groups of rows pass by. Few rows read each value
+  // once.
+  constexpr int64_t kPartBytes = 1 << 18;
+  const int64_t panel_bytes = stored.values() * sizeof(typename Layout::Value);
+  const int64_t most = std::max(kPartBytes / panel_bytes, int64_t{1});
+  for_each_panels(pool, num_panels, panel_bytes, num_rows, rows.count > 1 ? most : 0,
+                  run);
+}
+
+template <typename Layout, bool IsRounded>
+void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
+                   int64_t num_rows, float* outputs) {
+  const bool is_few = num_rows <= kMaxInRegisters;
+#if defined(JAXSPEC_HAS_TILES)
+  if constexpr (IsRounded)
+    if (has_tiles()) {
+      if (!is_few)
+        return multiply_in_tiles<Layout>(pool, panels, inputs, num_rows, outputs);
+      return multiply_packed<Layout, Layout, InTileOrder<Layout>>(pool, panels, inputs,
+                                                                  num_rows, outputs);
+    }
+#endif
+  typedef ArithmeticOf<Layout, IsRounded> Arithmetic;
+  typedef typename Arithmetic::Unpacked Unpacked;
+  if (is_few)
+    multiply_packed<Layout, Layout, Arithmetic>(pool, panels, inputs, num_rows, outputs);
+  else
+    multiply_packed<Layout, Unpacked, ArithmeticOf<Unpacked, IsRounded>>(
+        pool, panels, inputs, num_rows, outputs);
+}
+
+template <typename Layout>
+void multiply_layout(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
+                     int64_t num_rows, float* outputs) {
+  if (panels.is_rounded)
+    multiply_kind<Layout, true>(pool, panels, inputs, num_rows, outputs);
+  else
+    multiply_kind<Layout, false>(pool, panels, inputs, num_rows, outputs);
+}
+
 }  // namespace
 
 Panels panels_of(ffi::AnyBuffer buffer, ffi::Buffer<ffi::F32> scales, int64_t outputs,
@@ -358,27 +716,34 @@ Panels panels_of(ffi::AnyBuffer buffer, ffi::Buffer<ffi::F32> scales, int64_t ou
   const auto shape = buffer.dimensions(), form_of_scales = scales.dimensions();
   const auto type = buffer.element_type();
   Panels found{};
-  int64_t held = 0;  // features, including those that fill a pair
-  if (buffer.element_type() == ffi::F32 && shape.size() == 3 && shape[2] == kWidth) {
-    found.kind = Panels::kFloat32, held = shape[1];
-    if (held != features) return found;
-  } else if (buffer.element_type() == ffi::BF16 && shape.size() == 4 &&
-             shape[2] == kWidth && shape[3] == 2) {
-    found.kind = is_rounded ? Panels::kPaired : Panels::kWidened, held = 2 * shape[1];
-    if (held != features && held != features + 1) return found;
-  } else if ((type == ffi::S8 || type == ffi::F8E4M3FN || type == ffi::U8) &&
-             shape.size() == 3 && shape[2] == kWidth) {
-    found.kind = type == ffi::S8   ? Panels::kInt8
-                 : type == ffi::U8 ? Panels::kInt4
-                                   : Panels::kFloat8;
-    const int64_t together = type == ffi::U8 ? 2 : 1;
+  found.is_rounded = is_rounded, found.groups = 1;
+  // Steps that the features of a group fill.
+  auto is_filled = [&](int64_t count) {
+    return features % found.groups == 0 &&
+           shape[1] == (features / found.groups + count - 1) / count * found.groups;
+  };
+  if (type == ffi::F32 && shape.size() == 3 && shape[2] == kWidth) {
+    found.kind = Panels::kFloat32;
+    if (!is_filled(1)) return found;
+  } else if (type == ffi::BF16 && shape.size() == 4 && shape[2] == kWidth &&
+             shape[3] == 2) {
+    found.kind = Panels::kBfloat16;
+    if (!is_filled(2)) return found;
+  } else {
     if (form_of_scales.size() != 3 || form_of_scales[0] != shape[0] ||
         form_of_scales[1] < 1 || form_of_scales[2] != kWidth)
       return found;
     found.scales = scales.typed_data(), found.groups = form_of_scales[1];
-    if (together * shape[1] != features || shape[1] % found.groups) return found;
-  } else {
-    return found;
+    if (type == ffi::U32 && shape.size() == 3 && shape[2] == kWidth) {
+      found.kind = Panels::kInt4;
+      if (!is_filled(8)) return found;
+    } else if ((type == ffi::S8 || type == ffi::F8E4M3FN) && shape.size() == 4 &&
+               shape[2] == 2 && shape[3] == kWidth) {
+      found.kind = type == ffi::S8 ? Panels::kInt8 : Panels::kFloat8;
+      if (!is_filled(2)) return found;
+    } else {
+      return found;
+    }
   }
   if (outputs < 1 || features < 1 || shape[0] != (outputs + kWidth - 1) / kWidth)
     return found;
@@ -392,17 +757,15 @@ void multiply(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
   if (!num_rows) return;
   switch (panels.kind) {
     case Panels::kFloat32:
-      return multiply_kind<Float32>(pool, panels, inputs, num_rows, outputs);
-    case Panels::kWidened:
-      return multiply_kind<Widened>(pool, panels, inputs, num_rows, outputs);
-    case Panels::kPaired:
-      return multiply_kind<Paired>(pool, panels, inputs, num_rows, outputs);
+      return multiply_kind<Float32Layout, false>(pool, panels, inputs, num_rows, outputs);
+    case Panels::kBfloat16:
+      return multiply_layout<Bfloat16Layout>(pool, panels, inputs, num_rows, outputs);
     case Panels::kInt8:
-      return multiply_kind<Int8>(pool, panels, inputs, num_rows, outputs);
+      return multiply_layout<Int8Layout>(pool, panels, inputs, num_rows, outputs);
     case Panels::kInt4:
-      return multiply_kind<Int4>(pool, panels, inputs, num_rows, outputs);
+      return multiply_layout<Int4Layout>(pool, panels, inputs, num_rows, outputs);
     case Panels::kFloat8:
-      return multiply_kind<Float8>(pool, panels, inputs, num_rows, outputs);
+      return multiply_layout<Float8Layout>(pool, panels, inputs, num_rows, outputs);
   }
 }
 
@@ -461,48 +824,44 @@ ffi::Error LookUp(ffi::Buffer<ffi::S32> index, ffi::AnyBuffer panels,
   const Panels matrix = panels_of(panels, scales, num_outputs, features, false);
   if (!matrix.values)
     return ffi::Error::InvalidArgument("look_up: shapes do not fit each other");
-  // `together`: features of a step; `count_of`: values per output and step.
-  auto run = [&](auto* values, int64_t together, int64_t count_of, auto widened) {
-    const int64_t steps = (features + together - 1) / together;
+  auto run = [&](auto layout) {
+    typedef decltype(layout) Layout;
+    const Steps<Layout> steps(matrix);
+    const auto* values = static_cast<const typename Layout::Value*>(matrix.values);
     for (int64_t number = 0; number < count[0]; ++number) {
       const int64_t output =
           std::clamp<int64_t>(index.typed_data()[number], 0, num_outputs - 1);
       const int64_t panel = output / kWidth, place = output % kWidth;
-      auto* from = values + (panel * steps * kWidth + place) * count_of;
+      const auto* from = values + panel * steps.values();
       float* to = rows->typed_data() + number * features;
-      for (int64_t feature = 0; feature < features; ++feature)
-        to[feature] = widened(from[feature / together * count_of * kWidth +
-                                   feature % together * (count_of - 1)],
-                              feature);
-      if (!matrix.scales) continue;
-      const int64_t size = features / matrix.groups;
-      for (int64_t feature = 0; feature < features; ++feature)
-        to[feature] *=
-            matrix.scales[(panel * matrix.groups + feature / size) * kWidth + place];
+      for (int64_t group = 0; group < steps.groups; ++group) {
+        float scale = 1.0f;
+        if constexpr (Layout::kIsScaled)
+          scale = matrix.scales[(panel * steps.groups + group) * kWidth + place];
+        for (int64_t feature = 0; feature < steps.size; ++feature) {
+          const int64_t step = group * steps.per_group + feature / Layout::kFeatures;
+          const float value = Layout::value(from + step * Layout::kValues * kWidth, place,
+                                            feature % Layout::kFeatures);
+          *to++ = Layout::kIsScaled ? value * scale : value;
+        }
+      }
     }
   };
-  auto plain = [](auto value, int64_t) { return widen(value); };
-  const void* values = matrix.values;
   switch (matrix.kind) {
     case Panels::kFloat32:
-      run(static_cast<const float*>(values), 1, 1, plain);
+      run(Float32Layout());
       break;
-    case Panels::kWidened:
-    case Panels::kPaired:
-      run(static_cast<const Bfloat16*>(values), 2, 2, plain);
+    case Panels::kBfloat16:
+      run(Bfloat16Layout());
       break;
     case Panels::kInt8:
-      run(static_cast<const int8_t*>(values), 1, 1,
-          [](int8_t value, int64_t feature) { return Int8::widened(value, feature); });
+      run(Int8Layout());
       break;
     case Panels::kInt4:
-      run(static_cast<const uint8_t*>(values), 2, 1,
-          [](uint8_t value, int64_t feature) { return Int4::widened(value, feature); });
+      run(Int4Layout());
       break;
     case Panels::kFloat8:
-      run(static_cast<const uint8_t*>(values), 1, 1, [](uint8_t value, int64_t feature) {
-        return Float8::widened(value, feature);
-      });
+      run(Float8Layout());
       break;
   }
   return ffi::Error::Success();

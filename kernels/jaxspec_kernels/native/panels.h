@@ -11,13 +11,13 @@ namespace jaxspec {
 constexpr int64_t kPanelWidth = 32;
 
 struct Panels {
-  // float32; bfloat16 for float32 rows; bfloat16 for rows rounded to it; and quantized
-  // values, which have scales.
-  enum Kind { kFloat32, kWidened, kPaired, kInt8, kInt4, kFloat8 } kind;
+  // Integers and 8-bit floats have scales.
+  enum Kind { kFloat32, kBfloat16, kInt8, kInt4, kFloat8 } kind;
+  bool is_rounded;     // rows are rounded to bfloat16, unless values are float32
   const void* values;  // null if a buffer is no such matrix
   int64_t outputs, features;
   const float* scales;  // [panel, group, kPanelWidth]
-  int64_t groups;
+  int64_t groups;       // of features; 1 without scales
 };
 
 // The (outputs, features) matrix that a buffer holds.

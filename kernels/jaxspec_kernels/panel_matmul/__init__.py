@@ -14,23 +14,27 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxspec_kernels import dispatch
 
-__all__ = ["WIDTH", "Panels", "QuantizedPanels", "from_panels", "from_quantized_panels"]
-__all__ += ["panel_form", "panel_matmul", "panel_rows", "quantized_form"]
-__all__ += ["quantized_panels", "to_panels"]
+__all__ = ["SHIFTS", "WIDTH", "Panels", "QuantizedPanels", "from_panels"]
+__all__ += ["from_quantized_panels", "panel_form", "panel_matmul", "panel_rows"]
+__all__ += ["quantized_form", "quantized_panels", "to_panels"]
 
 # Number of matrix outputs in one panel.
 WIDTH = 32
 _MODULES = {"reference": "reference", "cpu": "cpu"}
-# Types of quantized panels; a uint8 holds two 4-bit values.
-_VALUES = (jnp.int8, jnp.float8_e4m3fn, jnp.uint8)
+# Types of quantized panels; a uint32 holds eight 4-bit values.
+_VALUES = (jnp.int8, jnp.float8_e4m3fn, jnp.uint32)
+# Bits to shift a uint32 by for each of its 4-bit values: those of even features first.
+SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
 
 
 class QuantizedPanels(NamedTuple):
     """8-bit or 4-bit values, and a scale for each output and group of features.
 
     Attributes:
-        values: int8 or float8_e4m3fn, [panel, features, WIDTH]; or 4-bit values of two
-            features in a uint8, the first in its lower half: [panel, pair, WIDTH].
+        values: int8 or float8_e4m3fn, [panel, pair of features, 2, WIDTH]; or 4-bit
+            values of eight features in a uint32, [panel, eight features, WIDTH]: those
+            of even features in its lower half, the first in the lowest bits. Zeros fill
+            the last pair or uint32 of each group.
         scales: float32, [panel, group, WIDTH].
     """
 
@@ -47,27 +51,36 @@ def quantized_form(
     """Return shapes and types of the panels of quantized [out, features] values.
 
     Raises:
-        ValueError: Groups are not whole, or have an odd number of 4-bit values.
+        ValueError: Groups are not whole.
     """
-    (outputs, features), is_half = shape, dtype == jnp.int4
-    if features % (2 * num_groups if is_half else num_groups):
+    outputs, features = shape
+    if features % num_groups:
         raise ValueError(
-            f"{features} features must divide into {num_groups} groups of equal size, "
-            "which must be even for 4-bit values"
+            f"{features} features must divide into {num_groups} groups of equal size"
         )
     count = -(-outputs // WIDTH)
-    values = (count, features // (2 if is_half else 1), WIDTH)
-    kind = jnp.uint8 if is_half else dtype
-    return (values, kind), ((count, num_groups, WIDTH), jnp.float32)
+    together = 8 if dtype == jnp.int4 else 2
+    steps = -(-features // num_groups // together) * num_groups
+    values = ((count, steps, WIDTH), jnp.uint32)
+    if dtype != jnp.int4:
+        values = ((count, steps, 2, WIDTH), dtype)
+    return values, ((count, num_groups, WIDTH), jnp.float32)
 
 
 def quantized_panels(values: np.ndarray, scales: np.ndarray) -> QuantizedPanels:
     """Pack [out, features] values and [out, group] scales in panels, on the host."""
-    (_, kind), _ = quantized_form(values.shape, values.dtype, scales.shape[1])
-    if kind == jnp.uint8:
+    num_groups = scales.shape[1]
+    (form, kind), _ = quantized_form(values.shape, values.dtype, num_groups)
+    is_packed, whole = kind == jnp.uint32, -(-len(values) // WIDTH) * WIDTH
+    values = values.reshape(len(values), num_groups, -1)
+    missing = -values.shape[2] % (8 if is_packed else 2)
+    values = np.pad(values, ((0, 0), (0, 0), (0, missing)))
+    if is_packed:
         bits = values.astype(np.int8).view(np.uint8) & 0xF
-        values = bits[:, ::2] | bits[:, 1::2] << 4
-    panels = _split(values, -(-len(values) // WIDTH) * WIDTH)
+        values = np.zeros((*bits.shape[:2], bits.shape[2] // 8), np.uint32)
+        for feature, shift in enumerate(SHIFTS):
+            values |= bits[:, :, feature::8].astype(np.uint32) << shift
+    panels = _split(values.reshape(len(values), -1), whole).reshape(form)
     return QuantizedPanels(panels, to_panels(np.asarray(scales, np.float32)))
 
 
@@ -75,13 +88,15 @@ def from_quantized_panels(
     panels: QuantizedPanels, shape: tuple[int, ...]
 ) -> np.ndarray:
     """Dequantize panels to a float32 (out, features) matrix, on the host."""
-    values = np.moveaxis(panels.values, 2, 1).reshape(-1, panels.values.shape[1])
-    if values.dtype == np.uint8:
-        pairs = np.stack([values << 4, values & 0xF0], axis=2).view(np.int8) >> 4
-        values = pairs.reshape(len(values), -1)
-    scales = from_panels(panels.scales, (shape[0], panels.scales.shape[1]))
-    numbers = values[: shape[0]].astype(np.float32)
-    numbers = numbers.reshape(*scales.shape, -1) * scales[:, :, None]
+    count, num_groups, _ = panels.scales.shape
+    values = panels.values.reshape(count, -1, WIDTH)
+    values = np.moveaxis(values, 2, 1).reshape(count * WIDTH, -1)
+    if values.dtype == np.uint32:
+        bits = values[:, :, None] >> SHIFTS << np.uint32(28)
+        values = bits.view(np.int32) >> 28
+    scales = from_panels(panels.scales, (shape[0], num_groups))
+    numbers = values[: shape[0]].astype(np.float32).reshape(*scales.shape, -1)
+    numbers = numbers[:, :, : shape[1] // num_groups] * scales[:, :, None]
     return numbers.reshape(shape)
 
 
@@ -89,7 +104,21 @@ def _split(values: np.ndarray, num_rows: int) -> np.ndarray:
     """Split [row, column] into panels of rows, padded with zeros."""
     values = np.pad(values, ((0, num_rows - len(values)), (0, 0)))
     split = values.reshape(-1, WIDTH, values.shape[1])
-    return np.ascontiguousarray(np.moveaxis(split, 1, 2))
+    return _aligned(np.moveaxis(split, 1, 2))
+
+
+def _aligned(values: np.ndarray) -> np.ndarray:
+    """Copy an array so that it begins at a cache line.
+
+    `jax.device_put` uses such memory as it is. A CPU reads it faster than memory that
+    XLA allocates, because numpy asks the system for huge pages.
+    """
+    memory = np.empty(values.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    made = memory[start : start + values.nbytes].view(values.dtype)
+    made = made.reshape(values.shape)
+    made[...] = values
+    return made
 
 
 def panel_form(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -112,7 +141,7 @@ def to_panels(values: np.ndarray) -> np.ndarray:
         ]
         values = np.pad(values, missing)
     split = values.reshape(form[0], WIDTH, *form[1:2], *form[3:])
-    return np.ascontiguousarray(np.moveaxis(split, 1, 2))
+    return _aligned(np.moveaxis(split, 1, 2))
 
 
 def from_panels(panels: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -136,11 +165,11 @@ def panel_matmul(
 
     Args:
         inputs: float32.
-        panels: float32 or bfloat16, widened to float32 as they are read; or quantized:
-            widened too, and the sum of a group is multiplied by its scale.
+        panels: float32; or bfloat16 or quantized, widened as they are read. The sum of
+            a group is multiplied by its scale.
         num_outputs: Outputs of the matrix, without padding of the last panel.
-        is_rounded: Round rows to bfloat16 first if the panels are bfloat16: processors
-            multiply these faster.
+        is_rounded: Round rows to bfloat16 first, unless the panels are float32:
+            processors multiply bfloat16 faster. Sums are float32 in any case.
         implementation: Name of one implementation; None selects that of jax's default
             backend.
 
@@ -191,8 +220,8 @@ def _check(panels: Panels, shape: tuple[int, ...]) -> None:
 
 def _check_quantized(panels: QuantizedPanels, shape: tuple[int, ...]) -> None:
     values, scales = panels
-    groups, is_half = scales.shape[1], values.dtype == jnp.uint8
-    kind = jnp.dtype(jnp.int4) if is_half else values.dtype
+    groups, is_packed = scales.shape[1], values.dtype == jnp.uint32
+    kind = jnp.dtype(jnp.int4) if is_packed else values.dtype
     needed = quantized_form(shape, kind, groups)
     found = (values.shape, values.dtype), (scales.shape, scales.dtype)
     if values.dtype not in _VALUES or found != needed:

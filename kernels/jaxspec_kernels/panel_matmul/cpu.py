@@ -1,8 +1,9 @@
-"""Products with panels in C++: each weight is read once per dozen rows.
+"""Products with panels in C++: a thread reads each weight from memory once.
 
 bfloat16 weights are widened in registers: the arithmetic is in float32, but half the
 bytes of float32 weights are read, which XLA:CPU cannot do. Quantized weights are
-widened as well: a quarter or an eighth of the bytes are read.
+widened as well: a quarter or an eighth of the bytes are read. Rows rounded to bfloat16
+are multiplied in bfloat16.
 """
 
 import jax

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec_kernels.panel_matmul import Panels, QuantizedPanels
+from jaxspec_kernels.panel_matmul import SHIFTS, Panels, QuantizedPanels
 
 
 def panel_matmul(
@@ -15,8 +15,8 @@ def panel_matmul(
     is_rounded: bool,
 ) -> Float[Array, "row out"]:
     """See `jaxspec_kernels.panel_matmul`."""
-    is_quantized = isinstance(panels, QuantizedPanels)
-    if is_rounded and not is_quantized and panels.dtype == jnp.bfloat16:
+    is_float32 = not isinstance(panels, QuantizedPanels) and panels.dtype == jnp.float32
+    if is_rounded and not is_float32:
         inputs = inputs.astype(jnp.bfloat16).astype(jnp.float32)
     matrix = _matrix(panels, (num_outputs, inputs.shape[1]))
     return jnp.matmul(inputs, matrix.T, precision=jax.lax.Precision.HIGHEST)
@@ -44,11 +44,13 @@ def _matrix(panels: Panels, shape: tuple[int, ...]) -> Float[Array, "out feature
 def _quantized_matrix(
     panels: QuantizedPanels, shape: tuple[int, ...]
 ) -> Float[Array, "out features"]:
-    values = jnp.moveaxis(panels.values, 2, 1)  # [panel, width, values]
-    if values.dtype == jnp.uint8:
-        both = jnp.stack([values << 4, values & 0xF0], axis=3)
-        values = jax.lax.bitcast_convert_type(both, jnp.int8) >> 4
-    values = values.reshape(-1, shape[1])[: shape[0]].astype(jnp.float32)
-    scales = _matrix(panels.scales, (shape[0], panels.scales.shape[1]))
-    grouped = values.reshape(*scales.shape, -1) * scales[:, :, None]
-    return grouped.reshape(shape)
+    count, num_groups, width = panels.scales.shape
+    values = panels.values.reshape(count, -1, width)
+    values = jnp.moveaxis(values, 2, 1).reshape(count * width, -1)
+    if values.dtype == jnp.uint32:
+        bits = values[:, :, None] >> jnp.asarray(SHIFTS) << 28
+        values = jax.lax.bitcast_convert_type(bits, jnp.int32) >> 28
+    scales = _matrix(panels.scales, (shape[0], num_groups))
+    numbers = values[: shape[0]].astype(jnp.float32).reshape(*scales.shape, -1)
+    numbers = numbers[:, :, : shape[1] // num_groups] * scales[:, :, None]
+    return numbers.reshape(shape)

@@ -77,6 +77,11 @@ def test_tokens_with_equal_texts_have_distinct_keys():
     found = writer.for_completion([first], [position], [0])
     assert found["tokens"] == ["bytes:\\x9f"]
     assert found["top_logprobs"] == [{"bytes:\\x9f": -2.0, "bytes:\\xa6": -1.0}]
+    # As from the engine, where the bytes of a character have no text until its last.
+    position = {first: Logprob(-2.0, 2, ""), second: Logprob(-1.0, 1, "")}
+    found = writer.for_completion([first], [position], [0])
+    assert found["tokens"] == [""]
+    assert found["top_logprobs"] == [{"": -2.0, "bytes:\\xa6": -1.0}]
     # The two tokens have the same text: the value of the generated one is returned.
     position = {7: Logprob(-2.0, 2, "a"), 8: Logprob(-1.0, 1, "a")}
     found = writer.for_completion([7], [position], [0])

@@ -1,0 +1,1 @@
+"""vLLM's import path for data sets of benchmarks."""

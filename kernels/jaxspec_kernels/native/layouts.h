@@ -1,0 +1,135 @@
+// Layouts of the values in a panel, and their conversion in registers.
+//
+// A panel stores its outputs' values step by step: a step has those of kFeatures
+// consecutive features, kValues per output. `value` returns the number of one output
+// and feature of a step, `floats` those of kLanes outputs, and `pairs`, for AVX-512
+// BF16, those of two features as bfloat16, the first in the lower half. All are exact.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "panels.h"
+#include "vectors.h"
+
+namespace jaxspec {
+
+struct Float32Layout {
+  typedef float Value;
+  static constexpr int kFeatures = 1, kValues = 1;
+  static constexpr bool kIsScaled = false;
+
+  static float value(const Value* step, int64_t output, int64_t) { return step[output]; }
+  static Floats floats(const Value* step, int vector, int) {
+    return load(step + vector * kLanes);
+  }
+};
+
+// Pairs of features: [output, 2].
+struct Bfloat16Layout {
+  typedef Bfloat16 Value;
+  static constexpr int kFeatures = 2, kValues = 2;
+  static constexpr bool kIsScaled = false;
+
+  static float value(const Value* step, int64_t output, int64_t feature) {
+    return widen(step[2 * output + feature]);
+  }
+  static Floats floats(const Value* step, int vector, int feature) {
+    Words pairs;
+    std::memcpy(&pairs, step + 2 * vector * kLanes, sizeof(pairs));
+    return (Floats)(feature ? pairs & 0xffff0000u : pairs << 16);
+  }
+#if defined(__AVX512BF16__)
+  static __m512i pairs(const Value* step, int vector, int) {
+    return _mm512_loadu_si512(step + 2 * vector * kLanes);
+  }
+#endif
+};
+
+// 8-bit integers: [2, output].
+struct Int8Layout {
+  typedef int8_t Value;
+  static constexpr int kFeatures = 2, kValues = 2;
+  static constexpr bool kIsScaled = true;
+
+  static float value(const Value* step, int64_t output, int64_t feature) {
+    return step[feature * kPanelWidth + output];
+  }
+  static Floats floats(const Value* step, int vector, int feature) {
+    return to_floats(load_bytes(step + feature * kPanelWidth + vector * kLanes));
+  }
+#if defined(__AVX512BF16__)
+  static __m512i pairs(const Value* step, int vector, int) {
+    const __m512i even = (__m512i)floats(step, vector, 0);
+    return _mm512_or_si512(_mm512_srli_epi32(even, 16),
+                           (__m512i)floats(step, vector, 1));
+  }
+#endif
+};
+
+// 8-bit floats, e4m3: sign, four bits of an exponent with bias 7, three of a fraction;
+// [2, output]. Weights have no NaN.
+struct Float8Layout {
+  typedef uint8_t Value;
+  static constexpr int kFeatures = 2, kValues = 2;
+  static constexpr bool kIsScaled = true;
+
+  static float value(const Value* step, int64_t output, int64_t feature) {
+    Value lanes[kLanes] = {step[feature * kPanelWidth + output]};
+    return of_float8(load_bytes(lanes))[0];
+  }
+  static Floats floats(const Value* step, int vector, int feature) {
+    return of_float8(load_bytes(step + feature * kPanelWidth + vector * kLanes));
+  }
+#if defined(__AVX512BF16__)
+  static __m512i pairs(const Value* step, int vector, int) {
+    const __m512i even = (__m512i)floats(step, vector, 0);
+    return _mm512_or_si512(_mm512_srli_epi32(even, 16),
+                           (__m512i)floats(step, vector, 1));
+  }
+#endif
+};
+
+// 4-bit integers of eight features: those of even features in the lower half, the first
+// in the lowest bits.
+struct Int4Layout {
+  typedef uint32_t Value;
+  static constexpr int kFeatures = 8, kValues = 1;
+  static constexpr bool kIsScaled = true;
+
+  static constexpr int shift(int feature) {
+    return 4 * (feature / 2) + 16 * (feature % 2);
+  }
+  static float value(const Value* step, int64_t output, int64_t feature) {
+    const uint32_t bits = step[output] >> shift(static_cast<int>(feature)) << 28;
+    return static_cast<float>(static_cast<int32_t>(bits) >> 28);
+  }
+  static Floats floats(const Value* step, int vector, int feature) {
+    Ints bits;
+    std::memcpy(&bits, step + vector * kLanes, sizeof(bits));
+#if defined(__AVX512F__)
+    // The look-up ignores all but the lowest four bits.
+    return (Floats)_mm512_permutexvar_ps(
+        (__m512i)(bits >> shift(feature)),
+        _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+#else
+    return to_floats((bits << (28 - shift(feature))) >> 28);
+#endif
+  }
+#if defined(__AVX512BF16__)
+  static __m512i pairs(const Value* step, int vector, int pair) {
+    typedef uint16_t Pairs __attribute__((vector_size(64)));
+    // bfloat16 of 0 to 7 and -8 to -1, twice: the look-up uses the lowest five bits.
+    constexpr Pairs kNumbers = {
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+    Pairs bits;
+    std::memcpy(&bits, step + vector * kLanes, sizeof(bits));
+    return _mm512_permutexvar_epi16((__m512i)(bits >> (4 * pair)), (__m512i)kNumbers);
+  }
+#endif
+};
+
+}  // namespace jaxspec
