@@ -40,7 +40,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
 # Programs with grammars cannot be cached on disk, so each test compiles only one.
-SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4)
+SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4, num_pages=54)
 
 
 def form_of(index: int) -> StructuredOutputsParams | None:
