@@ -208,6 +208,7 @@ def test_chat_uses_the_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
         return runner
 
     monkeypatch.setattr(jaxspec.engine.llm_engine, "make_runner", make_runner)
+    monkeypatch.setattr(Runner, "skips_padding", False)
     llm = LLM("jaxspec/tiny-gemma2", chat_template="<bos>{{ messages[0].content }}")
     given = llm.get_tokenizer().apply_chat_template([TURN])
     assert given == TOKENIZER.encode("hi")

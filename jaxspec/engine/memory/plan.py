@@ -394,7 +394,7 @@ class MemoryPlan:
                 each[-1] += f" (draft {of_draft[group]:,})"
         kind, local = "page", facts.local
         pages = f"pages of {size} tokens"
-        if local is not None:
+        if local is not None and local.unit_pages > 1:
             kind, pages = "unit", f"units of {local.unit_pages} {pages}"
         remark = (
             f"{self.num_pages:,} {pages} in {facts.kv_dtype}, {', '.join(each)}, "

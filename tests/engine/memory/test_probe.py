@@ -272,7 +272,16 @@ def test_scanned_layers_take_as_much_memory_and_have_longer_arrays():
 
     def both(device: str, draft: str | None) -> list[MemoryPlan]:
         return [
-            plan_for(pair("9b", draft, max_num_seqs=64, scan_layers=scan), device)
+            plan_for(
+                pair(
+                    "9b",
+                    draft,
+                    max_num_seqs=64,
+                    scan_layers=scan,
+                    disable_hybrid_kv_cache_manager=True,
+                ),
+                device,
+            )
             for scan in (False, True)
         ]
 
