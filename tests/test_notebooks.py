@@ -152,9 +152,10 @@ def test_memory_of_published_sizes_is_shown(capsys):
     # models.
     shown = capsys.readouterr().out
     assert "Gemma 2 9B <- 2B      22.08     6.88    28.96" in shown
-    # Weights: 3,880,099,328 + 268,098,176 numbers of two bytes each. KV of a token:
-    # 157,696 bytes.
-    assert "Gemma 3 4B <- 270M     7.73     2.41    10.13" in shown
+    # Weights: 3,880,099,328 + 268,098,176 numbers of two bytes each. A page has
+    # 2,146,304 bytes: 16 tokens of the local layers, or 80 of the global ones. A
+    # request takes 52 pages for 4,096 tokens and 67 for the window of 1,024.
+    assert "Gemma 3 4B <- 270M     7.73     0.95     8.68" in shown
 
 
 @pytest.mark.parametrize(
@@ -179,9 +180,9 @@ def test_memory_on_chips_of_kaggle_is_shown(capsys):
     space = run_cells("kaggle_tpu", "memory", "pages", **pair)
     whole = space["plans"][8]
     # Each chip has two of the 27B's 16 KV heads, and one of the 2B's four. All heads
-    # take 376,832 and 106,496 bytes per token.
-    assert whole.facts.target.page_bytes == 16 * 376_832 // 8
-    assert whole.facts.draft.page_bytes == 16 * 106_496 // 4
+    # take 376,832 and 106,496 bytes per token, half of them in local layers.
+    assert whole.facts.target.page_bytes == 16 * 376_832 // 8 // 2
+    assert whole.facts.draft.page_bytes == 16 * 106_496 // 4 // 2
     # The row of the table for about eight requests of 8,192 tokens.
     assert whole.concurrency(8192) >= 7.5
     text = capsys.readouterr().out

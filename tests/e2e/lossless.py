@@ -87,7 +87,8 @@ class Cut:
         alone: Number of prompts at batch size 1, which takes many rounds.
         has_one_program: Use one program for prompts, drafts and plain rounds. Its
             rounds are slower, but a short run saves more time by compiling less.
-        has_local_pages: Layers with a sliding window keep only their window.
+        has_local_pages: Layers with a sliding window keep only their window, as by
+            default; recorded texts were made without.
     """
 
     family: str = pair.GEMMA2
@@ -129,6 +130,7 @@ SHORT = Cut(
     batches=(8,),
     is_optimized=False,
     has_one_program=True,
+    has_local_pages=True,
 )
 
 

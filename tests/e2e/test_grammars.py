@@ -23,6 +23,7 @@ from jaxspec.metrics import Counter
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.conformance import proposers
 from tests.support import pair
 from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.engines import (
@@ -39,7 +40,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
 # Programs with grammars cannot be cached on disk, so each test compiles only one.
-SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4)
+SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4, num_pages=54)
 
 
 def form_of(index: int) -> StructuredOutputsParams | None:
@@ -202,7 +203,7 @@ def test_preempted_text_resumes(engine):
         tokens_of(generate(with_settings(engine), [prompt], params))[0]
         for prompt in prompts
     ]
-    together = with_settings(engine)
+    together = proposers.with_config(engine, num_pages=54)
     assert tokens_of(generate(together, prompts, params)) == alone
     assert together.stats.num_preemptions
     assert all(len(tokens) == 45 for tokens in alone)

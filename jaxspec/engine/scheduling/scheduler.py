@@ -231,8 +231,11 @@ class Scheduler:
             ends[request.row] = tables.first_local(position)
         for row, end in ends.items():
             (request,) = rows.owners_of([row])
-            self._register_generated(request)  # a later prompt may continue its text
-            tables.free_behind(request, max(end, request.first_local))
+            end = max(end, request.first_local)
+            # A later prompt may continue the text. Newer pages are registered later,
+            # when the draft model has read them too.
+            self._register_generated(request, end * tables.page_size)
+            tables.free_behind(request, end)
             rows.first_local[row] = request.first_local
 
     def _frees_for(self, admissions: Admissions) -> bool:
@@ -487,20 +490,21 @@ class Scheduler:
         A launch in flight may still write to them; the device runs launches in order,
         so the next request that gets them writes later.
         """
-        self._register_generated(request)
+        self._register_generated(request, request.num_tokens)
         self._estimator.count_lookups()
         self.rows.release(request)
         self.running.remove(request)
         self.tables.release(request)
 
-    def _register_generated(self, request: Request) -> None:
-        """Put the full pages of generated tokens into the prefix cache."""
+    def _register_generated(self, request: Request, num_tokens: int) -> None:
+        """Put full pages of a decoding request's first tokens into the prefix cache."""
         if request.status is not Status.DECODE:
             return
         # The last token has no keys and values yet, in either model.
         lag = int(self.rows.num_draft_uncached[request.row])
         num_cached = request.num_tokens - lag if self._has_draft_model else None
-        self.tables.register(request, request.num_tokens - 1, num_cached)
+        num_complete = min(num_tokens, request.num_tokens - 1)
+        self.tables.register(request, num_complete, num_cached)
 
     def settle(self, launch: Launch, num_run: int) -> None:
         """Record the number of rounds that a launch ran, before `commit` of each."""

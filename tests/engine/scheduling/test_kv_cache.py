@@ -221,9 +221,12 @@ def test_generated_tokens_are_found_in_the_cache(windows):
             num_pages=200, num_draft_tokens=num_draft_tokens, **windows
         )
         prompt = [1] * 30
-        (first,) = make_requests(config, 1, prompt_token_ids=prompt, max_total=92)
+        drafts = dict(max_draft_tokens=num_draft_tokens)
+        (first,) = make_requests(
+            config, 1, prompt_token_ids=prompt, max_total=92, **drafts
+        )
         loop = run_traffic(config, [first])
-        (second,) = make_requests(config, 1, max_total=95)
+        (second,) = make_requests(config, 1, max_total=95, **drafts)
         second.prompt_token_ids = [*prompt, *first.output_token_ids, 1]
         loop.scheduler.add(second)
         while loop.step():
@@ -232,6 +235,8 @@ def test_generated_tokens_are_found_in_the_cache(windows):
         # Of 92 tokens, the last one has no keys and values yet, so its page is not
         # full.
         assert second.num_cached_tokens == 88
+        if num_draft_tokens:
+            assert second.num_draft_cached == 88
 
 
 @pytest.mark.parametrize("seed", range(40))
