@@ -315,16 +315,17 @@ class LogprobStream:
     def _after(self, begun: bytes, token_ids: list[int]) -> bytes:
         """Return the bytes of a character that is not complete after these tokens."""
         for token in token_ids:
-            is_byte = self._params.detokenize and self._tokenizer.is_byte(token)
-            decoder = self._decoder(begun if is_byte else b"")
-            if is_byte:
-                decoder.decode(self._tokenizer.token_bytes(token))
+            if not (self._params.detokenize and self._tokenizer.is_byte(token)):
+                begun = b""
+                continue
+            decoder = self._decoder(begun)
+            decoder.decode(self._tokenizer.token_bytes(token))
             begun = decoder.getstate()[0]
         return begun
 
     @staticmethod
     def _decoder(begun: bytes) -> codecs.IncrementalDecoder:
-        """Return a decoder that has read the begin of a character."""
+        """Return a decoder that has read the first bytes of a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.setstate((begun, 0))
         return decoder

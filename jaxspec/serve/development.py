@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
 
+import jaxspec
 from jaxspec import envs
 from jaxspec.serve.serving import Serving
 
 # Packages whose versions /server_info returns.
-PACKAGES = ("jaxspec", "jax", "jaxlib", "numpy")
+PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 def development_routes(serving: Serving) -> APIRouter:
@@ -71,6 +72,7 @@ def development_routes(serving: Serving) -> APIRouter:
             "system_env": {
                 "os": platform.platform(),
                 "python_version": platform.python_version(),
+                "jaxspec_version": jaxspec.__version__,
                 **{
                     f"{one}_version": importlib.metadata.version(one)
                     for one in PACKAGES

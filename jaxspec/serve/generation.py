@@ -270,7 +270,7 @@ async def _chat_batch(
         if is_given:
             raise UnsupportedError(
                 f"A batch of conversations cannot have {name}={getattr(body, name)!r}: "
-                f"leave it out, or send every conversation to /v1/chat/completions.",
+                "leave it out, or send every conversation to /v1/chat/completions.",
                 parameter=name,
                 value=getattr(body, name),
             )
@@ -282,8 +282,8 @@ async def _chat_batch(
         return [_read_chat(serving, one) for one in bodies]
 
     found = await serving.engine.run_in_thread(read, is_long=_is_long_chat(body))
-    bodies, prompts, params = zip(*found, strict=True)
-    writer = BatchChatWriter(serving, bodies, params[0], _id(body, request))
+    chats, prompts, params = zip(*found, strict=True)
+    writer = BatchChatWriter(serving, chats, params[0], _id(body, request))
     return await _generate(serving, body, list(prompts), params[0], writer)
 
 

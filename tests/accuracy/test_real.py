@@ -30,9 +30,8 @@ NUM_TOKENS = 24
 PAGE_SIZE = 8
 # Tokens of the longest prompt and its text, more than the window of 512.
 MAX_MODEL_LEN = 912
-# Pages for the longest request and the first tokens of the others: some requests must
-# be preempted.
-NUM_PAGES = MAX_MODEL_LEN // PAGE_SIZE + 11
+# Pages for two of the longest requests.
+NUM_PAGES = 2 * MAX_MODEL_LEN // PAGE_SIZE
 # Tokens in one pass. 512 is no multiple of it: the window ends within a chunk.
 CHUNK = 96
 SETTINGS: dict[str, Any] = dict(
@@ -123,13 +122,25 @@ def test_perplexity_equals_the_record():
 
 def test_greedy_texts_in_chunks_batches_and_after_preemption():
     """All prompts at once, with too few pages, then again with prefix hits."""
-    model = plain()
+    engine = plain().llm_engine
     prompts = sorted(PROMPTS.values(), key=lambda prompt: -prompt["n"])
-    texts = [prompt["text"] for prompt in prompts]
-    assert ids_of(model, texts) == [prompt["greedy_ids"] for prompt in prompts]
-    assert model.llm_engine.stats.num_preemptions > 0
+    expected = {str(number): one["greedy_ids"] for number, one in enumerate(prompts)}
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    (output,) = model.generate(texts[0], params, use_tqdm=False)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt["text"], params)
+    pool, taken, found = engine.scheduler.pool, list[int](), dict[str, list[int]]()
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+        if engine.stats.num_preemptions:
+            pool.release(taken)
+            taken = []
+        elif len(engine.scheduler.running) > 2:  # leave no page for their next tokens
+            taken += pool.take(pool.num_free)
+    assert engine.stats.num_preemptions > 0
+    assert found == expected
+    assert ids_of(plain(), [prompts[0]["text"]]) == [prompts[0]["greedy_ids"]]
+    (output,) = plain().generate(prompts[0]["text"], params, use_tqdm=False)
     assert output.num_cached_tokens and output.num_cached_tokens >= 512
     assert list(output.outputs[0].token_ids) == prompts[0]["greedy_ids"]
 

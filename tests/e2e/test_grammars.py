@@ -23,6 +23,7 @@ from jaxspec.metrics import Counter
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.conformance import proposers
 from tests.support import pair
 from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.engines import (
@@ -202,7 +203,7 @@ def test_preempted_text_resumes(engine):
         tokens_of(generate(with_settings(engine), [prompt], params))[0]
         for prompt in prompts
     ]
-    together = with_settings(engine)
+    together = proposers.with_config(engine, num_pages=54)
     assert tokens_of(generate(together, prompts, params)) == alone
     assert together.stats.num_preemptions
     assert all(len(tokens) == 45 for tokens in alone)

@@ -50,7 +50,7 @@ def test_preemption_changes_no_seeded_text_without_drafts(prompts):
         tokens_of(generate(pair.plain_engine(), [prompt], own))[0]
         for prompt, own in zip(longer, params, strict=True)
     ]
-    engine = proposers.with_config(pair.plain_engine(), num_pages=40)
+    engine = proposers.with_config(pair.plain_engine(), num_pages=44)
     assert tokens_of(generate(engine, longer, params)) == alone
     assert engine.stats.num_preemptions > 0
     engine.scheduler.check_idle()

@@ -163,6 +163,8 @@ def test_preemption_and_prefix_hits_change_nothing():
     with at_most(made, STEPS) as ran:
         for _ in range(2):
             assert tokens_of(generate(made, prompts, params)) == expected
+        for _ in range(2):  # alone, so that its pages stay in the cache
+            assert tokens_of(generate(made, prompts[:1], params)) == expected[:1]
     assert max(run for _, run in ran) > 1
     assert made.stats.num_preemptions > 0
     assert made.stats.num_prefix_hits > 0

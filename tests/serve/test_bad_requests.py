@@ -135,22 +135,25 @@ def many(entry: bytes, num_bytes: int = NEAR) -> bytes:
     return b"[" + b",".join([entry] * (num_bytes // (len(entry) + 1))) + b"]"
 
 
-LARGE = (
-    # Bodies longer than the limit.
-    *(b" " * (10 * MB), of_prompt(b'"' + b"#" * (10 * MB) + b'"')),
-    *(of_prompt(many(b"2", 10 * MB)), b"{" * (10 * MB), b"\xff" * (10 * MB)),
-    # Bodies just below the limit.
-    *(b" " * NEAR, b"1" * NEAR, b"[" * NEAR, b"\xff" * NEAR),
-    of_prompt(b'"' + b"#" * NEAR + b'"'),
-    of_prompt(b'"' + b"\\u0023" * (NEAR // 6) + b'"'),
-    *(of_prompt(many(one)) for one in (b"2", b"[]", b"{}", b"[2]", b'"#"', b"NaN")),
-    # Bodies with the maximum number of values.
-    *(of_prompt(many(one, 2 * MAX_MARKS - 99)) for one in (b"2", b"1.5", b"[]")),
-    b'{"prompt": "#", "x": ' + many(b"[2]", MAX_MARKS) + b"}",
-    b'{"prompt": "#", "logit_bias": {'
-    + b",".join(b'"%d":"x"' % number for number in range(MAX_FIELDS))
-    + b"}}",
-)
+def large_bodies() -> tuple[bytes, ...]:
+    return (
+        # Bodies longer than the limit.
+        *(b" " * (10 * MB), of_prompt(b'"' + b"#" * (10 * MB) + b'"')),
+        *(of_prompt(many(b"2", 10 * MB)), b"{" * (10 * MB), b"\xff" * (10 * MB)),
+        # Bodies just below the limit.
+        *(b" " * NEAR, b"1" * NEAR, b"[" * NEAR, b"\xff" * NEAR),
+        of_prompt(b'"' + b"#" * NEAR + b'"'),
+        of_prompt(b'"' + b"\\u0023" * (NEAR // 6) + b'"'),
+        *(of_prompt(many(one)) for one in (b"2", b"[]", b"{}", b"[2]", b'"#"', b"NaN")),
+        # Bodies with the maximum number of values.
+        *(of_prompt(many(one, 2 * MAX_MARKS - 99)) for one in (b"2", b"1.5", b"[]")),
+        b'{"prompt": "#", "x": ' + many(b"[2]", MAX_MARKS) + b"}",
+        b'{"prompt": "#", "logit_bias": {'
+        + b",".join(b'"%d":"x"' % number for number in range(MAX_FIELDS))
+        + b"}}",
+    )
+
+
 REQUIRED = ("messages", "input", "tokens", "prompt")
 HEADERS = {"content-type": "application/json"}
 
@@ -181,7 +184,7 @@ def bad_requests() -> Iterator[Bad]:
     for path, wrong in ((CHAT, WRONG_CHATS), (RESPONSES, WRONG_RESPONSES)):
         for body in wrong:
             yield Bad(path, json.dumps(body).encode())
-    for body in (*NO_JSON, *LARGE):
+    for body in (*NO_JSON, *large_bodies()):
         yield Bad(COMPLETIONS, body)
     yield Bad(COMPLETIONS, b" " * (10 * MB), is_chunked=True)
     for path in (CHAT, RESPONSES, TOKENIZE, DETOKENIZE):

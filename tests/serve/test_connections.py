@@ -222,7 +222,7 @@ def test_connection_may_outlive_all_limits(server: Server):
 
 
 def stream_bytes(**changes: object) -> bytes:
-    body = {"prompt": PROMPT, "max_tokens": 45, "ignore_eos": True, "stream": True}
+    body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True, "stream": True}
     content = json.dumps(body | changes)
     head = f"{HEAD}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n"
     return f"{head}{content}".encode()
@@ -245,7 +245,7 @@ def test_slow_responses_and_readers_are_not_cut_off(slow_server: Server):
     time.sleep(2 * longest_s)
     texts = [text_of(read_all(client)[0]) for client in clients]
     assert time.monotonic() - start > 4 * longest_s
-    assert texts == [letters(said(45))] * 6
+    assert texts == [letters(said(90))] * 6
     for client in clients:
         client.close()
 

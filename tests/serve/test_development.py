@@ -63,7 +63,7 @@ def test_sleep_and_wake_up():
 
 
 def test_prefix_cache_is_reset():
-    with server(server_dev_mode=True) as http:
+    with server(server_dev_mode=True, enable_prompt_tokens_details=True) as http:
 
         def num_cached() -> int:
             usage = http.ask(COMPLETIONS, prompt=[2] * 40, max_tokens=1)["usage"]

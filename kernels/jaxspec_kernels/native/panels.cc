@@ -221,8 +221,9 @@ struct InTileOrder : InFloats<Layout, true> {
           for (int feature = 0; feature < Layout::kFeatures; ++feature) {
             const Floats value = Layout::floats(from, vector % kVectors, feature);
             for (int row = 0; row < Rows; ++row)
-              parts[feature % 2][row][vector] +=
-                  splat(inputs[step * Rows + row].values[feature]) * value;
+              parts[feature % 2][row][vector] = add_product(
+                  parts[feature % 2][row][vector],
+                  splat(inputs[step * Rows + row].values[feature]), value);
           }
         }
       for (int row = 0; row < Rows; ++row)
@@ -280,8 +281,9 @@ void multiply_panels(const typename Layout::Value* panels, const float* scales,
           const Floats scale =
               load(scales + (panel * groups + group) * kWidth + vector * kLanes);
           for (int row = 0; row < Rows; ++row)
-            sums[row][panel * kVectors + vector] +=
-                own[row][panel * kVectors + vector] * scale;
+            sums[row][panel * kVectors + vector] =
+                add_product(sums[row][panel * kVectors + vector],
+                            own[row][panel * kVectors + vector], scale);
         }
     }
   } else {
@@ -469,9 +471,7 @@ void multiply_tile_rows(const Panels& panels, const TileRows& tiles, int64_t per
       Floats value = load(own[tile] + row * kTileOutputs);
       if constexpr (IsScaled) {
         float* sum = sums[tile] + row * kTileOutputs;
-        // As `multiply_panels` does: with one rounding.
-        const Floats before = group ? load(sum) : Floats{};
-        value = (Floats)_mm512_fmadd_ps((__m512)value, (__m512)scale, (__m512)before);
+        value = add_product(group ? load(sum) : Floats{}, value, scale);
         if (!is_last) store(sum, value);
       }
       if (is_last && output < panels.outputs)

@@ -224,6 +224,15 @@ inline Floats splat(float value) {
 #endif
 }
 
+// sum + first * second; with AVX-512 in one rounding, whatever compilers make of others.
+inline Floats add_product(Floats sum, Floats first, Floats second) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)first, (__m512)second, (__m512)sum);
+#else
+  return sum + first * second;
+#endif
+}
+
 inline Floats select(Ints condition, Floats yes, Floats no) {
   return condition ? yes : no;
 }

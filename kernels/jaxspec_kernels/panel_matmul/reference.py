@@ -48,7 +48,7 @@ def _quantized_matrix(
     values = panels.values.reshape(count, -1, width)
     values = jnp.moveaxis(values, 2, 1).reshape(count * width, -1)
     if values.dtype == jnp.uint32:
-        bits = values[:, :, None] >> jnp.asarray(SHIFTS) << 28
+        bits = values[:, :, None] >> jnp.asarray(SHIFTS)[None, None] << 28
         values = jax.lax.bitcast_convert_type(bits, jnp.int32) >> 28
     scales = _matrix(panels.scales, (shape[0], num_groups))
     numbers = values[: shape[0]].astype(jnp.float32).reshape(*scales.shape, -1)
