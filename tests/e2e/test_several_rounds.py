@@ -20,7 +20,7 @@ FREQUENT = [45, 41]
 
 @functools.cache
 def looped() -> LLMEngine:
-    return pair.own_engine(num_scheduler_steps=STEPS)
+    return pair.own_engine(num_scheduler_steps=STEPS, num_pages=50)
 
 
 def counts_of(engine: LLMEngine) -> dict[str, Any]:
@@ -150,12 +150,13 @@ def test_request_can_be_aborted_between_rounds():
 
 
 def test_preemption_and_prefix_hits_change_nothing():
-    """Two requests together need too many pages; then the same requests run again."""
+    """Two requests share a prefix, and together need too many pages."""
     random = np.random.default_rng(4)
     # The prompts have two tiles, which are prefilled in chunks.
-    prompts = random.integers(3, 64, (2, 60)).tolist()
+    prompts = random.integers(3, 64, (2, 40)).tolist()
+    prompts[1][:32] = prompts[0][:32]
     params = SamplingParams(
-        temperature=0, max_tokens=50, ignore_eos=True, output_kind=FINAL
+        temperature=0, max_tokens=70, ignore_eos=True, output_kind=FINAL
     )
     expected = tokens_of(generate(pair.engine(), prompts, params))
     made = with_settings(looped())
