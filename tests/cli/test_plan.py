@@ -148,9 +148,9 @@ def test_bundled_pair_on_this_machine(capsys):
             "max_num_seqs must be an integer from 1 to 512, got 513",
         ),
         (
-            # These bytes hold 512 pages of 3,604,480 bytes, one for each sequence.
+            # These bytes hold 512 pages of 7,208,960 bytes, one for each sequence.
             (*H100, "--max-num-seqs", "513", "--max-model-len", "1024")
-            + ("--kv-cache-memory-bytes", "1845493760"),
+            + ("--kv-cache-memory-bytes", "3690987520"),
             "max_num_seqs must be an integer from 1 to 512, got 513",
         ),
         (
