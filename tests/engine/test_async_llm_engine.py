@@ -180,7 +180,8 @@ async def test_generation_can_be_paused(serving):
 @served(delay_s=0.004)
 async def test_pause_ends_or_waits_for_requests_and_rejects_new_ones(serving, mode):
     task = asyncio.ensure_future(outputs_of(serving, "a", max_tokens=30))
-    await asyncio.sleep(0.02)
+    while not await serving.get_num_unfinished_requests():
+        await asyncio.sleep(0.001)
     await serving.pause_generation(mode=mode)
     assert await serving.get_num_unfinished_requests() == 0
     (text,) = (await task)[-1].outputs
