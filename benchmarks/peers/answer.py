@@ -25,7 +25,7 @@ class Engine(Protocol):
 
     @property
     def generate(self) -> Callable[..., list[list[int]]]:
-        """A function of prompts, `num_tokens`, and arguments of this engine alone.
+        """A function of prompts, `num_tokens` and engine-specific arguments.
 
         It returns `num_tokens` greedy tokens per prompt, for one batch of prompts.
         """

@@ -1,6 +1,6 @@
-"""GGUF files for the comparison at real sizes: converted weights, and random ones.
+"""Writes GGUF files for the comparison at real sizes: converted or random weights.
 
-They go to a cache folder; no weights are in git.
+They go to a temporary folder or to that of `--models`; no weights are in git.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +16,8 @@ from jaxspec_checkpoints.layout import EMBEDDING
 Q = gguf.GGMLQuantizationType
 # Standard deviation of random weights.
 DEVIATION = 0.02
-# Of every type: the position of a block's scale, and the standard deviation of its
-# values for random bits and a scale of 1.
+# For each type: the byte offset of the scale in a block (-2: two before its end), and
+# the standard deviation of the values of random bits with a scale of 1.
 _SCALES = {Q.Q4_0: (0, 4.6), Q.Q8_0: (0, 74.0), Q.Q6_K: (-2, 1370.0)}
 
 

@@ -56,14 +56,14 @@ PACKAGES = {
 SHOWN = ("num_tokens", "threads", "repeats")
 # Tokens of the prompts of batches, and of the prompt whose prefill is timed.
 SHORT, LONG = 4, 512
-# For the random 2B; the 270M has 8.
+# Batch sizes of the 270M, and of models with the shapes of the 2B.
 BATCH, SMALL_BATCH = 8, 4
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "int8": {"quantization": "int8", "quantize_embedding": True},
     "int4": {"quantization": "int4", "quantize_embedding": True},
 }
-# Most drafts per round, of which the engine chooses; and the forced acceptance.
+# Maximum drafts per round (the engine chooses K up to it), and the forced acceptance.
 MOST_DRAFTS, ACCEPTANCE = 5, 0.8
 TIMED = (
     "Decoding speed is that of all tokens after the first: the time of a run without "
@@ -77,7 +77,8 @@ class Load:
     """What a cell measures.
 
     Attributes:
-        num_tokens: New tokens per prompt; 1: the prompts' own tokens are counted.
+        num_tokens: New tokens per prompt. With 1, the cell measures prefill: its speed
+            counts the tokens of the prompts.
         batch_size: Prompts at once; by default all.
     """
 
@@ -93,10 +94,11 @@ class Group:
 
     Attributes:
         name: The model, as in the table.
-        children: Of every process, its peer and a function that returns its task.
-        entrants: Those that take turns in a cell, the one in question first: the name
-            of its process and arguments of its requests.
-        threads: None: all that the options list.
+        children: For each process name, its peer and a function that returns its task.
+        entrants: Engines or settings that take turns in a cell: for each label, the
+            name of its process and the arguments of its requests. The ratio in the
+            result is the first one's speed by the second one's.
+        threads: Numbers of threads; None for all that the options list.
     """
 
     section: str
@@ -242,7 +244,7 @@ def speed(
 def ask(
     child: Child, load: Load, num_tokens: int, more: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run until a run compiles nothing; return its answer."""
+    """Repeat the request until a run compiles no program; return its answer."""
     request = {
         "prompts": load.prompts,
         "batch_size": load.batch_size or len(load.prompts),

@@ -30,7 +30,7 @@ class XLlama:
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         requests = [completion(prompt, num_tokens) for prompt in prompts]
         answers = self._pool.map(self._server.handle_completions, requests)
-        # The answers have texts, no token ids: only their numbers are checked.
+        # The responses have no token ids: only the number of tokens is checked.
         return [[0] * one["usage"]["completion_tokens"] for one in answers]
 
     def counts(self) -> dict[str, int]:

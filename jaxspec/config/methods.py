@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxspec.errors import UnsupportedError, wrong_argument
 
-# Largest K of methods without a pass of a model per draft, of suffix drafts from the
-# sequence itself, and of methods with a pass per draft.
+# Largest K of methods that need no model pass per draft, of suffix drafts from the
+# sequence itself, and of methods with one model pass per draft.
 MAX_DRAFT_TOKENS = 16
 MAX_SUFFIX_DRAFT_TOKENS = 32
 MAX_MODEL_DRAFT_TOKENS = 8

@@ -85,8 +85,9 @@ class SpeculativeConfig:
             as the engine's `quantization`; None: as in the checkpoint.
         draft_vocab_size: Number of tokens, the most frequent ones, that a draft model
             may propose (FR-Spec). The LM head keeps only their rows, which makes a pass
-            cheaper and changes no text. None: all in `draft_token_map`; without it, of
-            more than 32,768 tokens the first 32,768 in the folder's map, if any; all.
+            cheaper and changes no text. None: all tokens in `draft_token_map`. Without
+            that argument, a draft model with more than 32,768 tokens and a map in its
+            folder keeps the first 32,768 of the map; other draft models keep all.
         draft_token_map: JSON file of token ids, most frequent first, for a trimmed LM
             head. Default: `draft_token_map.json` in the draft model's folder, which
             `python -m jaxspec_checkpoints trim` writes.

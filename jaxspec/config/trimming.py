@@ -13,7 +13,7 @@ from jaxspec_checkpoints import CheckpointError, model_files
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from jaxspec_checkpoints.trimming import read_token_map
 
-# Tokens that are kept by default of a larger vocabulary whose draft has a map.
+# Default number of tokens kept, if the vocabulary is larger and the draft has a map.
 DEFAULT_SIZE = 32_768
 _SIZE, _MAP = "draft_vocab_size", "draft_token_map"
 _WAY_OUT = "`python -m jaxspec_checkpoints trim` writes one from texts"
@@ -28,8 +28,9 @@ def kept_tokens(
 ) -> tuple[int, ...] | None:
     """Return the ascending ids that a draft model may propose; None for all.
 
-    By default these are the first `DEFAULT_SIZE` of the map in the draft's folder; all,
-    if there is none or the vocabulary is no larger.
+    By default, a vocabulary larger than `DEFAULT_SIZE` keeps the first `DEFAULT_SIZE`
+    ids of the map in the draft's folder. A smaller one, or one without a map,
+    keeps all ids.
 
     Args:
         is_dummy: Whether weights are random. If so, the first tokens are kept if there

@@ -179,9 +179,9 @@ class EngineArgs(_VllmFields):
         kv_cache_memory_bytes: Bytes of each device for the pages of both models,
             instead of the rest of `gpu_memory_utilization`.
         num_gpu_blocks_override: Number of pages, instead of `gpu_memory_utilization`
-            and `kv_cache_memory_bytes`. Where layers with a sliding window keep only
-            their window, a page holds `block_size` tokens of these layers, or (Gemma 3)
-            five times as many of the others.
+            and `kv_cache_memory_bytes`. If layers with a sliding window keep only their
+            window, a page holds either `block_size` tokens of these layers, or tokens
+            of the other layers: `block_size` in Gemma 2, five times that in Gemma 3.
         kv_cache_dtype: Type of the keys and values of all models: "auto" is the type of
             the weights; "int8", with a scale for each token and head, and "fp8" (or
             "fp8_e4m3"), without scales, take half of bfloat16's memory. They change
@@ -206,8 +206,8 @@ class EngineArgs(_VllmFields):
         disable_hybrid_kv_cache_manager: Keep the keys and values of all tokens in all
             layers. By default, layers with a sliding window keep only their window:
             more and longer sequences fit, and texts are the same. If
-            `num_gpu_blocks_override` is too small for that, the default is to keep all
-            tokens, and false is an error.
+            `num_gpu_blocks_override` is too small for that, all layers keep all tokens
+            by default, and an explicit false is an error.
         speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
             model. Default: all of the target's, or fewer if an estimate shows that
             fewer are clearly faster and leave most of the pages.

@@ -373,7 +373,7 @@ class AsyncLLMEngine:
             )
 
     async def _until_idle(self, mode: str) -> None:
-        """Return when no request is left, which "abort" ends and "wait" waits for."""
+        """Wait until no request is left; with mode "abort", abort them all."""
 
         def is_idle(driver: EngineDriver, engine: LLMEngine) -> bool:
             if mode == "abort":

@@ -210,7 +210,7 @@ class LogprobStream:
         self._logprobs = self._empty()
         self._own: list[float] = []
         self._chosen = list(params.logprob_token_ids or ())
-        # Bytes of a character that the newest tokens have begun.
+        # Bytes of an incomplete character at the end of the text, and of the prompt.
         self._begun, self._begun_prompt = b"", self._after(b"", prompt_ids[:1])
         self.cumulative: float | None = None if params.num_logprobs is None else 0.0
         # Nothing precedes the first token, so it has no probability.
@@ -300,11 +300,12 @@ class LogprobStream:
     def _text(self, token: int, begun: bytes) -> str | None:
         """Return the text that a token adds.
 
-        As in vLLM, the texts of a character's bytes are empty, except that the last
-        byte has the whole character: texts of tokens join to the generated text.
+        If a character spans several byte tokens, the last one has the whole character
+        as its text and the others have "", as in vLLM: token texts join to the
+        generated text.
 
         Args:
-            begun: Bytes of a character before the token.
+            begun: Bytes of an incomplete character before the token.
         """
         if not self._params.detokenize:
             return None

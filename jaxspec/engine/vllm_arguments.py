@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxspec.errors import UnsupportedError, shown, wrong_argument
 
-# In each table: subject -> {argument: vLLM's default}. A type stands for the default
-# None of an argument whose other values have this type.
+# Each table maps a reason to arguments with vLLM's defaults. A type in place of a
+# default means None, for an argument whose other values have this type.
 _Subjects = Mapping[str, Mapping[str, Any]]
 
 # Engine arguments that tune parts of vLLM and change no result.
@@ -392,7 +392,7 @@ _KEYS_REFUSED: _Subjects = {
     },
 }
 
-# Allowed values besides the default: they ask for what jaxspec does.
+# Values accepted besides the default, because they name what jaxspec does anyway.
 _ALSO_ALLOWED: dict[str, tuple[Any, ...]] = {
     "config_format": ("hf",),
     "convert": ("none",),
@@ -447,7 +447,7 @@ class VllmArgument:
     reason: str
 
     def is_default(self, value: object) -> bool:
-        """Return whether vLLM would do the same without this argument."""
+        """Return whether a value is vLLM's default or names what jaxspec does."""
         is_empty = self.default is None and value in ({}, [], (), set())
         known = (None, self.default, *_ALSO_ALLOWED.get(self.name, ()))
         return is_empty or any(value == one for one in known)

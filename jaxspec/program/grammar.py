@@ -62,11 +62,11 @@ def has_native_masks(mesh: Mesh) -> bool:
 def window_of(max_draft_tokens: int) -> int:
     """Return the number of newest known tokens sent with a request for masks.
 
-    One round lies between two requests for a sequence, or two if the masks of one were
-    never used.
+    Two mask requests of a sequence are one round apart, or two rounds if the masks of
+    the first request were never used.
 
     Args:
-        max_draft_tokens: Maximum of a round.
+        max_draft_tokens: Maximum number of drafts in a round.
     """
     longest = max(max_draft_tokens, MAX_DRAFT_TOKENS)
     return 2 * Tree.chain(longest).max_emitted

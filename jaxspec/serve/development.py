@@ -47,7 +47,7 @@ def development_routes(serving: Serving) -> APIRouter:
     async def reset_prefix_cache(
         reset_running_requests: bool = False, reset_external: bool = False
     ) -> dict[str, Any]:
-        """Clear the prefix cache; without success while pages are in use."""
+        """Clear the prefix cache; `success` is false while pages are in use."""
         is_done = await engine.reset_prefix_cache(
             reset_running_requests, reset_external
         )

@@ -243,7 +243,7 @@ def huggingface() -> Any:
 
 
 @pytest.mark.slow
-def test_transformers_continues_texts_alike():
+def test_greedy_texts_equal_transformers():
     model, num_equal = huggingface(), 0
     for tokens, ours in continued_texts():
         with torch.inference_mode():
@@ -293,7 +293,7 @@ def greedy_logprobs(model: LLM, tokens: list[int]) -> tuple[list[int], Any]:
 
 
 @pytest.mark.slow
-def test_windows_alone_change_no_bits():
+def test_local_pages_change_no_bits():
     """Compare with layers that keep all tokens, at 884 and at 4,000 tokens."""
     golden = PROMPTS["long_beyond_window"]
     for tokens in (golden["token_ids"], long_prompt()):

@@ -100,7 +100,7 @@ def read(*arguments: str) -> Options:
     return read_flags("prog", arguments)
 
 
-def test_an_argument_is_in_one_place():
+def test_each_argument_is_in_one_table():
     fields = {item.name for item in dataclasses.fields(AsyncEngineArgs)}
     assert fields >= VLLM_ENGINE_ARGUMENTS.keys()
     settings = {item.name for item in dataclasses.fields(ServerSettings)}

@@ -36,9 +36,8 @@ LEAST_CONTEXT = 512
 # weights.
 MAX_TEMPORARY_SHARE = 0.25
 # Largest array of pages that int32 can index. On a GPU, XLA and Pallas use int64 for
-# larger ones; Pallas counts bytes, up to `MAX_INT32_BYTES`, so 8-bit pages of 2**31 to
-# 2**32 values cannot be addressed. On a TPU, writes of XLA to larger arrays have not
-# been tried.
+# larger arrays, but Pallas only above `MAX_INT32_BYTES` bytes: arrays of 2**31 to 2**32
+# 8-bit values cannot be addressed. XLA's writes to larger arrays on a TPU are untested.
 MAX_INT32_VALUES = 2**31 - 1
 MAX_INT32_BYTES = 2**32
 
@@ -187,7 +186,8 @@ class MemoryFacts:
         max_model_len: Tokens per sequence.
         local: Sizes of local pages; None if all layers keep all tokens. With it, all
             numbers of pages in a memory plan are numbers of units.
-        page_arrays: For the arrays of pages, values of one page and bytes of a value.
+        page_arrays: (values per page, bytes per value) of the arrays of pages, without
+            duplicates.
         compiled_bytes: Temporaries of the largest program, as compiled; None if they
             are estimated.
     """

@@ -255,7 +255,7 @@ class RowTable:
     def count_launched(
         self, rows: np.ndarray, draft_counts: np.ndarray, num_rounds: int = 1
     ) -> None:
-        """Count rounds that add at most `drafts[i] + 1` tokens to row i.
+        """Count rounds that add at most `draft_counts[i] + 1` tokens to row `rows[i]`.
 
         The first of them always runs.
         """

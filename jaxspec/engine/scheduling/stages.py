@@ -36,7 +36,7 @@ class Decode(NamedTuple):
     Attributes:
         rows: Empty while no program for them is compiled.
         draft_counts: Draft tokens of each row.
-        num_draft_tokens: K, the maximum of `drafts`.
+        num_draft_tokens: K, the maximum of `draft_counts`.
         shape: The program for them, without prompts.
         features: Features that the rows need.
         lacks_drafts: K is above 0, but no row can have drafts in this launch.

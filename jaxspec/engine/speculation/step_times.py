@@ -14,8 +14,9 @@ STALL = 4.0
 # slow round in a hundred would change the choice of K.
 MAX_RISE = 1.5
 # With products in C++, a round leaves out padding rows. This share of a full round's
-# time does not depend on the rows: reading weights, host work. Measured with the
-# bundled pair and 16 rows: 5 take 0.36 of the full time, 8 take 0.56, 12 take 0.75.
+# time does not depend on the rows: reading weights, host work. With the bundled pair,
+# 5, 8 and 12 of 16 rows take 0.36, 0.56 and 0.75 of the full time (a share of about
+# 0.1), and 2 of 4 take 0.83 (0.65).
 FIXED_SHARE = 0.25
 # After this many times in a row that are not typical, the next one is counted although
 # it is not typical.

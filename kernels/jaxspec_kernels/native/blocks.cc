@@ -85,7 +85,7 @@ void apply_to_heads(const Norm& norm, float* heads, int64_t count, int64_t strid
   }
 }
 
-// The used rows of a call, whose values the products take one after the other.
+// Indices of the used rows of a call. Products get these rows without gaps.
 struct UsedRows {
   std::vector<int64_t> index;
 

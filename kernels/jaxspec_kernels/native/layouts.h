@@ -1,9 +1,10 @@
 // Layouts of the values in a panel, and their conversion in registers.
 //
-// A panel stores its outputs' values step by step: a step has those of kFeatures
-// consecutive features, kValues per output. `value` returns the number of one output
-// and feature of a step, `floats` those of kLanes outputs, and `pairs`, for AVX-512
-// BF16, those of two features as bfloat16, the first in the lower half. All are exact.
+// A panel stores the values of its outputs in steps. A step holds kFeatures consecutive
+// features of every output, as kValues values per output. From a step, `value` returns
+// the number (before scaling) of one output and feature; `floats` returns those of
+// kLanes outputs; `pairs`, for AVX-512 BF16, returns those of two features as bfloat16,
+// the first feature in the lower half. All conversions are exact.
 #pragma once
 
 #include <cstdint>
@@ -90,8 +91,8 @@ struct Float8Layout {
 #endif
 };
 
-// 4-bit integers of eight features: those of even features in the lower half, the first
-// in the lowest bits.
+// Eight 4-bit integers, one per feature, in a uint32: even features in the lower half,
+// odd features in the upper half, each in ascending order from the lowest bits.
 struct Int4Layout {
   typedef uint32_t Value;
   static constexpr int kFeatures = 8, kValues = 1;

@@ -40,7 +40,7 @@ constexpr int kVectors = kWidth / kLanes;  // of one panel
 constexpr int most_rows(bool is_widened) {
   return kLanes < 16 ? 4 : is_widened ? 6 : 9;
 }
-// With few rows, several panels at once, so that sums do not wait for each other.
+// Panels multiplied at once. Few rows take several: independent additions overlap.
 constexpr int panels_at_once(int rows, int sums) {
   return kLanes < 16 ? 1 : rows * sums <= 2 ? 4 / sums : rows <= 6 ? 2 / sums : 1;
 }
@@ -192,8 +192,9 @@ using ArithmeticOf = InFloats<Layout, IsRounded>;
 #endif
 
 #if defined(JAXSPEC_HAS_TILES)
-// Products of rows rounded to bfloat16 in the order of a tile's sums: of kTileFeatures
-// features, those of even and of odd ones start from zero, and their sum is added.
+// Products of rows rounded to bfloat16, added in the order of a tile: of kTileFeatures
+// features at a time, even and odd features are summed separately, starting from zero.
+// The sum of both is added to the result.
 template <typename Layout>
 struct InTileOrder : InFloats<Layout, true> {
   typedef FlushDenormals Mode;
@@ -257,9 +258,9 @@ void unpack(const typename Layout::Value* panel, int64_t steps, Bfloat16* to) {
 
 // Outputs of `Rows` rows from `Panels` panels; `inputs` are [step, row].
 //
-// steps, per_group: number of steps, and those of a group. first: the first output.
-// outputs: [row, num_outputs]. scales: null, or those of the first of these panels,
-// [panel, group, output].
+// groups, per_group: number of groups, and of steps per group. first: the first output.
+// outputs: [row, num_outputs]. scales: null, or [panel, group, output], beginning with
+// the first of these panels.
 template <typename Layout, typename Arithmetic, bool IsScaled, int Rows, int Panels>
 void multiply_panels(const typename Layout::Value* panels, const float* scales,
                      int64_t groups, int64_t per_group,
@@ -441,13 +442,14 @@ TileRows pack_tiles(ffi::ThreadPool& pool, const Panels& panels, int64_t per_gro
   return found;
 }
 
-// Products of `Blocks` blocks of rows, from `rows` on, with `Count` panels from `first`
-// on. Two blocks are multiplied with one panel only.
+// Multiplies `Blocks` blocks of rows, from `rows` on, with `Count` panels, from `first`
+// on: one block with one or two panels, or two blocks with one panel.
 //
-// begin, end: blocks of features, of whole groups if there are several; per_group: those
-// of a group. sums: the tiles' sums of the blocks before. prepare(block): called before
-// the matrix's block is read. matrix(panel, block): the block, [pair of features, output,
-// 2].
+// begin, end: the range of feature blocks; whole groups if there are several groups.
+// per_group: feature blocks per group. sums: sums of the feature blocks before `begin`,
+// updated in place.
+// prepare(block): called before a block of the matrix is read. matrix(panel, block):
+// that block, [pair of features, output, 2].
 template <int Blocks, int Count, bool IsScaled, typename Prepare, typename Matrix>
 void multiply_tile_rows(const Panels& panels, const TileRows& tiles, int64_t per_group,
                         int64_t begin, int64_t end, int64_t rows, int64_t first,
@@ -654,7 +656,7 @@ void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* i
     if constexpr (!kIsUnpacked) {
       multiply(values + first * stored.values(), first, last);
     } else {
-      // Panels that fit in a core's cache while groups of rows pass by.
+      // Bytes of panels unpacked together; they stay in a core's cache for all rows.
       constexpr int64_t kUnpackedBytes = 1 << 19;
       const int64_t size = steps * Unpacked::kValues * kWidth;
       const int64_t most = kUnpackedBytes / sizeof(Value);
@@ -669,8 +671,8 @@ void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* i
       }
     }
   };
-  // Parts fit in a core's cache while groups of rows pass by. Few rows read each value
-  // once.
+  // With several groups of rows, a part stays in a core's cache for all of them. With a
+  // single group, each value is read once, and parts may have any size.
   constexpr int64_t kPartBytes = 1 << 18;
   const int64_t panel_bytes = stored.values() * sizeof(typename Layout::Value);
   const int64_t most = std::max(kPartBytes / panel_bytes, int64_t{1});

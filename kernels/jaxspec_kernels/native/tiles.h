@@ -42,7 +42,8 @@ class FlushDenormals {
   const unsigned before_;
 };
 
-// This thread's tiles, while it lives: sums, and `count` tiles of rows, have `num_rows`.
+// Configures this thread's tiles until it is destroyed: the sums and `count` tiles of
+// rows have `num_rows` rows.
 class Tiles {
  public:
   Tiles(int num_rows, int count) {

@@ -23,7 +23,7 @@ WIDTH = 32
 _MODULES = {"reference": "reference", "cpu": "cpu"}
 # Types of quantized panels; a uint32 holds eight 4-bit values.
 _VALUES = (jnp.int8, jnp.float8_e4m3fn, jnp.uint32)
-# Bits to shift a uint32 by for each of its 4-bit values: those of even features first.
+# Bits to shift a uint32 by for each of its eight features: even ones in its lower half.
 SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
 
 
