@@ -97,4 +97,6 @@ class Calibrator:
                 seconds = self._runner.time_round(round_kind, taken, context)
         finally:
             pool.release(taken)
-        self._step_times.seed(round_kind, seconds)
+        num_seqs = round_kind.shape.num_seqs
+        fill = min(self._config.max_num_seqs / num_seqs, 1.0) if num_seqs else 1.0
+        self._step_times.seed(round_kind, seconds, fill)

@@ -265,7 +265,8 @@ class DraftPrefill:
         shape = self._shapes.select_draft_prefill(tiles).shape
         if shape is None:
             return 0.0
-        seconds = self._step_times.seconds.get(RoundKind(shape), 0.0)
+        fill = min(tiles / shape.num_tiles, 1.0)
+        seconds = self._step_times.measured(RoundKind(shape), fill) or 0.0
         launches = -(-tiles // shape.num_tiles)
         left = self._rows.max_total[rows] - self._rows.num_tokens[rows]
         return launches * seconds / max(float(left.mean()), 1.0)

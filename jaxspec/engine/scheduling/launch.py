@@ -12,7 +12,7 @@ from jaxspec.engine.scheduling.kv_cache import NewPages, PageTables
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stages import Admitted, Chunk
-from jaxspec.engine.speculation.step_times import RoundKind
+from jaxspec.engine.speculation.step_times import RoundKind, fill_of, num_rows_of
 from jaxspec.engine.structured_output import Failure, GrammarState
 from jaxspec.program.plan import (
     NO_TOKEN,
@@ -97,13 +97,10 @@ class Launch:
 
     @property
     def fill(self) -> float:
-        """Share of its rows that have tokens, if all drafts are valid."""
-        shape, width = self.shape, self.shape.tree.num_rows
+        """Share of its rows that have tokens, if all requested drafts are found."""
+        num_rows = num_rows_of(self.shape, self.draft_counts)
         num_prompt_tokens = sum(len(tile.tokens) for tile in self.plan.tiles)
-        if shape.is_draft_prefill:
-            return num_prompt_tokens / shape.max_prompt_tokens
-        num_rows = shape.num_seqs * width + shape.max_prompt_tokens
-        return (len(self.rows) * width + num_prompt_tokens) / num_rows
+        return fill_of(self.round_kind, num_rows, num_prompt_tokens)
 
     @property
     def has_drafts(self) -> bool:

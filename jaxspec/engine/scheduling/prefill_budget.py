@@ -16,7 +16,12 @@ from collections.abc import Sequence
 from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stages import Decode, PacedChunk, PrefillBudget
-from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
+from jaxspec.engine.speculation.step_times import (
+    RoundKind,
+    StepTimes,
+    fill_of,
+    num_rows_of,
+)
 from jaxspec.program.plan import TILE, StepShape
 
 MAX_SLOWDOWN = 1.5
@@ -116,18 +121,21 @@ class Pacer:
             programs.append((chunk, share * seconds))
         return _soonest(num_tokens, programs)[-1]
 
-    def chunk(self, plain: RoundKind, mixed: list[RoundKind]) -> PacedChunk:
+    def chunk(
+        self, plain: RoundKind, mixed: list[RoundKind], num_rows: int | None = None
+    ) -> PacedChunk:
         """Return the prompt tokens that the next round may include.
 
         Args:
             plain: The round without any.
             mixed: The same round with some, from the smallest chunk.
+            num_rows: Rows of decoding sequences with tokens; None if all have some.
         """
-        base = self.step_times.seconds.get(plain)
+        base = self._measured(plain, num_rows)
         if base is None:  # measure one round first
             return PacedChunk(0, None, self.saved_s, self._num_waited)
         allowance = MAX_SLOWDOWN * base
-        costs = self._costs_of(base, mixed)
+        costs = self._costs_of(base, mixed, num_rows)
         chunks = [kind.shape.max_prompt_tokens for kind in mixed]
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
@@ -140,12 +148,21 @@ class Pacer:
         saved_s = min(self.saved_s + allowance, max_saved_s + cost) - cost
         return PacedChunk(chosen, cost, saved_s, num_waited)
 
-    def _costs_of(self, base: float, mixed: list[RoundKind]) -> list[float]:
+    def _measured(self, round_kind: RoundKind, num_rows: int | None) -> float | None:
+        fill = 1.0
+        if num_rows is not None:
+            num_prompt_tokens = round_kind.shape.max_prompt_tokens
+            fill = fill_of(round_kind, num_rows, num_prompt_tokens)
+        return self.step_times.measured(round_kind, fill)
+
+    def _costs_of(
+        self, base: float, mixed: list[RoundKind], num_rows: int | None
+    ) -> list[float]:
         """Return the times of rounds; unknown ones in proportion to the one before.
 
         If no time is known, only the smallest chunk is tried.
         """
-        times = [self.step_times.seconds.get(kind) for kind in mixed]
+        times = [self._measured(kind, num_rows) for kind in mixed]
         if times[0] is None:
             return [base] + [math.inf] * (len(mixed) - 1)
         chunks = [kind.shape.max_prompt_tokens for kind in mixed]
@@ -206,7 +223,9 @@ class PrefillPlanner:
             if decode.shape is not None and shapes:
                 mixed = [RoundKind(shape, num_draft_tokens) for shape in shapes]
                 account = self._pacer.chunk(
-                    RoundKind(decode.shape, num_draft_tokens), mixed
+                    RoundKind(decode.shape, num_draft_tokens),
+                    mixed,
+                    num_rows_of(decode.shape, decode.draft_counts),
                 )
                 num_tiles = account.num_tokens // TILE
         return PrefillBudget(tuple(shapes), num_tiles, account, missing)

@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxspec.program.plan import StepShape
 
 # Weight of the newest time in the moving average.
@@ -30,6 +32,33 @@ class RoundKind(NamedTuple):
     num_draft_tokens: int = 0
 
 
+def num_rows_of(shape: StepShape, draft_counts: np.ndarray) -> int:
+    """Return the number of rows with tokens: newest tokens and drafts.
+
+    Args:
+        draft_counts: Draft tokens of each decoding sequence.
+    """
+    tree = shape.tree
+    if not tree.is_chain:
+        return len(draft_counts) * tree.num_rows
+    return len(draft_counts) + int(np.minimum(draft_counts, tree.num_levels).sum())
+
+
+def fill_of(round_kind: RoundKind, num_rows: int, num_prompt_tokens: int = 0) -> float:
+    """Return the share of a round's rows that have tokens.
+
+    Args:
+        num_rows: As `num_rows_of`.
+    """
+    shape, num_draft_tokens = round_kind
+    if shape.is_draft_prefill:
+        return num_prompt_tokens / shape.max_prompt_tokens
+    tree = shape.tree
+    width = num_draft_tokens + 1 if tree.is_chain else tree.num_rows
+    size = shape.num_seqs * width + shape.max_prompt_tokens
+    return min((num_rows + num_prompt_tokens) / size, 1.0)
+
+
 class StepTimes:
     """Exponential moving averages of measured round times, in seconds.
 
@@ -50,10 +79,14 @@ class StepTimes:
         self._has_run: set[RoundKind] = set()
         self._num_skipped = Counter[RoundKind]()
 
-    def seed(self, round_kind: RoundKind, seconds: float) -> None:
-        """Record a time measured by calibration."""
+    def seed(self, round_kind: RoundKind, seconds: float, fill: float = 1.0) -> None:
+        """Record a time measured by calibration.
+
+        Args:
+            fill: As for `record`.
+        """
         self._has_run.add(round_kind)
-        self.seconds[round_kind] = seconds
+        self.seconds[round_kind] = seconds / self._scale(fill)
 
     def record(
         self,
@@ -94,6 +127,15 @@ class StepTimes:
 
     def _scale(self, fill: float) -> float:
         return self._fixed_share + (1 - self._fixed_share) * fill
+
+    def measured(self, round_kind: RoundKind, fill: float = 1.0) -> float | None:
+        """Return a round's measured time; None if it was not measured.
+
+        Args:
+            fill: Share of the round's rows that have tokens.
+        """
+        full_s = self.seconds.get(round_kind)
+        return None if full_s is None else full_s * self._scale(fill)
 
     def expected(self, round_kind: RoundKind, fill: float = 1.0) -> float | None:
         """Return a round's time, measured or interpolated between two values of K.

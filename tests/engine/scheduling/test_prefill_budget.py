@@ -71,6 +71,22 @@ def test_mean_round_time_is_within_the_allowance(base, extra):
     assert any(chosen), "no prompt token was prefilled"
 
 
+def test_allowance_is_of_the_rows_that_have_tokens():
+    times = StepTimes(fixed_share=0.25)
+    times.seed(PLAIN, 1.0)
+    times.seed(ROUNDS[0], 2.0)
+    pacer = Pacer(times)
+    # 4 of 16 rows have tokens: a plain round takes 0.4375 s, not 1 s.
+    chunk = pacer.chunk(PLAIN, ROUNDS[:1], num_rows=4)
+    size = ROUNDS[0].shape.max_prompt_tokens
+    charged_s = 2.0 * (0.25 + 0.75 * (4 + size) / (16 + size))
+    assert chunk.num_tokens == 0 and chunk.charged_s == 0.4375
+    assert chunk.saved_s == pytest.approx(0.4375 * (MAX_SLOWDOWN - 1))
+    pacer.saved_s = 2.0
+    chunk = pacer.chunk(PLAIN, ROUNDS[:1], num_rows=4)
+    assert chunk.charged_s == pytest.approx(charged_s)
+
+
 def test_cheap_chunks_grow_and_expensive_chunks_alternate():
     cheap = run({0: 1.0, 32: 1.01, 128: 1.02, 512: 1.05, 2048: 1.2}, 40)
     assert cheap[-20:] == [2048] * 20

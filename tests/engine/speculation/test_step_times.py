@@ -14,6 +14,8 @@ from jaxspec.engine.speculation.step_times import (
     STALL,
     RoundKind,
     StepTimes,
+    fill_of,
+    num_rows_of,
 )
 from jaxspec.program.plan import StepPlan, StepShape, Tile
 from tests.support.loops import Loop, make_config, make_requests
@@ -68,7 +70,7 @@ def test_fill_is_the_share_of_rows_with_tokens():
             shape=shape,
             rows=rows,
             owners=rows,
-            draft_counts=rows,
+            draft_counts=np.zeros_like(rows),
             decoding=[],
             tiled=[],
             registered=[],
@@ -78,8 +80,13 @@ def test_fill_is_the_share_of_rows_with_tokens():
     assert fill(SHAPE, 4) == 1
     assert fill(SHAPE, 1) == 0.25
     mixed = dataclasses.replace(SHAPE, max_prompt_tokens=64)
-    assert fill(mixed, 2, 14) == (2 * 9 + 14) / (4 * 9 + 64)
+    assert fill(mixed, 2, 14) == (2 + 14) / (4 + 64)
     assert fill(StepShape.draft_prefill(64), 0, 16) == 0.25
+    # One of two sequences has all 8 drafts, the other has none.
+    assert num_rows_of(SHAPE, np.array([8, 0])) == 10
+    assert fill_of(RoundKind(SHAPE, 8), 10) == 10 / 36
+    plain = dataclasses.replace(SHAPE, num_levels=0)
+    assert num_rows_of(plain, np.array([8, 0])) == 2
 
 
 def test_untypical_time_counts_after_many_of_them():
