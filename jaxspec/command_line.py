@@ -30,6 +30,8 @@ WRONG_ARGUMENT = 2
 FAILED = 1
 
 
+# Short names of flags whose value is a dict, as in vLLM.
+SHORT_DICTS = {"-sc": "--speculative-config", "-cc": "--compilation-config"}
 _UNITS = "kmgt"
 _WITH_UNIT = re.compile(rf"(\d+(?:\.\d+)?)([{_UNITS}{_UNITS.upper()}])")
 # A flag for a key of a dict, such as --speculative-config.method.
@@ -101,8 +103,9 @@ def without_dots(arguments: Sequence[str]) -> list[str]:
             kept.append(argument)
             continue
         flag, path, is_list = found.groups()
+        flag = SHORT_DICTS.get(flag, flag)
         text = value if equals else next(given, None)
-        if text is None:
+        if text is None or (not equals and text.startswith("--")):
             raise wrong_argument(ConfigError, name, "followed by a value", None)
         inner = dicts.setdefault(flag, {})
         *outer, last = path.split(".")
@@ -112,7 +115,8 @@ def without_dots(arguments: Sequence[str]) -> list[str]:
                 raise wrong_argument(ConfigError, name, "given once", text)
         inner[last] = text.split(",") if is_list else _dotted_value(text)
     for flag, values in dicts.items():
-        if any(argument.partition("=")[0] == flag for argument in kept):
+        names = [argument.partition("=")[0] for argument in kept]
+        if flag in (SHORT_DICTS.get(name, name) for name in names):
             hint = f"Give all keys in {flag}, or each as {flag}.KEY."
             raise wrong_argument(ConfigError, flag, "given in one way", values, hint)
         kept += [flag, json.dumps(values)]

@@ -150,6 +150,7 @@ def test_rejects_wrong_integers(text: str):
         ("--a.b.c 1 x --a.b.d=y.z", 'x --a {"b":{"c":1,"d":"y.z"}}'),
         ("-c.n 2k -c.l+ 1,x -c.t true", '-c {"n":2000,"l":["1","x"],"t":true}'),
         ("--a.b 1 --a.b 2", '--a {"b":2}'),
+        ("-sc.n 1 --speculative-config.m 2", '--speculative-config {"n":1,"m":2}'),
         ("--t -0.5 --u=a.b x.y -v 1.5", "--t -0.5 --u=a.b x.y -v 1.5"),
     ],
 )
@@ -159,8 +160,10 @@ def test_joins_dotted_flags(line: str, joined: str):
 
 
 @pytest.mark.parametrize(
-    "line", ["--a.b", "--a.b 1 --a {}", "--a={} --a.b 1", "--a.b 1 --a.b.c 2"]
+    "line",
+    ["--a.b", "--a.b 1 --a {}", "--a={} --a.b 1", "--a.b 1 --a.b.c 2"]
+    + ["--a.b --port 1", "-sc {} --speculative-config.a 1", "-sc={} -sc.a 1"],
 )
 def test_rejects_wrong_dotted_flags(line: str):
-    with pytest.raises(ConfigError, match="--a"):
+    with pytest.raises(ConfigError, match="--a|--speculative-config"):
         without_dots(line.split())
