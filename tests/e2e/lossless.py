@@ -215,8 +215,10 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
         num_draft_tokens=len(read_paths(tree)) if tree else max(cut.drafts),
         max_num_seqs=batch,
         page_size=PAGE_SIZE,
-        # A few more pages than a full batch needs, so that cached prefixes remain.
-        num_pages=cut.pages_per_seq * (batch + 8),
+        # More pages than a full batch needs, so that cached prefixes remain: a prompt
+        # and the next with its prefix are eight prompts apart. Each leaves pages of
+        # both kinds.
+        num_pages=cut.pages_per_seq * (batch + 8 * (1 + 2 * cut.has_local_pages)),
         max_model_len=cut.max_model_len,
         max_num_batched_tokens=128,
         runner=cut.runner,
