@@ -93,5 +93,5 @@ def join_batches(batches: list[TokenBatch]) -> TokenBatch:
 def _join_used(batches: list[TokenBatch]) -> Bool[Array, " token"] | None:
     """Concatenate the masks of used tokens; None if all tokens are used."""
     masks = [mask for one in batches if (mask := one.is_used) is not None]
-    assert len(masks) in (0, len(batches)), "some batches do not say what is used"
+    assert len(masks) in (0, len(batches)), "some batches have no mask of used tokens"
     return jnp.concatenate(masks) if masks else None

@@ -113,8 +113,12 @@ def test_more_memory_fits_more_sequences(capsys):
     whole = concurrency(*H100)
     assert concurrency(*PAIR, *DRAFTS, "--device", "h200") > 2 * whole
     assert concurrency(*H100, "--gpu-memory-utilization", "0.5") < whole / 2
-    # Of 8,192 tokens, layers with a window of 4,096 keep half.
+    # With windows of 4,096, half of the layers keep half of 8,192 tokens.
     assert concurrency(*H100, "--max-model-len", "1024") > 6 * whole
+    all_kept = (*H100, "--disable-hybrid-kv-cache-manager")
+    assert concurrency(*all_kept, "--max-model-len", "1024") > 7 * concurrency(
+        *all_kept
+    )
 
 
 def test_bundled_pair_on_this_machine(capsys):

@@ -71,8 +71,8 @@ class StepTimes:
         """Start without times.
 
         Args:
-            fixed_share: Share of a round's time that does not depend on how many of its
-                rows have tokens: 1 where padding rows cost as much as others.
+            fixed_share: Share of a round's time that does not depend on the number of
+                rows with tokens: 1 where padding rows cost as much as others.
         """
         self._fixed_share = fixed_share
         self.seconds: dict[RoundKind, float] = {}

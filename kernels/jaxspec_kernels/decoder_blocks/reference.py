@@ -85,7 +85,7 @@ def _add(
     rows: Float[Array, "row model"],
     is_used: Bool[Array, " row"] | None,
 ) -> Float[Array, "row model"]:
-    """Add rows to the residual stream; its unused rows stay unchanged."""
+    """Add rows to the residual stream; its unused rows are unchanged."""
     total = stream + rows
     return total if is_used is None else jnp.where(is_used[:, None], total, stream)
 

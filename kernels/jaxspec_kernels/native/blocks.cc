@@ -3,7 +3,7 @@
 //
 // Every row is computed independently, in one order of operations, so that its bits do
 // not depend on the number of rows. Rows that are not used are left out of all products:
-// their stream stays as it is.
+// their residual stream is copied.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -50,7 +50,7 @@ def test_time_of_a_round_with_padding_depends_on_its_rows():
     times.seed(ROUND_OF_3, 4.0)
     assert times.expected(ROUND_OF_3) == 4.0
     assert times.expected(ROUND_OF_3, fill=0.5) == 2.5
-    # As expected, so nothing changes; and a stall is limited by what is expected.
+    # A time as expected changes nothing; a longer one is limited to STALL times it.
     assert times.record(ROUND_OF_3, 2.5, fill=0.5) == 2.5
     assert times.seconds[ROUND_OF_3] == 4.0
     assert times.record(ROUND_OF_3, 1000.0, fill=0.5) == 2.5 * STALL
