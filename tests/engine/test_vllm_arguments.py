@@ -38,7 +38,8 @@ INTRODUCTION = """\
 `EngineArgs`, `LLM`, the command lines and `speculative_config` know all names of vLLM
 0.33, so that its scripts run unchanged. `python -m jaxspec serve --help` lists the
 arguments that jaxspec has ([server](server.md)). This page lists the others, with
-vLLM's default in parentheses unless it is None or empty. At its default, an argument changes nothing.
+vLLM's default in parentheses unless it is None or empty. At its default, an argument
+changes nothing.
 Other values are ignored, with a warning in the log, if they only tune a part of vLLM,
 and are an error if they ask for a feature that jaxspec does not have.
 """
