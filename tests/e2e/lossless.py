@@ -41,6 +41,7 @@ from tests.support.engines import (
     tokens_of,
     with_settings,
 )
+from tests.support.rounds import constant_times
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "lossless.json"
 PROPOSERS: dict[str, dict[str, Any]] = {
@@ -277,7 +278,8 @@ def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]
             made = on_path(engine, cut, path)
             own = params.clone()
             own.extra_args = {"num_speculative_tokens": num_drafts}
-            outputs = generate(made, prompts[start:stop], own)
+            with constant_times():
+                outputs = generate(made, prompts[start:stop], own)
             said, texts_here = tokens_of(outputs), texts[start:stop]
             equal = [a == b for a, b in zip(said, texts_here, strict=True)]
             yield Play(

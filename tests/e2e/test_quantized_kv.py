@@ -36,6 +36,7 @@ from tests.support.engines import (
     tokens_of,
 )
 from tests.support.oracles import PagedModel
+from tests.support.rounds import constant_times
 
 KINDS = ("int8", "fp8")
 PLACE = "In the city of Paris there are many museums, and people who like to walk."
@@ -103,7 +104,8 @@ def plain(kind: str, way: str) -> list[list[int]]:
 )
 def test_texts_with_drafts_equal_plain_decoding(kind, way):
     engine = make(kind, has_draft=True, **WAYS[way])
-    said = tokens_of(generate(engine, PROMPTS, params()))
+    with constant_times():
+        said = tokens_of(generate(engine, PROMPTS, params()))
     assert said == plain(kind, way)
     stats = engine.stats
     assert stats.num_accepted_tokens > 0

@@ -12,7 +12,7 @@ from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.conformance import proposers
 from tests.support import pair
 from tests.support.engines import generate, tokens_of, with_settings
-from tests.support.rounds import STEPS, at_most
+from tests.support.rounds import STEPS, at_most, constant_times
 
 FINAL = RequestOutputKind.FINAL_ONLY
 # Tokens that are frequent in the target's texts: as stop tokens, they end texts.
@@ -163,7 +163,7 @@ def test_preemption_and_prefix_hits_change_nothing():
     )
     expected = tokens_of(generate(pair.engine(), prompts, params))
     made = proposers.with_config(looped(), num_pages=50)
-    with at_most(made, STEPS) as ran:
+    with constant_times(), at_most(made, STEPS) as ran:
         for _ in range(2):
             assert tokens_of(generate(made, prompts, params)) == expected
         for _ in range(2):  # alone, so that its pages stay in the cache

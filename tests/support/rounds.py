@@ -1,4 +1,4 @@
-"""Let launches run a given number of rounds."""
+"""Launches and chunks of prompts that do not depend on measured times."""
 
 import contextlib
 from collections import deque
@@ -14,6 +14,29 @@ from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import DraftPrefillResult, StepResult
 
 STEPS = 8
+
+
+@contextlib.contextmanager
+def constant_times() -> Iterator[None]:
+    """Record the same time for every round.
+
+    Chunks of prompts and rounds per launch then do not depend on how busy the machine
+    is, and so neither does the number of preemptions and prefix hits.
+    """
+    record = prefill_budget.Pacer.record
+
+    def record_constant(
+        self: prefill_budget.Pacer,
+        round_kind: prefill_budget.RoundKind,
+        seconds: float,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        record(self, round_kind, 0.001, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_budget.Pacer, "record", record_constant)
+        yield
 
 
 @contextlib.contextmanager
