@@ -243,7 +243,8 @@ async def _complete(
     params = make_params(body, serving.config.generation_defaults)
     read = partial(serving.prompts.of_completion, body, params.max_tokens)
     prompts = await serving.engine.run_in_thread(read, is_long=_is_long(body.prompt))
-    writer = CompletionWriter(serving, body, params, _id(body, request))
+    request_id = _id(body, request)
+    writer = CompletionWriter(serving, body, params, request_id, len(prompts))
     return await _generate(serving, body, prompts, params, writer)
 
 
