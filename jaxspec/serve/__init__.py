@@ -14,5 +14,6 @@ request bodies;
    responses.
 4. `server_info`, `metrics`, `load_report`: the server's state; `page` shows it.
    `development`: sleep and wake-up endpoints.
-5. `ray_app`: the same application in replicas that Ray Serve runs.
+5. `ray_app`: the same application in replicas that Ray Serve runs; `batch`: the same
+   application for the requests of a file.
 """
