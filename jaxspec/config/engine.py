@@ -144,6 +144,7 @@ class EngineConfig:
     num_scheduler_steps: int
     data_parallel_size: int
     kv_cache_dtype: str
+    otlp_traces_endpoint: str | None
     model_config: ModelConfig
     data_parallel_rank: int = 0
     given: GivenSizes | None = None
@@ -193,6 +194,10 @@ class EngineConfig:
         sizes = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
         for name in (*sizes, "data_parallel_size"):
             check_integer(ConfigError, name, getattr(self, name), low=1)
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not (isinstance(endpoint, str) and endpoint):
+            name, allowed = "otlp_traces_endpoint", "the URL of a collector"
+            raise wrong_argument(ConfigError, name, allowed, endpoint)
         assert 0 <= self.data_parallel_rank < self.data_parallel_size
         if self.hosts is not None and self.data_parallel_size > 1:
             hint = "Start a separate server, with its own hosts, for each engine."

@@ -100,7 +100,9 @@ class AsyncLLMEngine:
         Args:
             request_id: Unique among unfinished requests.
             priority: Lower values run first, with `scheduling_policy="priority"`.
-            lora_request: Not supported, like `tokenization_kwargs` and `trace_headers`.
+            lora_request: Not supported, like `tokenization_kwargs`.
+            trace_headers: HTTP headers of the trace that the request belongs to; needs
+                `otlp_traces_endpoint`.
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable, the id is in
@@ -151,7 +153,6 @@ class AsyncLLMEngine:
         """
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
-        refuse("trace_headers", trace_headers or None)
         if self.errored:
             raise self.dead_error
         self._check_not_paused()
@@ -166,6 +167,7 @@ class AsyncLLMEngine:
                 prompt,
                 params,
                 priority=priority,
+                trace_headers=trace_headers,
             ),
             is_long=is_long,
         )
@@ -284,7 +286,8 @@ class AsyncLLMEngine:
         await self._each(LLMEngine.do_log_stats)
 
     async def is_tracing_enabled(self) -> bool:
-        return False
+        """Return whether a span is recorded for each request."""
+        return self.engine.config.otlp_traces_endpoint is not None
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -27,6 +27,7 @@ from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.engine.speculation.step_times import FIXED_SHARE, StepTimes
+from jaxspec.engine.tracing import RequestTracer
 from jaxspec.errors import (
     ConfigError,
     EngineDeadError,
@@ -81,6 +82,11 @@ class LLMEngine:
         self.memory: MemoryPlan | None = None
         self._page_events: PageEvents | None = None
         self._publisher: KvEventPublisher | None = None
+        tracer: RequestTracer | None = None
+        if config.otlp_traces_endpoint is not None:
+            # Reject a missing package before the weights are read.
+            endpoint, name = config.otlp_traces_endpoint, config.served_model_name
+            tracer = RequestTracer(endpoint, name)
         if config.kv_events.is_on:
             # Reject an unusable address before the weights are read.
             size, rank = config.page_size, config.data_parallel_rank
@@ -91,6 +97,8 @@ class LLMEngine:
                 runner = make_runner(config)
             except BaseException:
                 self._close_publisher()
+                if tracer is not None:
+                    tracer.close()
                 raise
             config, self.memory = runner.config, runner.memory
         self.config, self.runner = config, runner
@@ -101,7 +109,7 @@ class LLMEngine:
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats, self.memory)
         self.output_processor = OutputProcessor(
-            config, self.tokenizer, self.metrics, self.stats
+            config, self.tokenizer, self.metrics, self.stats, tracer
         )
         self.input_processor = InputProcessor(config, self.tokenizer)
         self._groups = itertools.count()
@@ -203,7 +211,9 @@ class LLMEngine:
 
         Args:
             priority: Lower values run first, with `scheduling_policy="priority"`.
-            lora_request: Not supported, like `tokenization_kwargs` and `trace_headers`.
+            lora_request: Not supported, like `tokenization_kwargs`.
+            trace_headers: HTTP headers of the trace that the request belongs to; needs
+                `otlp_traces_endpoint`.
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable, the id is in
@@ -212,10 +222,14 @@ class LLMEngine:
         """
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
-        refuse("trace_headers", trace_headers or None)
         self.add_prepared(
             self.input_processor.prepare(
-                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+                request_id,
+                prompt,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                trace_headers=trace_headers,
             )
         )
         return request_id
@@ -289,6 +303,11 @@ class LLMEngine:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+
+    def _close_tracer(self) -> None:
+        if self.output_processor.tracer is not None:
+            self.output_processor.tracer.close()
+            self.output_processor.tracer = None
 
     def _publish_pages(self) -> None:
         """Publish KV events for pages added to or removed from the prefix cache."""
@@ -655,6 +674,7 @@ class LLMEngine:
         self._sleep.begin(2)
         self.runner.compiler.clear()
         self._close_publisher()
+        self._close_tracer()
         self.runner.leave()
 
     def _drain(self) -> None:
@@ -674,3 +694,4 @@ class LLMEngine:
         """Wait for launches on the devices."""
         self._drain()
         self._close_publisher()
+        self._close_tracer()
