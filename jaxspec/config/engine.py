@@ -20,6 +20,7 @@ from jaxspec.config.structured_outputs import StructuredOutputsConfig
 from jaxspec.config.token_tree import TREE_KEY
 from jaxspec.errors import (
     ConfigError,
+    UnsupportedError,
     check_choice,
     check_flag,
     check_integer,
@@ -256,6 +257,11 @@ class EngineConfig:
         draft, ids = self.draft_model_config, self.draft_token_ids
         assert (ids and len(ids)) == (draft and draft.draft_vocab_size)
         if speculative is not None:
+            max_tokens = speculative.suffix_decoding_max_corpus_tokens
+            if max_tokens and self.hosts is not None:
+                name = "suffix_decoding_max_corpus_tokens"
+                allowed = "0 with several hosts"
+                raise wrong_argument(UnsupportedError, name, allowed, max_tokens)
             self._check_draft_devices(speculative)
             if self.head_config is not None:
                 self._check_head(speculative)

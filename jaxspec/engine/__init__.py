@@ -5,6 +5,7 @@ Read `llm_engine` first (the loop; `async_llm_engine` runs it in an `engine_thre
 then the path of a request: `input_processor` (with `structured_output`, which computes
 grammar masks with a `grammar_matcher`), `scheduling`, which plans launches,
 `speculation`, which chooses K, `runner`, `output_processor` and `detokenizer`.
+`corpora` are texts that suffix drafts may copy.
 `compiler` and `program_cache` make a launch's program, `calibration` times it.
 `metrics` counts, `tracing` records a span for each request, and `kv_events` publishes
 which prefixes have pages. `multihost` runs the same launches in the processes of other

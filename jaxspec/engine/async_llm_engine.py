@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, no_type_check
@@ -295,6 +295,39 @@ class AsyncLLMEngine:
         """Clear the prefix cache; see `LLMEngine.reset_prefix_cache`."""
         flags = reset_running_requests, reset_connector
         return all(await self._each(lambda engine: engine.reset_prefix_cache(*flags)))
+
+    async def add_external_corpus(
+        self,
+        corpus_id: str,
+        token_chunks: Sequence[Sequence[int]],
+        cache_salt: str | None = None,
+    ) -> int:
+        """Add texts that suffix drafts may copy; see `LLMEngine`."""
+        counts = await self._each_in_thread(
+            lambda engine: engine.add_external_corpus(
+                corpus_id, token_chunks, cache_salt
+            )
+        )
+        return counts[0]
+
+    async def remove_external_corpus(self, corpus_id: str) -> None:
+        """Remove a corpus; see `LLMEngine`."""
+        await self._each_in_thread(
+            lambda engine: engine.remove_external_corpus(corpus_id)
+        )
+
+    async def list_external_corpora(self) -> dict[str, int]:
+        """Return the number of tokens of each corpus, by its id."""
+        return self.engine.list_external_corpora()
+
+    async def _each_in_thread(self, function: Callable[[LLMEngine], T]) -> list[T]:
+        """Call a function with each engine, in a thread while the engine runs."""
+        if self.errored:
+            raise self.dead_error
+        return [
+            await self.run_in_thread(partial(function, driver.engine), is_long=True)
+            for driver in self._drivers
+        ]
 
     @no_type_check  # it has its own checks, with better errors
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
