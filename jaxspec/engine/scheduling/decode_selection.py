@@ -9,7 +9,7 @@ from jaxspec.engine.speculation.policy import SpeculationPolicy
 
 
 class DecodeSelector:
-    """Decides which rows decode, and with how many drafts; writes nothing.
+    """Decides which rows decode, and their numbers of drafts; writes nothing.
 
     Methods take `has_draft_model`: whether drafts come from a draft model that is in
     use.
