@@ -531,7 +531,7 @@ void multiply_tile_rows(const Panels& panels, const TileRows& tiles, int64_t per
 
 // Multiplies a block of rows with a half of a panel, for several groups of features.
 //
-// The sums stay in registers: a tile of 32 features takes as long to multiply as to
+// Keeps the sums in registers: a tile of 32 features takes as long to multiply as to
 // store, so sums in memory would double the time. The products of a group are added
 // while the next group is multiplied. Bits are those of `multiply_tile_rows`.
 //
