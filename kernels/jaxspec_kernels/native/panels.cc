@@ -949,3 +949,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_look_up, jaxspec::LookUp,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<int64_t>("num_outputs"));
+
+// The instructions that products use here, for the log.
+extern "C" const char* jaxspec_instructions() {
+#if defined(JAXSPEC_HAS_TILES)
+  if (jaxspec::has_tiles()) return "AMX";
+#endif
+#if defined(__AVX512BF16__)
+  return "AVX-512 BF16";
+#elif defined(__AVX512F__)
+  return "AVX-512";
+#elif defined(__AVX2__)
+  return "AVX2";
+#elif defined(__ARM_NEON)
+  return "NEON";
+#else
+  return "the processor's base instructions";
+#endif
+}
