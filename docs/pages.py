@@ -23,7 +23,11 @@ from typing import Any, cast
 
 from jaxspec.command_line import documented
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import (
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import make_parser
 from jaxspec.serve.settings import ServerSettings
@@ -300,7 +304,9 @@ class _Objects:
         self.schemas = schemas
         self.waiting: list[str] = []
         # Most fields of requests have the name and the meaning of a parameter.
-        self._meanings = documented(SamplingParams)
+        self._meanings = documented(
+            StructuredOutputsParams, BeamSearchParams, SamplingParams
+        )
 
     def fields(self, schema: dict[str, Any]) -> list[Field]:
         """Return name, schema and whether it is required, of an object's fields."""

@@ -99,12 +99,13 @@ class SamplingParams:
             at the end of the text.
         n: Texts to generate per prompt; with a `seed`, text i has the seed `seed + i`.
         presence_penalty: Subtracted from the logit of every generated token.
-        frequency_penalty: The same, times the number of its occurrences.
+        frequency_penalty: Subtracted from the logit of every generated token, for each
+            of its occurrences.
         repetition_penalty: Divides positive logits, and multiplies negative ones, of
             tokens in the prompt or generated.
         logprobs: Return the log-probability of each generated token and of this number
             of most likely ones, before penalties and temperature. -1 returns all.
-        prompt_logprobs: The same for the tokens of the prompt.
+        prompt_logprobs: As `logprobs`, for the tokens of the prompt.
         logprob_token_ids: Return the log-probabilities of these token ids with each
             generated token, in place of the most likely ones. `logprobs` may be left
             out, or be their number.

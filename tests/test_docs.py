@@ -127,6 +127,7 @@ def test_server_reference_has_all_flags_and_endpoints(pages: Path):
     assert len(routes) > 20
     for method, path in routes:
         assert f"\n### {method.upper()} {path}" in page
+    assert "| `json` | string or object |  | A JSON schema, as a dict or as" in page
     # A field with its type, its default and its meaning, and an object's own table.
     assert "| `temperature` | number |  | Divides the logits; 0 is greedy. |" in page
     assert "[StreamOptions](#streamoptions)" in page
