@@ -124,7 +124,7 @@ def write_pages(folder: Path) -> None:
     """Write all pages into a folder, and the files that they link to."""
     waiting = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     seen = set(waiting)
-    for path in waiting:  # which grows
+    for path in waiting:  # the loop appends to it
         linked = _write_file(path, folder)
         waiting += [one for one in dict.fromkeys(linked) if one not in seen]
         seen |= set(linked)
@@ -142,7 +142,7 @@ def _write_file(path: Path, folder: Path) -> list[Path]:
         return []
     linked: list[Path] = []
     if path.is_dir():
-        names = sorted(one.name for one in path.iterdir() if one.is_file())
+        names = sorted(one.name for one in path.iterdir() if _is_shown(one))
         text = "\n".join(f"- [{name}]({name})" for name in names)
         text = f"# {path.relative_to(ROOT)}\n\n{text}\n"
         text, linked = _with_links_of_site(text, path)
@@ -158,6 +158,12 @@ def _write_file(path: Path, folder: Path) -> list[Path]:
         )
     target.write_text(text, encoding="utf-8")
     return linked
+
+
+def _is_shown(path: Path) -> bool:
+    """Return whether a folder's page links to a file: only to text and pictures."""
+    is_known = path.suffix in {".md", *_COPIED, *_LANGUAGES}
+    return is_known and not path.name.startswith(".") and path.is_file()
 
 
 def _place(path: Path) -> Path:
@@ -284,7 +290,7 @@ def _endpoints() -> Iterator[str]:
                 fields += objects.fields(body["schema"])
             yield from objects.table(fields)
     yield from ("", "## Objects in requests")
-    for name in objects.waiting:  # which grows
+    for name in objects.waiting:  # the loop appends to it
         yield from ("", f"### {name}", "", objects.schemas[name].get("description", ""))
         yield from objects.table(objects.fields({"$ref": f"/{name}"}))
 
