@@ -1,30 +1,15 @@
 """SGLang's endpoints add, remove and list the corpora of suffix drafts."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.methods import SUFFIX_DEFAULTS
-from jaxspec.config.speculation import SpeculativeConfig
-from tests.support.fake_engines import letters
+from tests.support.fake_engines import letters, with_suffix
 from tests.support.serving import COMPLETIONS, PROMPT, Client, server
 
 ADD, REMOVE = "/add_external_corpus", "/remove_external_corpus"
 LIST = "/list_external_corpora"
-
-
-def with_suffix(config: EngineConfig) -> EngineConfig:
-    keys: dict[str, Any] = SUFFIX_DEFAULTS | {"suffix_decoding_max_corpus_tokens": 8}
-    speculative = SpeculativeConfig(
-        method="suffix",
-        num_speculative_tokens=3,
-        rejection_sample_method="coupled",
-        **keys,
-    )
-    return dataclasses.replace(config, speculative=speculative, draft_model_config=None)
 
 
 @pytest.fixture
