@@ -96,20 +96,20 @@ class LLMEngine:
             # Reject a missing package before the weights are read.
             endpoint, name = config.otlp_traces_endpoint, config.served_model_name
             tracer = RequestTracer(endpoint, name)
-        if config.kv_events.is_on:
-            # Reject an unusable address before the weights are read.
-            size, rank = config.page_size, config.data_parallel_rank
-            self._publisher = KvEventPublisher(config.kv_events, size, rank)
-            self._page_events = PageEvents()
-        if runner is None:
-            try:
+        try:
+            if config.kv_events.is_on:
+                # Reject an unusable address before the weights are read.
+                size, rank = config.page_size, config.data_parallel_rank
+                self._publisher = KvEventPublisher(config.kv_events, size, rank)
+                self._page_events = PageEvents()
+            if runner is None:
                 runner = make_runner(config)
-            except BaseException:
-                self._close_publisher()
-                if tracer is not None:
-                    tracer.close()
-                raise
-            config, self.memory = runner.config, runner.memory
+                config, self.memory = runner.config, runner.memory
+        except BaseException:
+            self._close_publisher()
+            if tracer is not None:
+                tracer.close()
+            raise
         self.config, self.runner = config, runner
         self.stats = EngineStats()
         self.policy = SpeculationPolicy(config.speculative)
