@@ -62,6 +62,18 @@ def test_invalid_requests_are_refused(corpora: Client, path: str, body: Any, nam
     assert counts(corpora) == {}
 
 
+def test_refused_documents_are_not_tokenized(corpora: Client, monkeypatch):
+    corpora.ask(ADD, corpus_id="a", documents=[PROMPT])
+    monkeypatch.setattr(corpora.site.engine.engine.tokenizer, "encode", None)
+    refused = corpora.refusal(ADD, {"corpus_id": "a", "documents": [PROMPT]})
+    assert refused["param"] == "corpus_id"
+    body = r'{"documents": [""], "cache_salt": "\ud800"}'
+    headers = {"Content-Type": "application/json"}
+    response = corpora.post(ADD, content=body, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "cache_salt"
+
+
 def test_other_methods_have_no_corpora(http: Client):
     refused = http.refusal(ADD, {"documents": [PROMPT]})
     assert "suffix_decoding_max_corpus_tokens" in refused["message"]
