@@ -146,7 +146,7 @@ class Runner:
     def set_corpora(self, table: np.ndarray) -> None:
         """Replace the table of corpora that suffix drafts search.
 
-        If the device raises an error, the previous table stays.
+        If the device raises an error, the previous table remains.
         """
         before = self.corpora_table(()) if self._corpora is None else self._corpora
         self._corpora = table

@@ -253,7 +253,7 @@ async def _line(http: httpx.AsyncClient, request: BatchRequest) -> dict[str, Any
             )
             status, found = response.status_code, response.json()
             body, error = (found, None) if status == 200 else (None, found)
-        except Exception as failure:  # noqa: BLE001 - the other requests go on
+        except Exception as failure:  # noqa: BLE001 - others continue
             _log.error("Request %s failed", shown(request.custom_id), exc_info=failure)
             status, error = 500, f"The request failed: {failure!r}"
     return {

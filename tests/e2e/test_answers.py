@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.engine import runner
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.propose.suffix import CachedSuffix
 from jaxspec.sampling_params import SamplingParams
 from tests.conformance.claims import CONTROLS
 from tests.support import pair
@@ -105,7 +106,9 @@ def test_request_finds_no_answers_of_another_cache_salt(prompts):
 def check_failed_change(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that does not fit the device leaves the previous one there."""
     before = engine.list_external_corpora()
-    proposer, tables = engine.runner.program.proposers[0], []
+    tables: list[bool] = []
+    (proposer,) = engine.runner.program.proposers
+    assert isinstance(proposer, CachedSuffix)
     put = runner.put
 
     def fail_once(values: Any, placement: Any) -> Any:
@@ -154,6 +157,23 @@ def test_corpus_takes_a_third_of_the_rounds_until_it_is_removed(prompts, monkeyp
     assert rounds(None) > 0.7 * first
     engine.remove_external_corpus("salted")
     assert engine.list_external_corpora() == {}
+
+
+def test_corpora_change_while_launches_run():
+    """The table of a launch in flight is deleted; its result is not affected."""
+    prompts = pair.prompts(2, seed=6)
+    expected = tokens_of(generate(fresh_engine(), prompts, GREEDY))
+    engine, texts = fresh_engine(), {}
+    for name, prompt in enumerate(prompts):
+        engine.add_request(str(name), {"prompt_token_ids": prompt}, GREEDY)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            texts[output.request_id] = list(output.outputs[0].token_ids)
+        if engine.list_external_corpora():
+            engine.remove_external_corpus("a")
+        else:
+            engine.add_external_corpus("a", expected)
+    assert [texts[name] for name in sorted(texts)] == expected
 
 
 @pytest.mark.slow

@@ -335,12 +335,12 @@ async def test_concurrent_changes_of_corpora_leave_engines_equal(serving, engine
 
 @served(change=with_suffix)
 async def test_changes_of_corpora_leave_threads_for_long_work(serving, engines):
-    has_begun, may_go_on = threading.Event(), threading.Event()
+    has_begun, may_continue = threading.Event(), threading.Event()
     make_table = engines[0].runner.corpora_table
 
     def wait(texts: Any) -> Any:
         has_begun.set()
-        assert may_go_on.wait(20)
+        assert may_continue.wait(20)
         return make_table(texts)
 
     engines[0].runner.corpora_table = wait
@@ -355,6 +355,6 @@ async def test_changes_of_corpora_leave_threads_for_long_work(serving, engines):
         first.cancel()
         await asyncio.sleep(0)
     finally:
-        may_go_on.set()
+        may_continue.set()
     assert await second == 1
     assert corpora_of(engines) == {"a": 1, "b": 1}, "a cancelled change is complete"
