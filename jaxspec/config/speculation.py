@@ -48,7 +48,7 @@ MAX_TREE_DEPTH = 64
 # Maximum `suffix_decoding_max_cached_requests`; each takes about 60 kB on the device.
 MAX_CACHED_REQUESTS = 4096
 # Maximum `suffix_decoding_max_corpus_tokens`; each token takes 310 to 620 bytes on the
-# device.
+# device, and as much on the host for each engine.
 MAX_CORPUS_TOKENS = 2**20
 
 # An acceptance rule for benchmarks: drafts are accepted at random, so that texts are

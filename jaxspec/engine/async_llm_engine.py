@@ -55,6 +55,7 @@ class AsyncLLMEngine:
         self._lock = threading.Lock()
         self._is_paused = self._rejects_requests = False
         self._long_work = ThreadPoolExecutor(NUM_LONG_WORK, "jaxspec-long-work")
+        self._corpora_thread = ThreadPoolExecutor(1, "jaxspec-corpora")
 
     @classmethod
     def from_engine_args(
@@ -305,16 +306,15 @@ class AsyncLLMEngine:
         cache_salt: str | None = None,
     ) -> int:
         """Add texts that suffix drafts may copy; see `LLMEngine`."""
-        counts = await self._each_in_thread(
+        return await self._change_corpora(
             lambda engine: engine.add_external_corpus(
                 corpus_id, token_chunks, cache_salt
             )
         )
-        return counts[0]
 
     async def remove_external_corpus(self, corpus_id: str) -> None:
         """Remove a corpus; see `LLMEngine`."""
-        await self._each_in_thread(
+        await self._change_corpora(
             lambda engine: engine.remove_external_corpus(corpus_id)
         )
 
@@ -322,14 +322,36 @@ class AsyncLLMEngine:
         """Return the number of tokens of each corpus, by its id."""
         return self.engine.list_external_corpora()
 
-    async def _each_in_thread(self, function: Callable[[LLMEngine], T]) -> list[T]:
-        """Call a function with each engine, in a thread while the engine runs."""
+    async def check_new_corpus(
+        self, corpus_id: str, cache_salt: str | None = None
+    ) -> None:
+        """Check what does not depend on the tokens; see `LLMEngine`."""
+        self.engine.check_new_corpus(corpus_id, cache_salt)
+
+    async def _change_corpora(self, change: Callable[[LLMEngine], T]) -> T:
+        """Change the corpora of all engines, or of none if one raises an error.
+
+        The engines run meanwhile. One thread makes one change after another, also for a
+        caller that is cancelled, so that all engines have the same corpora.
+        """
         if self.errored:
             raise self.dead_error
-        return [
-            await self.run_in_thread(partial(function, driver.engine), is_long=True)
-            for driver in self._drivers
-        ]
+
+        def change_all() -> T:
+            before = self.engine.corpora
+            changed, results = list[LLMEngine](), list[T]()
+            try:
+                for driver in self._drivers:
+                    results.append(change(driver.engine))
+                    changed.append(driver.engine)
+            except BaseException:
+                for engine in changed:
+                    engine.restore_corpora(before)
+                raise
+            return results[0]
+
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._corpora_thread, change_all)
 
     @no_type_check  # it has its own checks, with better errors
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:

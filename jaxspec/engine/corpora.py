@@ -4,15 +4,23 @@ A corpus belongs to a `cache_salt`: only requests with the same salt find its to
 All corpora together have a limited number of tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxspec.errors import RequestError, UnsupportedError, shown, wrong_argument
+from jaxspec.errors import (
+    RequestError,
+    UnsupportedError,
+    check_utf8,
+    shown,
+    wrong_argument,
+)
 
 LIMIT = "suffix_decoding_max_corpus_tokens"
+# Maximum number of corpora; each change copies the list of all.
+MAX_CORPORA = 1000
 MAX_ID_CHARACTERS = 256
 
 
@@ -21,7 +29,7 @@ class Corpus:
     """Some texts.
 
     Attributes:
-        texts: Token ids of each text, which continue only within the text.
+        texts: Token ids of each text. A draft never continues into another text.
         cache_salt: Salt of the requests that may find them.
     """
 
@@ -58,21 +66,12 @@ class Corpora:
             (one.cache_salt, text) for one in self.by_id.values() for text in one.texts
         ]
 
-    def added(
-        self,
-        corpus_id: Any,
-        token_chunks: Sequence[Any],
-        cache_salt: Any,
-        vocab_size: int,
-    ) -> "Corpora":
-        """Return these corpora and another one.
-
-        Args:
-            token_chunks: Token ids of each text.
+    def check_new(self, corpus_id: Any, cache_salt: Any) -> None:
+        """Check whether another corpus may be added, whatever its tokens are.
 
         Raises:
-            RequestError: The id is invalid or in use, a token id does not exist, or
-                there would be too many tokens.
+            RequestError: The id or the salt is invalid, the id is in use, or there are
+                too many corpora.
             UnsupportedError: The engine has no room for corpora.
         """
         if not self.max_tokens:
@@ -86,6 +85,7 @@ class Corpora:
         if not is_text or len(corpus_id) > MAX_ID_CHARACTERS:
             allowed = f"a string of 1 to {MAX_ID_CHARACTERS} characters"
             raise wrong_argument(RequestError, "corpus_id", allowed, corpus_id)
+        check_utf8(RequestError, "corpus_id", corpus_id)
         if corpus_id in self.by_id:
             hint = "Remove that corpus first, or choose another id."
             allowed = "an id that no other corpus has"
@@ -93,17 +93,64 @@ class Corpora:
         if not (cache_salt is None or (isinstance(cache_salt, str) and cache_salt)):
             allowed = "a non-empty string, or None"
             raise wrong_argument(RequestError, "cache_salt", allowed, cache_salt)
-        texts = tuple(_token_array(chunk, vocab_size) for chunk in token_chunks)
-        corpus = Corpus(texts=texts, cache_salt=cache_salt)
-        num_used = sum(self.num_tokens.values())
-        if not 0 < corpus.num_tokens <= self.max_tokens - num_used:
+        if cache_salt is not None:
+            check_utf8(RequestError, "cache_salt", cache_salt)
+        if len(self.by_id) >= MAX_CORPORA:
             raise RequestError(
-                f"A corpus must have 1 to {self.max_tokens - num_used} tokens, got "
-                f"{corpus.num_tokens}: {LIMIT} is {self.max_tokens}, of which other "
-                f"corpora take {num_used}. Remove one of them, or add fewer tokens.",
-                parameter="documents",
-                value=corpus.num_tokens,
+                f"There are {len(self.by_id)} corpora, and at most {MAX_CORPORA} are "
+                "allowed. Remove one of them first.",
+                parameter="corpus_id",
+                value=corpus_id,
             )
+
+    def added(
+        self,
+        corpus_id: Any,
+        token_chunks: Any,
+        cache_salt: Any,
+        vocab_size: int,
+    ) -> "Corpora":
+        """Return these corpora and another one.
+
+        Args:
+            token_chunks: List of the token ids of each text; empty texts are left out.
+
+        Raises:
+            RequestError: See `check_new`; or a token id does not exist, or there would
+                be too many tokens.
+            UnsupportedError: The engine has no room for corpora.
+        """
+        self.check_new(corpus_id, cache_salt)
+        allowed = f"lists of token ids from 0 to {vocab_size - 1}"
+        try:
+            # An iterator, which can be read only once, has no length.
+            num_tokens = sum(map(len, token_chunks)) if len(token_chunks) else 0
+        except TypeError as error:
+            name = "token_chunks"
+            raise wrong_argument(RequestError, name, allowed, token_chunks) from error
+        if not num_tokens:
+            raise RequestError(
+                "A corpus must have at least 1 token, got 0.",
+                parameter="documents",
+                value=0,
+            )
+        num_used = sum(self.num_tokens.values())
+        if num_tokens > self.max_tokens - num_used:
+            raise RequestError(
+                f"The corpus has {num_tokens} tokens, which do not fit: {LIMIT} is "
+                f"{self.max_tokens}, of which other corpora take {num_used}. Remove "
+                "one of them, or add fewer tokens.",
+                parameter="documents",
+                value=num_tokens,
+            )
+        texts = []
+        for chunk in token_chunks:
+            text = _token_array(chunk, vocab_size)
+            if text is None:
+                raise wrong_argument(RequestError, "token_chunks", allowed, chunk)
+            if len(text):
+                texts.append(text)
+        corpus = Corpus(texts=tuple(texts), cache_salt=cache_salt)
         by_id = {**self.by_id, corpus_id: corpus}
         return Corpora(max_tokens=self.max_tokens, by_id=by_id)
 
@@ -123,12 +170,17 @@ class Corpora:
         return Corpora(max_tokens=self.max_tokens, by_id=by_id)
 
 
-def _token_array(chunk: Any, vocab_size: int) -> np.ndarray:
-    tokens = np.asarray(chunk)
+def _token_array(chunk: Any, vocab_size: int) -> np.ndarray | None:
+    """Return the token ids of a text; None if it is not a list of token ids."""
+    try:
+        tokens = np.asarray(chunk)
+    except ValueError:  # lists of different lengths
+        return None
+    if tokens.ndim != 1:
+        return None
     if not len(tokens):
         return np.zeros(0, np.int32)
-    is_integer = tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer)
+    is_integer = np.issubdtype(tokens.dtype, np.integer)
     if not is_integer or tokens.min() < 0 or tokens.max() >= vocab_size:
-        allowed = f"lists of token ids from 0 to {vocab_size - 1}"
-        raise wrong_argument(RequestError, "token_chunks", allowed, shown(chunk))
+        return None
     return tokens.astype(np.int32)

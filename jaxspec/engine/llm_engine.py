@@ -76,6 +76,7 @@ class LLMEngine:
         acceptance: Measured acceptance rates.
         calibrator: Times new programs.
         input_processor: Checks requests; any thread may call its `prepare`.
+        corpora: Texts that suffix drafts may copy.
     """
 
     def __init__(
@@ -95,20 +96,20 @@ class LLMEngine:
             # Reject a missing package before the weights are read.
             endpoint, name = config.otlp_traces_endpoint, config.served_model_name
             tracer = RequestTracer(endpoint, name)
-        if config.kv_events.is_on:
-            # Reject an unusable address before the weights are read.
-            size, rank = config.page_size, config.data_parallel_rank
-            self._publisher = KvEventPublisher(config.kv_events, size, rank)
-            self._page_events = PageEvents()
-        if runner is None:
-            try:
+        try:
+            if config.kv_events.is_on:
+                # Reject an unusable address before the weights are read.
+                size, rank = config.page_size, config.data_parallel_rank
+                self._publisher = KvEventPublisher(config.kv_events, size, rank)
+                self._page_events = PageEvents()
+            if runner is None:
                 runner = make_runner(config)
-            except BaseException:
-                self._close_publisher()
-                if tracer is not None:
-                    tracer.close()
-                raise
-            config, self.memory = runner.config, runner.memory
+                config, self.memory = runner.config, runner.memory
+        except BaseException:
+            self._close_publisher()
+            if tracer is not None:
+                tracer.close()
+            raise
         self.config, self.runner = config, runner
         self.stats = EngineStats()
         self.policy = SpeculationPolicy(config.speculative)
@@ -116,7 +117,7 @@ class LLMEngine:
         self.acceptance = make_acceptance(config, self.policy)
         speculative = config.speculative
         max_tokens = speculative and speculative.suffix_decoding_max_corpus_tokens
-        self._corpora = Corpora(max_tokens=max_tokens or 0)
+        self.corpora = Corpora(max_tokens=max_tokens or 0)
         self._corpora_index: Mapping[str | None, TextIndex] = {}
         self._corpora_lock = threading.Lock()
         self.scheduler = self._make_scheduler()
@@ -556,20 +557,21 @@ class LLMEngine:
 
         Args:
             corpus_id: Name of the corpus.
-            token_chunks: Token ids of each text.
+            token_chunks: Token ids of each text; empty texts are left out.
             cache_salt: Only requests with the same salt find the texts.
 
         Raises:
             RequestError: The id is in use, a token does not exist, or there would be
-                more tokens than `suffix_decoding_max_corpus_tokens`.
+                more than `MAX_CORPORA` corpora, or more tokens than
+                `suffix_decoding_max_corpus_tokens`.
             UnsupportedError: That limit is 0, or drafts are of another method.
         """
         vocab_size = self.config.model_config.vocab_size
         with self._corpora_lock:
             self._set_corpora(
-                self._corpora.added(corpus_id, token_chunks, cache_salt, vocab_size)
+                self.corpora.added(corpus_id, token_chunks, cache_salt, vocab_size)
             )
-            return self._corpora.num_tokens[corpus_id]
+            return self.corpora.num_tokens[corpus_id]
 
     def remove_external_corpus(self, corpus_id: str) -> None:
         """Remove a corpus.
@@ -578,22 +580,36 @@ class LLMEngine:
             RequestError: There is no such corpus.
         """
         with self._corpora_lock:
-            self._set_corpora(self._corpora.removed(corpus_id))
+            self._set_corpora(self.corpora.removed(corpus_id))
 
     def list_external_corpora(self) -> dict[str, int]:
         """Return the number of tokens of each corpus, by its id."""
-        return self._corpora.num_tokens
+        return self.corpora.num_tokens
+
+    def check_new_corpus(self, corpus_id: str, cache_salt: str | None = None) -> None:
+        """Check what `add_external_corpus` needs, whatever the tokens are.
+
+        Raises:
+            RequestError, UnsupportedError: As there.
+        """
+        self.corpora.check_new(corpus_id, cache_salt)
+
+    def restore_corpora(self, corpora: Corpora) -> None:
+        """Replace all corpora by those of an earlier time."""
+        with self._corpora_lock:
+            self._set_corpora(corpora)
 
     def _set_corpora(self, corpora: Corpora) -> None:
+        """Replace all corpora; if the device raises an error, nothing changes."""
         texts = corpora.texts
         index = index_corpora(texts)
         table = self.runner.corpora_table(
             [(salt_words(salt), tokens) for salt, tokens in texts]
         )
         with self.lock:
-            self._corpora, self._corpora_index = corpora, index
-            self.scheduler.set_corpora(index)
             self.runner.set_corpora(table)
+            self.corpora, self._corpora_index = corpora, index
+            self.scheduler.set_corpora(index)
 
     @exclusive
     def sleep(self, level: int = 1) -> None:

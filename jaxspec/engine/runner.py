@@ -144,25 +144,38 @@ class Runner:
         return fill_table(corpus_buckets(size), texts)
 
     def set_corpora(self, table: np.ndarray) -> None:
-        """Replace the table of corpora that suffix drafts search."""
+        """Replace the table of corpora that suffix drafts search.
+
+        If the device raises an error, the previous table remains.
+        """
+        before = self.corpora_table(()) if self._corpora is None else self._corpora
         self._corpora = table
-        if not self._arrays.is_state_consumed:
+        if self._arrays.is_state_consumed:
+            return
+        try:
             self.state = self._with_corpora(self.state)
+        except BaseException:
+            self._corpora = before
+            self.state = self._with_corpora(self.state)
+            raise
 
     @own_settings()
     def _with_corpora(self, state: EngineState) -> EngineState:
         if self._corpora is None:
             return state
-        # A copy: on a CPU the device may use the host's memory, and state is donated.
-        corpora = put(self._corpora.copy(), replicated(self.mesh))
-        parts = zip(self.program.proposers, state.proposers, strict=True)
-        proposers = tuple(
-            one.with_corpora(part, corpora)
-            if isinstance(one, Suffix) and one.num_corpus_tokens
-            else part
-            for one, part in parts
-        )
-        return dataclasses.replace(state, proposers=proposers)
+        proposers = list(state.proposers)
+        for index, one in enumerate(self.program.proposers):
+            if isinstance(one, Suffix) and one.num_corpus_tokens:
+                # The old table first: memory is planned for one. If a launch still
+                # reads it, its memory is freed at the end of the launch.
+                one.tables(proposers[index])[-1].delete()
+                # A copy: on a CPU the device may use the host's memory, and state is
+                # donated.
+                table = put(self._corpora.copy(), replicated(self.mesh))
+                # An allocation that fails raises its error here, not in a launch.
+                table.block_until_ready()
+                proposers[index] = one.with_corpora(proposers[index], table)
+        return dataclasses.replace(state, proposers=tuple(proposers))
 
     def _forced_acceptance(self) -> jax.Array | None:
         speculative = self.config.speculative

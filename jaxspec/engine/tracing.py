@@ -4,6 +4,7 @@ OpenTelemetry is imported only if traces are on.
 """
 
 import importlib
+import logging
 import os
 import threading
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.errors import ConfigError, escaped, wrong_argument
+
+_log = logging.getLogger(__name__)
 
 NAME = "otlp_traces_endpoint"
 SPAN = "llm_request"
@@ -76,13 +79,26 @@ class RequestTracer:
         processor = export.BatchSpanProcessor(make_exporter(endpoint))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("jaxspec.llm_engine")
+        self._has_warned = False
 
     def record(self, request: Request, request_id: str) -> None:
-        """Record a request that has ended.
+        """Record a request that has ended; the first error is logged.
 
         Args:
             request_id: The caller's id; all texts of a request with n > 1 have it.
         """
+        try:
+            self._record(request, request_id)
+        except Exception as error:  # noqa: BLE001 - it must not end the engine's step
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "The span of a request was not recorded; further errors of spans "
+                    "are not logged",
+                    exc_info=error,
+                )
+
+    def _record(self, request: Request, request_id: str) -> None:
         stats = request.stats
         e2e_s = time.monotonic() - stats.queued_ts
         attributes = {

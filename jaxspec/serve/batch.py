@@ -5,15 +5,17 @@ output has the response, or the error, under the same `custom_id`.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import httpx
+from fastapi import FastAPI
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -32,6 +34,7 @@ from jaxspec.serve.launcher import set_up_log
 from jaxspec.serve.serving import new_id
 from jaxspec.serve.settings import ServerSettings
 
+_log = logging.getLogger(__name__)
 # Seconds that the engine's current step may take at the end.
 SHUTDOWN_S = 5
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
@@ -130,7 +133,7 @@ def run(
         The number of requests that ended with an error.
 
     Raises:
-        ArgumentError: The engine's arguments are invalid.
+        ArgumentError: The engine's arguments or the settings are invalid.
         CommandError: The file cannot be written, or the engine died.
     """
     set_up_log("info")
@@ -138,33 +141,67 @@ def run(
     with interrupts_end():
         engine = AsyncLLMEngine.from_engine_args(args)
     try:
-        with (
-            target.open("w", encoding="utf-8") as output,
-            logging_redirect_tqdm(),
-            tqdm(total=len(requests), desc="Running batch", unit=" requests") as bar,
-        ):
-            return asyncio.run(answer(engine, settings, requests, output, bar.update))
-    except OSError as error:
-        raise CommandError(f"{target} cannot be written: {error}") from error
+        app = make_batch_app(engine, settings)
+        with _errors_name(target):
+            # Not earlier: if the start fails, an existing file is not lost.
+            output = target.open("w", encoding="utf-8")
+
+        def write(line: str) -> None:
+            with _errors_name(target):
+                output.write(line)
+                output.flush()
+
+        try:
+            with (
+                logging_redirect_tqdm(),
+                tqdm(
+                    total=len(requests), desc="Running batch", unit=" requests"
+                ) as bar,
+            ):
+                return asyncio.run(answer(engine, app, requests, write, bar.update))
+        finally:
+            with _errors_name(target):
+                output.close()
     except EngineDeadError as error:
         raise CommandError(str(error)) from error
     finally:
         engine.shutdown(SHUTDOWN_S)
 
 
+@contextlib.contextmanager
+def _errors_name(target: Path) -> Iterator[None]:
+    """Raise errors of the operating system as errors of the output file."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{target} cannot be written: {error}") from error
+
+
+def make_batch_app(engine: AsyncLLMEngine, settings: ServerSettings) -> FastAPI:
+    """Make the server's application without keys, queue limits and body limits."""
+    settings = replace(
+        settings,
+        api_keys=(),
+        max_body_bytes=2**62,
+        max_num_queued_reqs=None,
+        max_num_queued_tokens=None,
+    )
+    return make_app(engine, settings)
+
+
 async def answer(
     engine: AsyncLLMEngine,
-    settings: ServerSettings,
+    app: FastAPI,
     requests: Sequence[BatchRequest],
-    output: TextIO,
+    write: Callable[[str], object],
     advance: Callable[[], object],
 ) -> int:
     """Answer all requests, and write a line for each in their order.
 
     Args:
-        settings: Settings of the responses. Limits that protect a server from clients
-            do not apply.
-        output: Receives each line as soon as all earlier lines are written.
+        app: The application of `make_batch_app`. API keys, the limits of the queue and
+            `max_body_bytes` do not apply; all other limits do.
+        write: Called with each line as soon as all earlier lines are written.
         advance: Called when a request has been answered.
 
     Returns:
@@ -173,14 +210,6 @@ async def answer(
     Raises:
         EngineDeadError: The engine has died.
     """
-    settings = replace(
-        settings,
-        api_keys=(),
-        max_body_bytes=2**62,
-        max_num_queued_reqs=None,
-        max_num_queued_tokens=None,
-    )
-    app = make_app(engine, settings)
     config = engine.engine.config
     # As in vLLM: twice the batch, so that a place in it is never empty.
     places = asyncio.Semaphore(2 * config.max_num_seqs * config.data_parallel_size)
@@ -202,8 +231,7 @@ async def answer(
                 line = await tasks[0]
                 tasks.popleft()
                 num_errors += line["error"] is not None
-                output.write(json.dumps(line) + "\n")
-                output.flush()
+                write(json.dumps(line) + "\n")
         finally:
             for task in tasks:
                 task.cancel()
@@ -217,13 +245,17 @@ async def _line(http: httpx.AsyncClient, request: BatchRequest) -> dict[str, Any
     """Return the output for a request, in vLLM's form."""
     status, body, error = 400, None, _refusal(request)
     if error is None:
-        response = await http.post(
-            request.url,
-            content=json.dumps(request.body),
-            headers={"Content-Type": "application/json"},
-        )
-        status, found = response.status_code, response.json()
-        body, error = (found, None) if status == 200 else (None, found)
+        try:
+            response = await http.post(
+                request.url,
+                content=json.dumps(request.body),
+                headers={"Content-Type": "application/json"},
+            )
+            status, found = response.status_code, response.json()
+            body, error = (found, None) if status == 200 else (None, found)
+        except Exception as failure:  # noqa: BLE001 - others continue
+            _log.error("Request %s failed", shown(request.custom_id), exc_info=failure)
+            status, error = 500, f"The request failed: {failure!r}"
     return {
         "id": f"batch_req_{new_id()}",
         "custom_id": request.custom_id,
@@ -233,7 +265,7 @@ async def _line(http: httpx.AsyncClient, request: BatchRequest) -> dict[str, Any
 
 
 def _refusal(request: BatchRequest) -> str | None:
-    """Return the error of a request that no endpoint is given; None for others."""
+    """Return why a request is not sent to an endpoint; None if it is sent."""
     if request.url == "/v1/embeddings":
         return "The model does not support Embeddings API"
     if request.url not in ENDPOINTS:

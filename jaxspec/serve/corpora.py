@@ -52,8 +52,9 @@ def corpus_routes(serving: Serving) -> APIRouter:
         if (body.documents is None) == (body.token_chunks is None):
             message = "Give either documents or token_chunks."
             raise RequestError(message, parameter="documents")
-        chunks = await engine.run_in_thread(lambda: chunks_of(body), is_long=True)
         corpus_id = body.corpus_id or new_id()
+        await engine.check_new_corpus(corpus_id, body.cache_salt)
+        chunks = await engine.run_in_thread(lambda: chunks_of(body), is_long=True)
         count = await engine.add_external_corpus(corpus_id, chunks, body.cache_salt)
         return {
             "success": True,

@@ -53,8 +53,9 @@ class ServerSettings:
     Attributes:
         served_model_names: Names that requests may use for the model; responses use the
             first one.
-        api_keys: Every request under /v1, and to /invocations, must have one of them;
-            no check if empty. Default: VLLM_API_KEY of the environment.
+        api_keys: Every request under /v1, to /invocations, and to the endpoints of
+            corpora must have one of them; no check if empty. Default: VLLM_API_KEY of
+            the environment.
         allowed_origins: Origins of web pages that may read responses; none by default.
         allowed_methods: HTTP methods that those web pages may use; all by default.
         allowed_headers: Request headers that those web pages may send; all by default.
@@ -74,7 +75,8 @@ class ServerSettings:
             with `tool_choice="none"`. On by default, unlike in vLLM.
         enable_request_id_headers: Send X-Request-Id with every response: the id from
             the request, or a new one.
-        enable_prompt_tokens_details: Return the number of cached prompt tokens.
+        enable_prompt_tokens_details: Return the number of cached prompt tokens, in
+            `usage` and in `timings`.
         enable_force_include_usage: Every chunk of a stream has token counts, without
             a request for them.
         per_request_spec_decode_metrics: "summary" returns each request's acceptance.

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from jaxspec.engine import runner
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.propose.suffix import CachedSuffix
 from jaxspec.sampling_params import SamplingParams
 from tests.conformance.claims import CONTROLS
 from tests.support import pair
@@ -101,7 +103,31 @@ def test_request_finds_no_answers_of_another_cache_salt(prompts):
     assert again < first / 3
 
 
-def test_corpus_takes_a_third_of_the_rounds_until_it_is_removed(prompts):
+def check_failed_change(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that does not fit the device leaves the previous one there."""
+    before = engine.list_external_corpora()
+    tables: list[bool] = []
+    (proposer,) = engine.runner.program.proposers
+    assert isinstance(proposer, CachedSuffix)
+    put = runner.put
+
+    def fail_once(values: Any, placement: Any) -> Any:
+        (state,) = engine.runner.state.proposers
+        (table,) = proposer.tables(state)[1:]
+        tables.append(table.is_deleted())
+        if len(tables) == 1:
+            raise MemoryError("no room for the table")
+        return put(values, placement)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "put", fail_once)
+        with pytest.raises(MemoryError):
+            engine.add_external_corpus("more", [[2, 3]])
+    assert tables == [True, True], "two tables at a time"
+    assert engine.list_external_corpora() == before
+
+
+def test_corpus_takes_a_third_of_the_rounds_until_it_is_removed(prompts, monkeypatch):
     expected, first = rounds_of(fresh_engine(), prompts, GREEDY)
     engine = fresh_engine()
     texts = [[*one, *text] for one, text in zip(prompts, expected, strict=True)]
@@ -122,6 +148,8 @@ def test_corpus_takes_a_third_of_the_rounds_until_it_is_removed(prompts):
     assert engine.add_external_corpus("answers", texts) == sum(map(len, texts))
     assert rounds(None) < first / 3
     assert rounds("other") > 0.7 * first
+    check_failed_change(engine, monkeypatch)
+    assert rounds(None) < first / 3
     engine.remove_external_corpus("answers")
     assert rounds(None) > 0.7 * first
     engine.add_external_corpus("salted", texts, "other")
@@ -129,6 +157,23 @@ def test_corpus_takes_a_third_of_the_rounds_until_it_is_removed(prompts):
     assert rounds(None) > 0.7 * first
     engine.remove_external_corpus("salted")
     assert engine.list_external_corpora() == {}
+
+
+def test_corpora_change_while_launches_run():
+    """The table of a launch in flight is deleted; its result is not affected."""
+    prompts = pair.prompts(2, seed=6)
+    expected = tokens_of(generate(fresh_engine(), prompts, GREEDY))
+    engine, texts = fresh_engine(), {}
+    for name, prompt in enumerate(prompts):
+        engine.add_request(str(name), {"prompt_token_ids": prompt}, GREEDY)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            texts[output.request_id] = list(output.outputs[0].token_ids)
+        if engine.list_external_corpora():
+            engine.remove_external_corpus("a")
+        else:
+            engine.add_external_corpus("a", expected)
+    assert [texts[name] for name in sorted(texts)] == expected
 
 
 @pytest.mark.slow

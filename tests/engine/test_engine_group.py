@@ -1,7 +1,9 @@
 """An `EngineGroup` acts as one engine; each of its engines has a fake device."""
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.support.fake_engines import (
     letters,
     make_engines,
     said,
+    with_suffix,
 )
 from tests.support.serving import COMPLETIONS, TurnsTokenizer
 
@@ -280,3 +283,78 @@ async def test_server_runs_several_engines(serving, engines):
         assert (await http.post("/wake_up")).status_code == 200
         response = await http.get("/page/server.json")
         assert response.json()["is_ready"]
+
+
+def corpora_of(engines: list[LLMEngine]) -> Any:
+    """Return the corpora, which all engines have."""
+    first, *others = [engine.list_external_corpora() for engine in engines]
+    assert others == [first] * len(others)
+    return first
+
+
+@served(change=with_suffix)
+async def test_corpora_change_in_all_engines_or_none(serving, engines):
+    tables = [engine.runner for engine in engines]
+    set_table = tables[1].set_corpora
+
+    def fail(table: Any) -> None:
+        raise MemoryError("no room for the table")
+
+    tables[1].set_corpora = fail
+    with pytest.raises(MemoryError):
+        await serving.add_external_corpus("a", [[2, 3]])
+    assert corpora_of(engines) == {}
+    assert not tables[0].corpora.any(), "restored"
+    tables[1].set_corpora = set_table
+    await serving.add_external_corpus("a", [[2, 3]])
+    tables[1].set_corpora = fail
+    with pytest.raises(MemoryError):
+        await serving.remove_external_corpus("a")
+    assert corpora_of(engines) == {"a": 2}
+    assert tables[0].corpora.any(), "restored"
+
+
+@served(change=with_suffix)
+async def test_concurrent_changes_of_corpora_leave_engines_equal(serving, engines):
+    add = engines[1].add_external_corpus
+
+    def add_later(*arguments: Any) -> int:
+        time.sleep(0.05)  # the first engine has the corpus already
+        return add(*arguments)
+
+    async def remove_soon() -> None:
+        while True:
+            with contextlib.suppress(RequestError):
+                return await serving.remove_external_corpus("a")
+            await asyncio.sleep(0.001)
+
+    engines[1].add_external_corpus = add_later
+    await asyncio.gather(serving.add_external_corpus("a", [[2]]), remove_soon())
+    assert corpora_of(engines) == {}
+
+
+@served(change=with_suffix)
+async def test_changes_of_corpora_leave_threads_for_long_work(serving, engines):
+    has_begun, may_continue = threading.Event(), threading.Event()
+    make_table = engines[0].runner.corpora_table
+
+    def wait(texts: Any) -> Any:
+        has_begun.set()
+        assert may_continue.wait(20)
+        return make_table(texts)
+
+    engines[0].runner.corpora_table = wait
+    first, second = (
+        asyncio.ensure_future(serving.add_external_corpus(name, [[2]])) for name in "ab"
+    )
+    try:
+        while not has_begun.is_set():
+            await asyncio.sleep(0.001)
+        work = serving.run_in_thread(lambda: "done", is_long=True)
+        assert await asyncio.wait_for(work, 5) == "done"
+        first.cancel()
+        await asyncio.sleep(0)
+    finally:
+        may_continue.set()
+    assert await second == 1
+    assert corpora_of(engines) == {"a": 1, "b": 1}, "a cancelled change is complete"

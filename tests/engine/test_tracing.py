@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine import tracing
+from jaxspec.config.kv_events import KvEventsConfig
+from jaxspec.engine import llm_engine, tracing
 from jaxspec.engine.tracing import RequestTracer
 from jaxspec.errors import ConfigError
 from jaxspec.sampling_params import SamplingParams
@@ -126,6 +127,29 @@ def test_last_spans_are_sent_at_shutdown(exporter: Any, monkeypatch):
     engine.finish_exit()
     assert time.monotonic() - start < 10, "a missing collector delays no exit"
     assert engine.output_processor.tracer is None
+
+
+def test_failing_span_does_not_end_the_step(exporter: Any, monkeypatch, caplog):
+    engine, _ = make_fake_engine(otlp_traces_endpoint=ENDPOINT)
+    tracer: Any = engine.output_processor.tracer
+    monkeypatch.setattr(tracer, "_tracer", None)
+    for name in "ab":
+        engine.add_request(name, PROMPT, SamplingParams(max_tokens=2))
+    assert set(run_all(engine)) == {"a", "b"}
+    assert caplog.text.count("was not recorded") == 1
+    assert "NoneType" in caplog.text
+
+
+def test_failed_start_closes_the_tracer(exporter: Any, monkeypatch):
+    closed: list[RequestTracer] = []
+    monkeypatch.setattr(RequestTracer, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(llm_engine, "KvEventPublisher", None)
+    with pytest.raises(TypeError, match="not callable"):
+        make_fake_engine(
+            otlp_traces_endpoint=ENDPOINT,
+            kv_events=KvEventsConfig(enable_kv_cache_events=True),
+        )
+    assert len(closed) == 1
 
 
 def test_server_continues_the_clients_trace(exporter: Any):

@@ -49,7 +49,9 @@ def run(
     monkeypatch.setattr(batch.AsyncLLMEngine, "from_engine_args", make)
     is_broken = False
 
-    def run_lines(lines: list[str], *flags: str, breaks: bool = False):
+    def run_lines(
+        lines: list[str], *flags: str, breaks: bool = False, target: Path = target
+    ):
         nonlocal is_broken
         is_broken = breaks
         source.write_text("\n".join(lines))
@@ -57,7 +59,7 @@ def run(
         names = ("--served-model-name", "model")
         code = command_line.main(["run-batch", *files, *names, *flags])
         found = []
-        if target.exists():
+        if target.is_file():
             found = [json.loads(one) for one in target.read_text().splitlines()]
         printed = capsys.readouterr()
         return code, found, printed.out + printed.err
@@ -121,6 +123,41 @@ def test_invalid_file_is_refused_before_the_engine(run, monkeypatch, lines, mess
     code, found, printed = run(lines)
     assert (code, found) == (2, [])
     assert re.search(message, printed), printed
+
+
+def test_unexpected_error_fails_one_line(run, monkeypatch, caplog):
+    post = batch.httpx.AsyncClient.post
+
+    async def fail_once(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(batch.httpx.AsyncClient, "post", post)
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(batch.httpx.AsyncClient, "post", fail_once)
+    code, found, printed = run([line(name, COMPLETIONS, SHORT) for name in "ab"])
+    assert (code, len(found)) == (0, 2)
+    assert "2 requests, 1 of them with errors" in printed
+    assert found[0]["response"]["status_code"] == 500
+    assert "too deep" in found[0]["error"]
+    assert "Request 'a' failed" in caplog.text
+    assert found[1]["error"] is None
+
+
+def test_failed_start_keeps_an_existing_output(run, monkeypatch, tmp_path: Path):
+    def fail(*arguments: Any) -> None:
+        raise OSError("the plugin cannot be read")
+
+    monkeypatch.setattr(batch, "make_app", fail)
+    target = tmp_path / "old.jsonl"
+    target.write_text("old")
+    with pytest.raises(OSError, match="the plugin cannot"):  # not as the output's
+        run([line("1", COMPLETIONS, SHORT)], target=target)
+    assert target.read_text() == "old"
+
+
+def test_full_disk_is_an_error_of_the_output(run):
+    code, _, printed = run([line("1", COMPLETIONS, SHORT)], target=Path("/dev/full"))
+    assert code == 1
+    assert "/dev/full cannot be written: [Errno 28]" in printed
 
 
 def test_dead_engine_is_an_error(run):

@@ -1,30 +1,15 @@
 """SGLang's endpoints add, remove and list the corpora of suffix drafts."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.methods import SUFFIX_DEFAULTS
-from jaxspec.config.speculation import SpeculativeConfig
-from tests.support.fake_engines import letters
+from tests.support.fake_engines import letters, with_suffix
 from tests.support.serving import COMPLETIONS, PROMPT, Client, server
 
 ADD, REMOVE = "/add_external_corpus", "/remove_external_corpus"
 LIST = "/list_external_corpora"
-
-
-def with_suffix(config: EngineConfig) -> EngineConfig:
-    keys: dict[str, Any] = SUFFIX_DEFAULTS | {"suffix_decoding_max_corpus_tokens": 8}
-    speculative = SpeculativeConfig(
-        method="suffix",
-        num_speculative_tokens=3,
-        rejection_sample_method="coupled",
-        **keys,
-    )
-    return dataclasses.replace(config, speculative=speculative, draft_model_config=None)
 
 
 @pytest.fixture
@@ -75,6 +60,18 @@ def test_corpora_are_added_listed_and_removed(corpora: Client):
 def test_invalid_requests_are_refused(corpora: Client, path: str, body: Any, name: str):
     assert corpora.refusal(path, body)["param"] == name
     assert counts(corpora) == {}
+
+
+def test_refused_documents_are_not_tokenized(corpora: Client, monkeypatch):
+    corpora.ask(ADD, corpus_id="a", documents=[PROMPT])
+    monkeypatch.setattr(corpora.site.engine.engine.tokenizer, "encode", None)
+    refused = corpora.refusal(ADD, {"corpus_id": "a", "documents": [PROMPT]})
+    assert refused["param"] == "corpus_id"
+    body = r'{"documents": [""], "cache_salt": "\ud800"}'
+    headers = {"Content-Type": "application/json"}
+    response = corpora.post(ADD, content=body, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "cache_salt"
 
 
 def test_other_methods_have_no_corpora(http: Client):

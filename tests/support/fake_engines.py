@@ -1,11 +1,14 @@
 """Engines with a fake device, and their expected texts."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.methods import SUFFIX_DEFAULTS
+from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
@@ -36,6 +39,18 @@ def make_fake_engine(
     runner = FakeRunner(config, repeat_truth(text), seed=seed)
     tokenizer = StubTokenizer(config.model_config.vocab_size)
     return LLMEngine(config, runner=runner, tokenizer=tokenizer), runner
+
+
+def with_suffix(config: EngineConfig) -> EngineConfig:
+    """Return a configuration with suffix drafts and corpora of 8 tokens."""
+    keys: dict[str, Any] = SUFFIX_DEFAULTS | {"suffix_decoding_max_corpus_tokens": 8}
+    speculative = SpeculativeConfig(
+        method="suffix",
+        num_speculative_tokens=3,
+        rejection_sample_method="coupled",
+        **keys,
+    )
+    return dataclasses.replace(config, speculative=speculative, draft_model_config=None)
 
 
 def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:

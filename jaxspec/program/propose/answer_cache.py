@@ -75,9 +75,7 @@ def fill_table(
         texts: The salt and the token ids of each text.
     """
     table = np.zeros((num_buckets, SLOTS, WORDS), np.int32)
-    entries = np.concatenate(
-        [np.zeros((0, WORDS), np.int32), *(_entries(*text) for text in texts)]
-    )
+    entries = _entries(texts)
     buckets = _buckets(entries[:, :BEFORE], num_buckets, np).T.reshape(-1)
     # Entries by bucket, and in each bucket in the order of the texts.
     order = np.argsort(buckets, kind="stable")
@@ -89,15 +87,25 @@ def fill_table(
 
 
 def _entries(
-    salt: tuple[int, int], tokens: np.ndarray
+    texts: Sequence[tuple[tuple[int, int], np.ndarray]],
 ) -> Int[np.ndarray, "entry word"]:
-    """Return the entries of all places of a text, on the host."""
-    padded = np.zeros(BEFORE + len(tokens) + AFTER, np.int32)
-    padded[BEFORE : BEFORE + len(tokens)] = tokens + 1
+    """Return the entries of all places of some texts, on the host.
+
+    All texts at once: a loop would take 15 us per text, however short.
+    """
+    # The texts one after another, with room for all windows between them.
+    gap = np.full(max(BEFORE, AFTER), -1, np.int32)
+    parts = [gap, *(part for _, tokens in texts for part in (tokens, gap)), gap]
+    padded = np.concatenate(parts).astype(np.int32) + 1
+    lengths = np.array([len(tokens) for _, tokens in texts], int) + len(gap)
+    starts = len(gap) + lengths.cumsum() - lengths
+    counts = np.maximum(lengths - len(gap) - 1, 0)  # places with tokens on both sides
+    text = np.repeat(np.arange(len(texts)), counts)
+    place = 1 + np.arange(len(text)) - (counts.cumsum() - counts)[text]
     windows = np.lib.stride_tricks.sliding_window_view(padded, BEFORE + AFTER)
-    windows = windows[1 : len(tokens)]  # with tokens before and after
-    salts = np.broadcast_to(np.array(salt, np.uint32).view(np.int32), (len(windows), 2))
-    return np.concatenate([windows, salts], axis=1)
+    windows = windows[starts[text] + place - BEFORE]
+    salts = np.array([salt for salt, _ in texts], np.uint32).reshape(-1, 2)
+    return np.concatenate([windows, salts.view(np.int32)[text]], axis=1)
 
 
 def find_answers(

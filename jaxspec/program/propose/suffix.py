@@ -81,8 +81,8 @@ class Suffix(Lookup):
         """Return the state with another table of corpora."""
         return corpora
 
-    def _tables(self, state: Any) -> tuple[AnswerCache, ...]:
-        """Return the tables of the state, that of past answers first."""
+    def tables(self, state: Any) -> tuple[AnswerCache, ...]:
+        """Return the tables of the state: past answers first, corpora last."""
         return (state,) if self.num_corpus_tokens else ()
 
     def propose(
@@ -121,7 +121,7 @@ class Suffix(Lookup):
                 shortest=self.shortest,
                 num_levels=num_levels,
             )
-            for table in self._tables(state)
+            for table in self.tables(state)
         ]
         if not in_tables:
             return in_sequence
@@ -153,15 +153,15 @@ class CachedSuffix(Suffix):
         """Return the state with another table of corpora."""
         return state[0], corpora
 
-    def _tables(self, state: Any) -> tuple[AnswerCache, ...]:
-        """Return the tables of the state, that of past answers first."""
+    def tables(self, state: Any) -> tuple[AnswerCache, ...]:
+        """Return the tables of the state: past answers first, corpora last."""
         return state if self.num_corpus_tokens else (state,)
 
     def observe(
         self, params: Params | None, state: Any, context: ProposerContext, seen: Seen
     ) -> Any:
         """Store the answers up to the start of the round."""
-        answers, *corpora = self._tables(state)
+        answers, *corpora = self.tables(state)
         answers = store_answers(
             answers, context.active, context.token_pages, num_new=MAX_DRAFT_TOKENS + 1
         )

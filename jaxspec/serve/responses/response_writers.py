@@ -213,6 +213,7 @@ class ChoiceWriter(Writer):
     async def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
         """Write the chunks of every output when it arrives."""
         begun: set[int] = set()
+        output: RequestOutput | None = None
         has_end = self._has_usage or (self._wants_metrics and self._has_one_text)
         async for number, output in outputs:
             for completion, index in self._texts(number, output):
@@ -238,7 +239,7 @@ class ChoiceWriter(Writer):
         last: dict[str, Any] = {}
         if self._has_usage:
             last["usage"] = self._usage.total()
-        if has_end and self._has_one_text:
+        if has_end and self._has_one_text and output is not None:
             self._add_metrics(last, output)
             self._add_timings(last, output)
         if last:

@@ -56,9 +56,10 @@ class Usage:
         """Return llama.cpp's `timings` of a request for one text.
 
         The times of generation are those after the first token. Rates without a
-        duration are 0, and requests without drafts have no draft counts.
+        duration are 0, and requests without drafts have no draft counts. Without
+        `has_details`, all prompt tokens count as prefilled.
         """
-        num_cached = sum(self._cached.values())
+        num_cached = sum(self._cached.values()) if self._has_details else 0
         num_prompt = sum(self._prompts.values()) - num_cached
         num_generated = sum(self._texts.values())
         prompt_s = predicted_s = 0.0
@@ -66,8 +67,8 @@ class Usage:
             prompt_s = stats.first_token_ts - stats.scheduled_ts
             predicted_s = stats.last_token_ts - stats.first_token_ts
         num_steps = max(num_generated - 1, 0)
-        timings = {
-            "cache_n": num_cached,
+        timings: dict[str, Any] = {"cache_n": num_cached} if self._has_details else {}
+        timings |= {
             "prompt_n": num_prompt,
             "prompt_ms": 1e3 * prompt_s,
             "prompt_per_token_ms": 1e3 * _ratio(prompt_s, num_prompt),

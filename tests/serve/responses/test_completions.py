@@ -3,6 +3,7 @@
 Also tests `response_writers`, which completions and chats share.
 """
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -74,6 +75,22 @@ def test_echo_logprobs_in_chunks():
     assert joined["token_logprobs"] == [None, -3, -4, -5, -6, -7]
     assert choices[1]["logprobs"]["top_logprobs"] == [{letters([7]): -7}]
     assert choices[-1]["finish_reason"] == "length"
+
+
+def test_stream_without_outputs_ends_with_the_usage():
+    options: Any = {"include_usage": True}
+    body = CompletionBody(prompt=PROMPT, stream=True, stream_options=options)
+    writer = CompletionWriter(StubServing(), body, SamplingParams(), "x")
+
+    async def written() -> list[dict[str, Any]]:
+        async def nothing() -> Any:
+            for one in ():
+                yield one
+
+        return [chunk async for chunk in writer.chunks(nothing())]
+
+    (chunk,) = asyncio.run(written())
+    assert chunk["usage"]["total_tokens"] == 0
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

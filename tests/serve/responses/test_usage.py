@@ -124,6 +124,8 @@ def test_usage_follows_the_settings():
         usages = [http.ask(COMPLETIONS, **given)["usage"] for _ in range(2)]
         cached = [one["prompt_tokens_details"]["cached_tokens"] for one in usages]
         assert cached == [0, 16]
+        timings = http.ask(COMPLETIONS, **given)["timings"]
+        assert (timings["cache_n"], timings["prompt_n"]) == (16, 2)
         asked: dict[str, Any] = {"max_tokens": 16, "stream": True}
         options = {"stream_options": {"include_usage": False}}
         for path, more in ((COMPLETIONS, {}), (CHAT, options)):
@@ -136,7 +138,7 @@ def test_usage_follows_the_settings():
 
 
 def test_timings_have_llama_cpps_fields():
-    usage = Usage(has_details=False)
+    usage = Usage(has_details=True)
     output = RequestOutput(
         request_id="x",
         prompt=None,
@@ -164,6 +166,11 @@ def test_timings_have_llama_cpps_fields():
     usage.add_drafts(0, drafts)
     assert usage.timings(stats) == expected | {"draft_n": 6, "draft_n_accepted": 4}
     assert "completion_tokens_details" not in usage.total(), "was not requested"
+    usage = Usage(has_details=False)
+    usage.add_prompt(0, output)
+    found = usage.timings(stats)
+    assert "cache_n" not in found, "shows what other requests have asked"
+    assert (found["prompt_n"], found["prompt_per_second"]) == (20, 40.0)
     empty = Usage(has_details=False).timings(RequestStateStats(scheduled_ts=100.0))
     assert set(empty.values()) == {0}, "aborted before the first token"
 
@@ -189,7 +196,8 @@ def test_timings_come_last(http: Client, path: str):
         has_details = "completion_tokens_details" in last.get("usage", {})
         assert has_details == ("include_metrics" in more)
         for timings in (answer["timings"], last["timings"]):
-            assert timings["cache_n"] + timings["prompt_n"] == len(PROMPT)
+            assert "cache_n" not in timings
+            assert timings["prompt_n"] == len(PROMPT)
             assert timings["predicted_n"] == 12
             assert timings["draft_n"] >= timings["draft_n_accepted"] > 0
     plain = http.ask(path, **asked, num_speculative_tokens=0)["timings"]
