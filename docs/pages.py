@@ -276,7 +276,7 @@ def _endpoints() -> Iterator[str]:
     schema = openapi()
     objects = _Objects(schema["components"]["schemas"])
     yield from ("", "## Endpoints", "")
-    yield "`/openapi.json` of a server has the same as JSON, and `/docs` as a page."
+    yield "A server has them as JSON at `/openapi.json` and as a page at `/docs`."
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
             yield from ("", f"### {method.upper()} {path}", "")
@@ -302,8 +302,8 @@ class _Objects:
     """Schemas of objects in requests.
 
     Attributes:
-        schemas: By name.
-        waiting: Names that a type has mentioned.
+        schemas: OpenAPI schemas by name.
+        waiting: Names of the objects to describe, in the order of their first use.
     """
 
     def __init__(self, schemas: dict[str, Any]):
@@ -315,7 +315,7 @@ class _Objects:
         )
 
     def fields(self, schema: dict[str, Any]) -> list[Field]:
-        """Return name, schema and whether it is required, of an object's fields."""
+        """Return each field's name, its schema, and whether it is required."""
         if "$ref" in schema:
             schema = self.schemas[schema["$ref"].rpartition("/")[2]]
         required = schema.get("required", ())

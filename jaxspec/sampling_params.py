@@ -126,10 +126,11 @@ class SamplingParams:
         extra_args: `{"num_speculative_tokens": k}` limits the draft tokens per step;
             `{"return_token_origins": True}` returns `CompletionOutput.token_origins`.
         skip_clone: No effect: the engine always makes a copy.
-        watermarking, thinking_token_budget: vLLM's; an error unless the default.
-        prompt_logprob_token_ids, prompt_logprob_start: The same.
-        stream_interval, repetition_detection: The same.
-        routed_experts_prompt_start, trace_decode_token_ids: The same.
+        watermarking, thinking_token_budget: vLLM's; only the default is allowed.
+        prompt_logprob_token_ids, prompt_logprob_start: Only the default is allowed.
+        stream_interval, repetition_detection: Only the default is allowed.
+        routed_experts_prompt_start: Only the default is allowed.
+        trace_decode_token_ids: Only the default is allowed.
     """
 
     n: int = 1

@@ -30,7 +30,8 @@ BUNDLED = {
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the pages of the site."""
     folder = tmp_path_factory.mktemp("pages")
-    # In a process of its own: there is no engine, which type checks would reject.
+    # In another process: the tests' type checks would reject the placeholder engine
+    # from which `docs.pages` makes the server's application.
     done = run_python("-m", "docs.pages", folder)
     assert done.returncode == 0, done.stderr
     return folder

@@ -32,8 +32,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=prog,
         description="Answer the requests of a file in OpenAI's batch format with a "
-        "Gemma model, without a server. A line of the output has the response or the "
-        "error of the same line of the input. Without a model: the bundled pair.",
+        "Gemma model, without a server. The output has one line per request, in the "
+        "same order, with its response or error. The default model is the bundled "
+        "pair.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -256,8 +256,10 @@ class EngineArgs(_VllmFields):
             `speculative_config`, the rule by which drafts are accepted.
         ngram_prompt_lookup_max: Maximum length of a matching n-gram, in tokens.
         ngram_prompt_lookup_min: Minimum length of a matching n-gram, in tokens.
-        typical_acceptance_sampler_posterior_threshold: Of older vLLM; an error if set.
-        typical_acceptance_sampler_posterior_alpha: Of older vLLM; an error if set.
+        typical_acceptance_sampler_posterior_threshold: Argument of older vLLM;
+            setting it is an error.
+        typical_acceptance_sampler_posterior_alpha: Argument of older vLLM;
+            setting it is an error.
     """
 
     # None only until `__post_init__`.

@@ -76,7 +76,7 @@ class Corpora:
         """
         if not self.max_tokens:
             raise UnsupportedError(
-                "This engine has no corpora: start it with method 'suffix' and "
+                "This engine accepts no corpora: start it with method 'suffix' and "
                 f"{LIMIT}=N in speculative_config.",
                 parameter="corpus_id",
                 value=corpus_id,
@@ -110,7 +110,7 @@ class Corpora:
         cache_salt: Any,
         vocab_size: int,
     ) -> "Corpora":
-        """Return these corpora and another one.
+        """Return a copy with one more corpus.
 
         Args:
             token_chunks: List of the token ids of each text; empty texts are left out.
@@ -155,7 +155,7 @@ class Corpora:
         return Corpora(max_tokens=self.max_tokens, by_id=by_id)
 
     def removed(self, corpus_id: Any) -> "Corpora":
-        """Return these corpora without one of them.
+        """Return a copy without one corpus.
 
         Raises:
             RequestError: There is no such corpus.

@@ -553,7 +553,7 @@ class LLMEngine:
     ) -> int:
         """Add texts that suffix drafts may copy; return their number of tokens.
 
-        They change the speed of texts, and nothing else. Requests continue meanwhile.
+        Corpora change speed only, never texts. Running requests are not interrupted.
 
         Args:
             corpus_id: Name of the corpus.

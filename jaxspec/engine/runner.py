@@ -133,7 +133,7 @@ class Runner:
     def corpora_table(
         self, texts: Sequence[tuple[tuple[int, int], np.ndarray]]
     ) -> np.ndarray:
-        """Make the table for `set_corpora`, which takes a second for a million tokens.
+        """Make the table for `set_corpora`: about a second per million tokens.
 
         Args:
             texts: The salt (`salt_words`) and the token ids of each text.

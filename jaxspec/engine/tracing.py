@@ -134,7 +134,7 @@ class RequestTracer:
 
 
 def _parameters(request: Request) -> dict[str, Any]:
-    """Return sampling parameters and token counts; zeros are left out, as in vLLM."""
+    """Return token counts, and sampling parameters that are not zero, as in vLLM."""
     params = request.params
     named = {
         "gen_ai.request.top_p": params.top_p,

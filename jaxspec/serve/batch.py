@@ -1,6 +1,6 @@
-"""Owns the answers to OpenAI's batch files, from the server's application, offline.
+"""Answers OpenAI's batch files with the server's application, in this process.
 
-A line of the input names an endpoint and has the body of a request. A line of the
+Each line of the input has an endpoint and the body of a request. Each line of the
 output has the response, or the error, under the same `custom_id`.
 """
 
@@ -105,7 +105,7 @@ def _request(line: str, number: int) -> BatchRequest:
 
 def _wrong_line(number: int, reason: str) -> ConfigError:
     return ConfigError(
-        f"Line {number} of --input-file is not a request of a batch: {reason}. A line "
+        f"Line {number} of --input-file is not a batch request: {reason}. A line "
         'is {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", '
         '"body": {...}}, with a custom_id that no other line has.',
         parameter="input_file",
@@ -211,7 +211,7 @@ async def answer(
         EngineDeadError: The engine has died.
     """
     config = engine.engine.config
-    # As in vLLM: twice the batch, so that a place in it is never empty.
+    # As in vLLM: twice the engine's batch size, so that the batch stays full.
     places = asyncio.Semaphore(2 * config.max_num_seqs * config.data_parallel_size)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     num_errors = 0

@@ -116,7 +116,7 @@ def make(
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return greedy and seeded requests with several K, the last of three texts."""
+    """Return greedy and seeded requests with several K; one seeded one has n=3."""
     prompts = pair.prompts(NUM_PROMPTS, longest=70)
     params = []
     for number in range(len(prompts)):

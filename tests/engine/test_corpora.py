@@ -76,6 +76,6 @@ def test_number_of_corpora_is_limited(monkeypatch: pytest.MonkeyPatch):
     assert added(corpora.removed("a"), "c", [2]).num_tokens == {"b": 1, "c": 1}
 
 
-def test_engine_without_room_says_how_to_get_it():
+def test_rejects_corpora_if_the_limit_is_zero():
     with pytest.raises(UnsupportedError, match="suffix_decoding_max_corpus_tokens=N"):
         added(Corpora(max_tokens=0), "a", [2])

@@ -55,7 +55,7 @@ def test_without_a_compiler_xla_is_used_with_a_warning(tmp_path, environment, wa
 
 
 def test_instructions_in_use_are_logged():
-    """They are the best that the machine has."""
+    """The log names AVX or AMX exactly if the processor has AVX2."""
     code = CODE.replace("basicConfig()", "basicConfig(level=logging.INFO)")
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -46,9 +46,10 @@ class DecodeSelector:
     def can_wait(self, *, may_draft: bool, has_draft_model: bool) -> bool:
         """Return whether lagging rows wait for a draft prefill instead of decoding.
 
-        Only with a constant K: otherwise, which rounds have drafts would depend on the
-        launches of other requests. No row waits while the draft prefill program is
-        being compiled, which takes seconds: requests decode without drafts.
+        Rows wait only if K is constant. With a variable K, waiting would make the
+        rounds that have drafts depend on other requests' launches. While the draft
+        prefill program is being compiled, which takes seconds, no row waits: requests
+        decode without drafts.
 
         Args:
             may_draft: Rounds may have drafts now.

@@ -19,7 +19,7 @@ unit serves either kind, no memory is divided in advance, and no page is ever co
 (The local layers at the end of a network, which no global layer follows, have arrays of
 one page per unit.)
 
-`page_releases` says when a local page is freed, and why that is safe.
+`page_releases` describes when a local page is freed, and why that is safe.
 
 A prefix is found if the cache has all its global pages, and the local pages of the
 window before its end; otherwise the longest shorter prefix that has both.

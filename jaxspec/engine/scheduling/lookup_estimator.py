@@ -94,7 +94,7 @@ class TextIndex:
         first, key = len(self.tokens), self._key
         self.tokens += new
         start = max(first - key + 1, 0)
-        # `END` wraps around, with the lower 32 bits that `append` hashes.
+        # `END` is negative. The cast keeps its lower 32 bits, which `append` hashes.
         known = np.array(self.tokens[start:], np.int64).astype(np.uint64)
         count = len(known) - key + 1
         word = np.zeros(count, np.uint64)

@@ -87,7 +87,7 @@ class RoundEstimator:
             self._lookups.finish(request)
 
     def set_corpora(self, corpora: Mapping[str | None, TextIndex]) -> None:
-        """Let the lookup estimator search other corpora, by cache salt."""
+        """Replace the corpora that lookup estimates search, by cache salt."""
         if self._lookups is not None:
             self._lookups.corpora = corpora
 

@@ -111,7 +111,7 @@ class Scheduler:
         return is_configured and not self.policy.is_stopped
 
     def set_corpora(self, corpora: Mapping[str | None, TextIndex]) -> None:
-        """Search other corpora, by cache salt, to estimate the use of drafts."""
+        """Replace the corpora that acceptance estimates search, by cache salt."""
         self._estimator.set_corpora(corpora)
 
     def add(self, request: Request) -> None:

@@ -67,9 +67,10 @@ def answer_cache_forms(num_requests: int, sharding: jax.sharding.Sharding) -> An
 def fill_table(
     num_buckets: int, texts: Sequence[tuple[tuple[int, int], np.ndarray]]
 ) -> Int[np.ndarray, "bucket slot word"]:
-    """Make a table with every place of some texts, on the host.
+    """Make a table of all positions of the texts, on the host.
 
-    Unlike rounds, the host chooses the slots: a bucket keeps the last entries that fit.
+    If a bucket is full, its last `SLOTS` entries in the order of the texts are kept.
+    `store_answers` instead chooses the slot of an entry by a hash.
 
     Args:
         texts: The salt and the token ids of each text.

@@ -47,8 +47,8 @@ class Suffix(Lookup):
         shortest: Smallest number of tokens of a match.
         min_share: Smallest share of the counted matches, in parts of `WHOLE`, that must
             agree with a draft and those before it.
-        num_corpus_tokens: Maximum number of tokens of corpora, whose table is then the
-            state; 0 without corpora.
+        num_corpus_tokens: Maximum number of tokens of all corpora; 0 without corpora.
+            If positive, the state has a table of them.
     """
 
     limits: tuple[int, ...]

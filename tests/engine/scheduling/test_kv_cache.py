@@ -227,7 +227,7 @@ def test_salts_do_not_share_pages(windows):
 
 
 def test_texts_of_one_request_share_local_pages():
-    """With n > 1 and without prefix caching, as with it among all requests."""
+    """With n > 1, texts share pages even if prefix caching is off."""
     config = make_config(
         window=8, num_local=2, num_pages=200, enable_prefix_caching=False
     )
