@@ -230,7 +230,7 @@ class Eagle3Method(_LayerMethod):
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        return eagle3.logits(self.config, params, hidden)
+        return eagle3.logits(self.config, params, hidden, head)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """The config of a head, read from its config.json, and the target it is for."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, no_type_check
 
@@ -100,6 +101,21 @@ class HeadConfig(ABC):
     def to_file(self) -> dict[str, Any]:
         """Return vLLM's `config.json` of such a head, without the target's name."""
 
+    def without_pads(self, target: ModelConfig, pad_rows: int) -> "HeadConfig":
+        """Leave out rows after the target's vocabulary.
+
+        Files of heads count them if the files of the target do: multimodal Gemma 3 has
+        64 rows after its vocabulary, for images and padding.
+
+        Args:
+            pad_rows: Maximum number of such rows (`Layout.pad_rows`).
+        """
+        vocab_size = target.vocab_size
+        if not 0 < self.vocab_size - vocab_size <= pad_rows:
+            return self
+        draft_vocab_size = self.draft_vocab_size if self.is_trimmed else vocab_size
+        return replace(self, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size)
+
     def check_target(self, target: ModelConfig, name: str = "the target") -> None:
         """Reject a target that the head was not trained for.
 
@@ -127,10 +143,11 @@ class HeadConfig(ABC):
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig(HeadConfig):
-    """A head that is a Llama decoder layer, with its own keys and values.
+    """A head that is a Llama or Qwen3 decoder layer, with its own keys and values.
 
     Attributes:
         has_embedding: Whether it has its own token embeddings; else the target's.
+        has_qk_norm: Whether queries and keys are normalized, as in Qwen3.
     """
 
     has_pages: ClassVar[bool] = True
@@ -143,6 +160,7 @@ class LayerConfig(HeadConfig):
     rms_norm_eps: float
     rope_theta: float
     has_embedding: bool = False
+    has_qk_norm: bool = False
     max_position_embeddings: int = 8192
 
     def __post_init__(self):
@@ -150,6 +168,7 @@ class LayerConfig(HeadConfig):
         for name in _LAYER_SIZES.values():
             check_integer(ConfigError, name, getattr(self, name), low=1)
         check_flag(ConfigError, "has_embedding", self.has_embedding)
+        check_flag(ConfigError, "has_qk_norm", self.has_qk_norm)
         check_number(ConfigError, "rms_norm_eps", self.rms_norm_eps, low=0)
         check_number(ConfigError, "rope_theta", self.rope_theta, low=0, open_low=True)
         if self.num_q_heads % self.num_kv_heads:
@@ -175,8 +194,10 @@ class LayerConfig(HeadConfig):
         """Return the layer's sizes under the names of HuggingFace's Llama config."""
         layer = {theirs: getattr(self, ours) for theirs, ours in _LAYER_SIZES.items()}
         return layer | dict(
-            model_type="llama",
-            architectures=["LlamaForCausalLM"],
+            model_type=_QWEN3 if self.has_qk_norm else _LLAMA,
+            architectures=[
+                "Qwen3ForCausalLM" if self.has_qk_norm else "LlamaForCausalLM"
+            ],
             num_key_value_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             vocab_size=self.vocab_size,
@@ -192,14 +213,24 @@ class LayerConfig(HeadConfig):
 
 
 def _layer_from_file(
-    config: Mapping[str, Any], names: Collection[str]
+    config: Mapping[str, Any], names: Collection[str], *model_types: str
 ) -> tuple[dict[str, Any], bool]:
-    """Read a `config.json`'s layer, and whether the library speculators wrote it."""
+    """Read a `config.json`'s layer, and whether the library speculators wrote it.
+
+    Args:
+        model_types: The supported kinds of layers, as `model_type` names them.
+    """
     layer = config.get("transformer_layer_config", config)
     if not isinstance(layer, Mapping):
         allowed = "an object"
         raise wrong_argument(ConfigError, "transformer_layer_config", allowed, layer)
+    is_speculators = layer is not config
+    model_type = layer.get("model_type") or _LLAMA
+    if model_type not in model_types:
+        allowed = " or ".join(map(repr, model_types))
+        raise wrong_argument(UnsupportedError, "model_type", allowed, model_type)
     _refuse_variants(config, layer)
+    layer = _DEFAULT_SIZES[model_type] | dict(layer)
     _require(layer, *_LAYER_SIZES, "vocab_size")
     values = {ours: layer[theirs] for theirs, ours in _LAYER_SIZES.items()}
     kv_heads = layer.get("num_key_value_heads") or layer["num_attention_heads"]
@@ -209,11 +240,12 @@ def _layer_from_file(
         head_dim=layer.get("head_dim") or width,
         vocab_size=layer["vocab_size"],
         has_embedding="embed_tokens.weight" in names,
+        has_qk_norm=model_type == _QWEN3,
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope_theta=_rope_theta(layer),
         max_position_embeddings=layer.get("max_position_embeddings") or 8192,
     )
-    return values, layer is not config
+    return values, is_speculators
 
 
 @no_type_check
@@ -250,7 +282,7 @@ class EagleConfig(LayerConfig):
         cls, config: Mapping[str, Any], names: Collection[str]
     ) -> "EagleConfig":
         """See `HeadConfig.from_file`."""
-        values, _ = _layer_from_file(config, names)
+        values, _ = _layer_from_file(config, names, _LLAMA)
         return cls(
             **values,
             draft_vocab_size=values["vocab_size"],
@@ -272,17 +304,19 @@ class Eagle3Config(LayerConfig):
         target_layers: Numbers of target layers after which the residual stream is read;
             None if the file leaves it to the target's size.
         norm_before_residual: Whether the residual is the normalized hidden state.
+        has_lm_head: Whether it has an output matrix of its own; else the target's.
     """
 
     kind: ClassVar[str] = EAGLE3
 
     target_layers: tuple[int, ...] | None = None
     norm_before_residual: bool = False
+    has_lm_head: bool = True
 
     def __post_init__(self):
         super().__post_init__()
-        name = "norm_before_residual"
-        check_flag(ConfigError, name, self.norm_before_residual)
+        for name in ("norm_before_residual", "has_lm_head"):
+            check_flag(ConfigError, name, getattr(self, name))
         if self.target_layers is not None and (
             len(self.target_layers) != NUM_TARGET_LAYERS
             or any(type(layer) is not int or layer < 0 for layer in self.target_layers)
@@ -297,7 +331,7 @@ class Eagle3Config(LayerConfig):
         cls, config: Mapping[str, Any], names: Collection[str]
     ) -> "Eagle3Config":
         """See `HeadConfig.from_file`."""
-        values, is_speculators = _layer_from_file(config, names)
+        values, is_speculators = _layer_from_file(config, names, _LLAMA, _QWEN3)
         nested = config.get("eagle_config") or {}
         if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
             raise UnsupportedError(
@@ -307,9 +341,10 @@ class Eagle3Config(LayerConfig):
                 parameter="use_aux_hidden_state",
                 value=False,
             )
+        draft_vocab_size = config.get("draft_vocab_size") or values["vocab_size"]
         return cls(
             **values,
-            draft_vocab_size=config.get("draft_vocab_size") or values["vocab_size"],
+            draft_vocab_size=draft_vocab_size,
             target_hidden_size=config.get("target_hidden_size")
             or values["hidden_size"],
             target_layers=_target_layers(config),
@@ -318,6 +353,8 @@ class Eagle3Config(LayerConfig):
             norm_before_residual=bool(
                 config.get("norm_before_residual", is_speculators)
             ),
+            has_lm_head="lm_head.weight" in names
+            or draft_vocab_size != values["vocab_size"],
         )
 
     def to_file(self) -> dict[str, Any]:
@@ -359,11 +396,30 @@ _LAYER_SIZES = {
     "intermediate_size": "intermediate_size",
     "num_attention_heads": "num_q_heads",
 }
+# Kinds of layers, as `model_type` names them, and their sizes in transformers if a file
+# leaves them out: transformers writes only values that differ from these.
+_LLAMA, _QWEN3 = "llama", "qwen3"
+_DEFAULT_SIZES = {
+    _LLAMA: dict(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_attention_heads=32,
+        vocab_size=32000,
+    ),
+    _QWEN3: dict(
+        hidden_size=4096,
+        intermediate_size=22016,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=128,
+        vocab_size=151936,
+    ),
+}
 # Keys that change what the network computes, and the one supported value of each.
 _FIXED = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",
-    "model_type": "llama",
+    "partial_rotary_factor": 1.0,
     "attention_bias": False,
     "mlp_bias": False,
     "norm_before_fc": False,
@@ -388,7 +444,10 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 def _target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Read layer numbers as vLLM counts them: 1 means after the first layer.
 
-    SpecForge numbers the layers from 0, so its numbers are one less.
+    The numbers are `hidden_states[n]` of HuggingFace's models, and `streams[n]` of our
+    networks; 0 is the embedding. The library speculators writes these numbers, at the
+    top level. SpecForge and SafeAILab write `eagle_config`, which numbers the layers
+    whose outputs are read from 0: its 1 is our 2. SGLang adds one, too.
     """
     own = config.get(_LAYER_IDS)
     if own is not None:
@@ -534,7 +593,7 @@ def read_dummy(folder: str | Path) -> HeadConfig:
         kind, config = read_head_config(folder)
     except CheckpointError as error:
         raise ConfigError(str(error), parameter="model", value=str(folder)) from error
-    return CONFIGS[kind].from_file(config, ())
+    return _config_from_file(kind, config, ())
 
 
 def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
@@ -550,9 +609,21 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
         if files.kind == MEDUSA and files.config.get("original_lm_head"):
             _drop_copies(tensors)
         with named_in(f"config.json of {folder}"):
-            return CONFIGS[files.kind].from_file(files.config, tensors), tensors
+            return _config_from_file(files.kind, files.config, tensors), tensors
     except CheckpointError as error:
         raise ConfigError(str(error), parameter="model", value=str(folder)) from error
+
+
+def _config_from_file(
+    kind: str, config: Mapping[str, Any], names: Collection[str]
+) -> HeadConfig:
+    version = config.get("speculators_version")
+    if version is not None and not re.match(r"0\.[1-9](\.|$)", str(version)):
+        hint = "Later versions may change the network that a file describes."
+        raise wrong_argument(
+            UnsupportedError, "speculators_version", "'0.1' to '0.9'", version, hint
+        )
+    return CONFIGS[kind].from_file(config, names)
 
 
 def _drop_copies(tensors: dict[str, Tensor]) -> None:

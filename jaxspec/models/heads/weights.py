@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.errors import ConfigError
+from jaxspec.models.families import family_of
 from jaxspec.models.heads.config import (
     HeadConfig,
     LayerConfig,
@@ -75,6 +76,7 @@ def load_head(
         NotImplementedError: A variant that the network does not compute.
     """
     config, tensors = read_head(folder)
+    config, tensors = _without_pads(config, target, tensors)
     config.check_target(target, target_name)
     specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
     try:
@@ -85,6 +87,21 @@ def load_head(
     except CheckpointError as error:
         message = f"{folder}: {error}"
         raise ConfigError(message, parameter="model", value=str(folder)) from error
+
+
+def _without_pads(
+    config: HeadConfig, target: ModelConfig, tensors: dict[str, Tensor]
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """Leave out rows after the target's vocabulary: see `HeadConfig.without_pads`."""
+    cut = config.without_pads(target, family_of(target).layout.pad_rows)
+    if cut == config:
+        return config, tensors
+    return cut, {
+        name: tensor.head(cut.vocab_size)
+        if tensor.shape[0] == config.vocab_size
+        else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _make_head(

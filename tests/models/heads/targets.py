@@ -75,7 +75,7 @@ def eagle3_pass(config, params, batch, tokens, target, hidden, pages):
     embedded = eagle3.embed(params, tokens, target)
     given = batch, embedded, hidden, pages, Backend()
     hidden, pages = eagle3.forward(config, params, *given)
-    logits = eagle3.logits(config, params, hidden)
+    logits = eagle3.logits(config, params, hidden, target)
     return hidden, pages, to_target_vocab(params, logits, theirs.VOCAB)
 
 

@@ -53,19 +53,27 @@ def layer_shapes(layer: str, width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def eagle3_tensors(layer: str = "layers.0.") -> dict[str, torch.Tensor]:
+def eagle3_tensors(
+    layer: str = "layers.0.", *, has_qk_norm: bool = False, pad_rows: int = 0
+) -> dict[str, torch.Tensor]:
     """Return tensors of an EAGLE-3 head with names that begin with `layer`.
 
     In files of SafeAILab and SpecForge, `layer` is `midlayer.`.
+
+    Args:
+        pad_rows: Rows after the target's vocabulary, which the files count.
     """
     shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), **layer_shapes(layer, 2 * HIDDEN)}
     for name in (layer + "hidden_norm", layer + "input_layernorm", "norm"):
         shapes[f"{name}.weight"] = (HIDDEN,)
+    if has_qk_norm:
+        for name in ("q_norm", "k_norm"):
+            shapes[f"{layer}self_attn.{name}.weight"] = (HEAD_DIM,)
     tensors = random_tensors(shapes | {"lm_head.weight": (DRAFT_VOCAB, HIDDEN)})
     generator = torch.Generator().manual_seed(1)
     kept = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
     tensors["d2t"] = kept - torch.arange(DRAFT_VOCAB)
-    tensors["t2d"] = torch.isin(torch.arange(VOCAB), kept)
+    tensors["t2d"] = torch.isin(torch.arange(VOCAB + pad_rows), kept)
     return tensors
 
 
@@ -109,6 +117,32 @@ def specforge_config(**changes: Any) -> dict[str, Any]:
         eagle_config=dict(
             eagle_aux_hidden_state_layer_ids=[1, 2, 4], use_aux_hidden_state=True
         ),
+    )
+    return content | changes
+
+
+def gemma3_config(**changes: Any) -> dict[str, Any]:
+    """Return a config with the keys of SpecForge's files for Gemma 3.
+
+    These count the image token (1B) or all rows (27B) after Gemma's vocabulary.
+    """
+    content = specforge_config(
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.02,
+        max_position_embeddings=32768,
+        rope_scaling=None,
+        sliding_window=512,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        transformers_version="4.50.0",
+        use_cache=True,
+        use_sliding_window=False,
+        target_model_type="gemma3_text",
+        eagle_config=dict(eagle_aux_hidden_state_layer_ids=[0, 2, 4]),
     )
     return content | changes
 
@@ -200,6 +234,9 @@ def attention(own: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         (rows @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, HEAD_DIM)
         for name in "qkv"
     )
+    if "self_attn.q_norm.weight" in own:
+        query = rms_norm(query, own["self_attn.q_norm.weight"])
+        key = rms_norm(key, own["self_attn.k_norm.weight"])
     query, key = rotated(query, positions), rotated(key, positions)
     group = Q_HEADS // KV_HEADS
     key, value = (part.repeat_interleave(group, 1) for part in (key, value))
