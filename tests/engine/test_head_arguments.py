@@ -18,7 +18,12 @@ from jaxspec.engine.runner import build_mesh
 from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError, UnsupportedError
-from jaxspec.models.heads.config import Eagle3Config, EagleConfig, MedusaConfig
+from jaxspec.models.heads.config import (
+    DFlashConfig,
+    Eagle3Config,
+    EagleConfig,
+    MedusaConfig,
+)
 from jaxspec.models.heads.weights import save_head
 from tests.support import heads
 from tests.support.model_configs import TINY, write_model
@@ -38,10 +43,18 @@ LAYER: dict[str, Any] = dict(
     rope_theta=10000.0,
 )
 EAGLE3: dict[str, Any] = dict(draft_vocab_size=96, target_layers=(1, 2, 3))
+DFLASH: dict[str, Any] = dict(
+    target_layers=(1, 3),
+    block_size=5,
+    mask_token_id=3,
+    windows=(None, 8),
+    has_qk_norm=True,
+)
 CONFIGS: dict[str, Any] = {
     "eagle": EagleConfig(**SIZES | LAYER),
     "eagle3": Eagle3Config(**SIZES | LAYER | EAGLE3),
     "medusa": MedusaConfig(**SIZES, num_heads=3),
+    "dflash": DFlashConfig(**SIZES | LAYER | DFLASH),
 }
 
 

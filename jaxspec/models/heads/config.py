@@ -19,6 +19,7 @@ from jaxspec.errors import (
 )
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import (
+    DFLASH,
     EAGLE,
     EAGLE3,
     MEDUSA,
@@ -43,8 +44,8 @@ class HeadConfig(ABC):
     """
 
     kind: ClassVar[str]
-    # Whether the head has keys and values of its own, in KV pages.
-    has_pages: ClassVar[bool] = False
+    # Whether the head's keys and values at a position depend on the token after it.
+    reads_next_token: ClassVar[bool] = False
 
     target_hidden_size: int
     vocab_size: int
@@ -150,7 +151,7 @@ class LayerConfig(HeadConfig):
         has_qk_norm: Whether queries and keys are normalized, as in Qwen3.
     """
 
-    has_pages: ClassVar[bool] = True
+    reads_next_token: ClassVar[bool] = True
 
     hidden_size: int
     intermediate_size: int
@@ -212,13 +213,30 @@ class LayerConfig(HeadConfig):
         )
 
 
+def _check_shared_head(config: Any) -> None:
+    """Reject a head that uses the target's output matrix, but has another width."""
+    if config.has_lm_head or config.hidden_size == config.target_hidden_size:
+        return
+    raise ConfigError(
+        f"This {config.kind} head has no lm_head.weight, so it uses the target's "
+        f"output matrix: hidden_size must be {config.target_hidden_size}, got "
+        f"{config.hidden_size}.",
+        parameter="hidden_size",
+        value=config.hidden_size,
+    )
+
+
 def _layer_from_file(
-    config: Mapping[str, Any], names: Collection[str], *model_types: str
+    config: Mapping[str, Any],
+    names: Collection[str],
+    *model_types: str,
+    num_layers: int | None = 1,
 ) -> tuple[dict[str, Any], bool]:
     """Read a `config.json`'s layer, and whether the library speculators wrote it.
 
     Args:
         model_types: The supported kinds of layers, as `model_type` names them.
+        num_layers: The supported number of layers; None for any.
     """
     layer = config.get("transformer_layer_config", config)
     if not isinstance(layer, Mapping):
@@ -229,7 +247,8 @@ def _layer_from_file(
     if model_type not in model_types:
         allowed = " or ".join(map(repr, model_types))
         raise wrong_argument(UnsupportedError, "model_type", allowed, model_type)
-    _refuse_variants(config, layer)
+    fixed = _FIXED if num_layers is None else _FIXED | {"num_hidden_layers": num_layers}
+    _refuse_variants(fixed, layer, config)
     layer = _DEFAULT_SIZES[model_type] | dict(layer)
     _require(layer, *_LAYER_SIZES, "vocab_size")
     values = {ours: layer[theirs] for theirs, ours in _LAYER_SIZES.items()}
@@ -317,6 +336,14 @@ class Eagle3Config(LayerConfig):
         super().__post_init__()
         for name in ("norm_before_residual", "has_lm_head"):
             check_flag(ConfigError, name, getattr(self, name))
+        if self.is_trimmed and not self.has_lm_head:
+            raise ConfigError(
+                f"This eagle3 head has draft_vocab_size={self.draft_vocab_size}, so it "
+                "needs an lm_head of its own, but has none.",
+                parameter="draft_vocab_size",
+                value=self.draft_vocab_size,
+            )
+        _check_shared_head(self)
         if self.target_layers is not None and (
             len(self.target_layers) != NUM_TARGET_LAYERS
             or any(type(layer) is not int or layer < 0 for layer in self.target_layers)
@@ -416,8 +443,7 @@ _DEFAULT_SIZES = {
     ),
 }
 # Keys that change what the network computes, and the one supported value of each.
-_FIXED = {
-    "num_hidden_layers": 1,
+_FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
     "attention_bias": False,
@@ -468,9 +494,10 @@ def _as_layers(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _refuse_variants(config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
-    for name, computed in _FIXED.items():
-        value = layer.get(name, config.get(name, computed))
+def _refuse_variants(fixed: Mapping[str, Any], *places: Mapping[str, Any]) -> None:
+    """Reject other values than the supported ones, wherever a file has them."""
+    for name, computed in fixed.items():
+        value = next((place[name] for place in places if name in place), computed)
         if value not in (computed, None):
             hint = "This is the only value that the head's network supports."
             raise wrong_argument(UnsupportedError, name, repr(computed), value, hint)
@@ -575,8 +602,216 @@ class MedusaConfig(HeadConfig):
         )
 
 
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(LayerConfig):
+    """Layers that fill in a block of mask tokens, over the target's hidden states.
+
+    Attributes:
+        target_layers: Numbers of target layers after which the residual stream is read.
+        block_size: Tokens of a block: the newest token, and one mask for each draft.
+        mask_token_id: Token in the place of each draft.
+        windows: For each layer, None if it sees the whole block and all tokens before
+            it; or the tokens that a token sees, its own and earlier ones.
+        num_target_layers: Number of the target's layers; None if the file has none.
+        has_lm_head: Whether it has an output matrix of its own; else the target's.
+        embedding_scale: Multiplies rows of the embedding.
+        logit_soft_cap: With cap c, logits become `c * tanh(logit / c)`; None for none.
+    """
+
+    kind: ClassVar[str] = DFLASH
+    reads_next_token: ClassVar[bool] = False
+
+    target_layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    windows: tuple[int | None, ...]
+    num_target_layers: int | None = None
+    has_lm_head: bool = False
+    embedding_scale: float = 1.0
+    logit_soft_cap: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_integer(ConfigError, "block_size", self.block_size, low=2)
+        most = self.vocab_size - 1
+        check_integer(ConfigError, _MASK, self.mask_token_id, low=0, high=most)
+        check_number(ConfigError, "embedding_scale", self.embedding_scale, low=0)
+        if self.logit_soft_cap is not None:
+            name = "final_logit_softcapping"
+            check_number(ConfigError, name, self.logit_soft_cap, low=0, open_low=True)
+        if self.is_trimmed and not self.has_lm_head:
+            raise ConfigError(
+                f"This dflash head has draft_vocab_size={self.draft_vocab_size}, so it "
+                "needs an lm_head of its own, but has none.",
+                parameter="draft_vocab_size",
+                value=self.draft_vocab_size,
+            )
+        _check_shared_head(self)
+        if not self.target_layers or min(self.target_layers) < 0:
+            allowed = "numbers of layers"
+            found = list(self.target_layers)
+            raise wrong_argument(ConfigError, "target_layer_ids", allowed, found)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of the drafter's layers."""
+        return len(self.windows)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """All tokens of a block but the first, which is known."""
+        return self.block_size - 1
+
+    def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
+        """See `HeadConfig.kv_bytes_per_token`."""
+        return self.num_layers * super().kv_bytes_per_token(dtype_bytes, scale_bytes)
+
+    @classmethod
+    def from_file(
+        cls, config: Mapping[str, Any], names: Collection[str]
+    ) -> "DFlashConfig":
+        """Read a file of z-lab and SpecForge, or of the library speculators.
+
+        The former two have some of the keys in `dflash_config`.
+        """
+        values, _ = _layer_from_file(config, names, _LLAMA, _QWEN3, num_layers=None)
+        layer = config.get("transformer_layer_config", config)
+        own = config.get("dflash_config") or {}
+        if not isinstance(own, Mapping):
+            raise wrong_argument(ConfigError, "dflash_config", "an object", own)
+        windows, fixed = _windows(layer), dict(_FIXED_DFLASH)
+        if not any(windows):
+            del fixed["sliding_window_non_causal"]
+        _refuse_variants(fixed, own, config, layer)
+        found = {**layer, **config, **own}
+        if found.get(_MASK) is None:
+            hint = "The drafter reads this token in the place of each draft."
+            place = f"{_MASK}, or dflash_config.{_MASK},"
+            allowed = "the id of a token"
+            raise wrong_argument(
+                ConfigError, _MASK, allowed, None, hint, described_as=place
+            )
+        draft_vocab_size = found.get("draft_vocab_size") or values["vocab_size"]
+        return cls(
+            **values | dict(has_qk_norm=True),
+            draft_vocab_size=draft_vocab_size,
+            target_hidden_size=found.get("target_hidden_size") or values["hidden_size"],
+            target_layers=_dflash_target_layers(config, own),
+            block_size=found.get("block_size"),
+            mask_token_id=found[_MASK],
+            windows=windows,
+            num_target_layers=found.get("num_target_layers"),
+            has_lm_head="lm_head.weight" in names
+            or draft_vocab_size != values["vocab_size"],
+            embedding_scale=float(found.get("input_embedding_scale") or 1.0),
+            logit_soft_cap=found.get("final_logit_softcapping") or None,
+        )
+
+    def to_file(self) -> dict[str, Any]:
+        types = ["sliding_attention" if one else "full_attention" for one in self.windows]
+        layer = self.layer_to_file() | dict(
+            num_hidden_layers=self.num_layers,
+            layer_types=types,
+            sliding_window=next(filter(None, self.windows), None),
+        )
+        return dict(
+            architectures=["DFlashDraftModel"],
+            speculators_model_type=DFLASH,
+            transformer_layer_config=layer,
+            draft_vocab_size=self.draft_vocab_size,
+            target_hidden_size=self.target_hidden_size,
+            aux_hidden_state_layer_ids=list(self.target_layers),
+            num_target_layers=self.num_target_layers,
+            block_size=self.block_size,
+            mask_token_id=self.mask_token_id,
+            sliding_window_non_causal=False,
+            dflash_config=dict(
+                input_embedding_scale=self.embedding_scale,
+                final_logit_softcapping=self.logit_soft_cap,
+            ),
+        )
+
+    def check_target(self, target: ModelConfig, name: str = "the target") -> None:
+        """See `HeadConfig.check_target`."""
+        super().check_target(target, name)
+        if self.num_target_layers not in (None, target.num_layers):
+            raise ConfigError(
+                f"This dflash head is for another target: it has num_target_layers="
+                f"{self.num_target_layers}, and {name} has {target.num_layers} layers.",
+                parameter="num_target_layers",
+                value=self.num_target_layers,
+            )
+        if max(self.target_layers) > target.num_layers:
+            raise ConfigError(
+                "This dflash head is for another target: it reads hidden states after "
+                f"layers {list(self.target_layers)} (counted from 1), and {name} has "
+                f"{target.num_layers} layers.",
+                parameter="target_layer_ids",
+                value=list(self.target_layers),
+            )
+
+
+_MASK = "mask_token_id"
+# Keys of DFlash and its variants, and the one supported value of each.
+_FIXED_DFLASH: dict[str, Any] = {
+    "projector_type": "dflash",
+    "shift_label": False,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "use_aux_hidden_state": True,
+    "attention_mode": "gqa",
+    "attention_sink_bias": False,
+    "output_multiplier": 1.0,
+    "use_swa": False,
+    "is_neox_style": True,
+    # Layers with a sliding window see only earlier tokens of the block, others all.
+    "causal": None,
+    "is_causal": None,
+}
+
+
+def _dflash_target_layers(
+    config: Mapping[str, Any], own: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Read layer numbers as vLLM counts them: see `_target_layers`.
+
+    The library speculators writes these numbers. z-lab and SpecForge number the layers
+    whose outputs are read from 0, so theirs are one less.
+    """
+    name, shift = "aux_hidden_state_layer_ids", 0
+    layers = config.get(name)
+    if layers is None:
+        name, shift = "target_layer_ids", 1
+        layers = own.get(name, config.get(name))
+    is_list = isinstance(layers, list | tuple) and len(layers) > 0
+    if not is_list or any(type(one) is not int or one < 0 for one in layers):
+        hint = "They are the target's layers whose hidden states the drafter reads."
+        allowed = "a list of layer numbers"
+        raise wrong_argument(ConfigError, name, allowed, layers, hint)
+    return tuple(layer + shift for layer in layers)
+
+
+def _windows(layer: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return `DFlashConfig.windows` of a file."""
+    _require(layer, "num_hidden_layers")
+    count = layer["num_hidden_layers"]
+    types = layer.get("layer_types") or ["full_attention"] * count
+    known = "full_attention", "sliding_attention"
+    if len(types) != count or any(one not in known for one in types):
+        allowed = f"a list of num_hidden_layers={count} of {' or '.join(map(repr, known))}"
+        raise wrong_argument(ConfigError, "layer_types", allowed, types)
+    if known[1] not in types:
+        return (None,) * count
+    window = check_integer(
+        ConfigError, "sliding_window", layer.get("sliding_window"), low=1
+    )
+    return tuple(window if one == known[1] else None for one in types)
+
+
 CONFIGS: dict[str, type[HeadConfig]] = {
-    config.kind: config for config in (EagleConfig, Eagle3Config, MedusaConfig)
+    config.kind: config
+    for config in (EagleConfig, Eagle3Config, MedusaConfig, DFlashConfig)
 }
 
 

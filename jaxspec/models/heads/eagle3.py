@@ -31,7 +31,7 @@ from jaxspec.models.layers import (
     rope_tables,
 )
 from jaxspec.models.matrices import Matrix
-from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import SILU, Norm
 
@@ -61,16 +61,20 @@ def param_specs(config: Eagle3Config) -> Specs:
     return specs
 
 
-def layer_specs(config: LayerConfig, width: int) -> Specs:
-    """Declare a decoder layer, and its token embedding if it has one.
+def layer_specs(
+    config: LayerConfig, width: int, *, path: ParamPath = ("layer",), number: int = 0
+) -> Specs:
+    """Declare a decoder layer, and the head's token embedding if it has one.
 
     Args:
         width: Width of the rows that attention reads.
+        path: The layer's place in the tree.
+        number: The layer's number in the file.
     """
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
-    attention, mlp = ("layer", "attention"), ("layer", "feed_forward")
-    at = "layers.0."
+    attention, mlp = (*path, "attention"), (*path, "feed_forward")
+    at = f"layers.{number}."
     q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
     gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
     blocks = 2 * gate_block(hidden)
@@ -88,7 +92,7 @@ def layer_specs(config: LayerConfig, width: int) -> Specs:
             2 * hidden, model, ("hidden", "model"), gate, up, unit=blocks
         ),
         (*mlp, "down_proj"): matrix_spec(model, hidden, ("model", "hidden"), down),
-        ("layer", "post_attention_norm"): ParamSpec(
+        (*path, "post_attention_norm"): ParamSpec(
             shape=(model,),
             axes=("model",),
             tensors=(f"{at}post_attention_layernorm.weight",),
@@ -97,7 +101,7 @@ def layer_specs(config: LayerConfig, width: int) -> Specs:
     if config.has_qk_norm:
         for name in ("q_norm", "k_norm"):
             tensors = (f"{at}self_attn.{name}.weight",)
-            specs["layer", name] = ParamSpec(
+            specs[*path, name] = ParamSpec(
                 shape=(head,), axes=(None,), tensors=tensors
             )
     if config.has_embedding:

@@ -35,11 +35,13 @@ from jaxspec.models.weights import (
 )
 from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, put
 from jaxspec_checkpoints import CheckpointError, Tensor
-from jaxspec_checkpoints.heads import EAGLE3, write_head
+from jaxspec_checkpoints.heads import DFLASH, EAGLE3, write_head
 
 # Tensors that map the head's token ids to the target's: as offsets from the head's ids,
 # or as the ids themselves.
 _OFFSETS, _IDS = "d2t", "token_map"
+# Kinds of heads that are written as the library speculators does.
+_SPECULATORS = (EAGLE3, DFLASH)
 
 
 def functions_of_head(config: HeadConfig) -> Any:
@@ -124,7 +126,7 @@ def _read_token_ids(
     config: HeadConfig, tensors: dict[str, Tensor]
 ) -> np.ndarray | None:
     """Remove the table of a trimmed vocabulary from the tensors and return its ids."""
-    name = _OFFSETS if config.kind == EAGLE3 else _IDS
+    name = _OFFSETS if config.kind in _SPECULATORS else _IDS
     table = tensors.pop(name, None)
     if not config.is_trimmed:
         return None
@@ -301,16 +303,17 @@ def save_head(
         name: values.astype(dtype) for name, values in tensors_of(specs, params).items()
     }
     content = config.to_file()
-    if config.kind == EAGLE3:
+    if config.kind in _SPECULATORS:
+        count = config.max_draft_tokens or 3
         content["speculators_config"] = dict(
-            algorithm=EAGLE3,
+            algorithm=config.kind,
             default_proposal_method="greedy",
-            proposal_methods=[dict(proposal_type="greedy", speculative_tokens=3)],
+            proposal_methods=[dict(proposal_type="greedy", speculative_tokens=count)],
             verifier=dict(name_or_path=target_name, architectures=[architecture]),
         )
     if config.is_trimmed:
         ids = np.asarray(params[TOKEN_IDS]).astype(np.int64)
-        if config.kind == EAGLE3:
+        if config.kind in _SPECULATORS:
             arrays[_OFFSETS] = ids - np.arange(len(ids))
             arrays["t2d"] = np.isin(np.arange(config.vocab_size), ids)
         else:

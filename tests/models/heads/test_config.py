@@ -98,6 +98,11 @@ def test_default_layers_of_a_head(num_layers, layers):
             for layers in ([1, 2], "all")
         ),
         (
+            dict(draft_vocab_size=50, target_hidden_size=32),
+            ConfigError,
+            "no embed_tokens.weight.* must be 32",
+        ),
+        (
             dict(target_hidden_size=32),
             ConfigError,
             "no embed_tokens.weight.* must be 32",

@@ -1,5 +1,6 @@
 """A head's tensors are read completely, on any mesh, and written unchanged."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -71,6 +72,17 @@ def test_tensor_names_survive_a_round_trip(folder, tmp_path):
     assert first.keys() == again.keys()
     for name, values in first.items():
         np.testing.assert_array_equal(again[name], values, err_msg=name, strict=True)
+
+
+def test_width_need_not_be_a_multiple_of_head_dim(tmp_path):
+    """Gemma 3 270M has a width of 640, and heads of 256."""
+    config = replace(HEADS["eagle3"], head_dim=16)
+    params = init_head(config, seed=1, mesh=make_mesh(1), token_ids=np.arange(20))
+    save_head(tmp_path / "head", config, params, dtype=FLOAT32, **NAMES)
+    _, found = load(tmp_path / "head")
+    for name in ("q_proj", "kv_proj", "o_proj"):
+        ours, again = (one["layer"]["attention"][name] for one in (params, found))
+        np.testing.assert_array_equal(again.values, ours.values)
 
 
 def test_a_head_is_split_over_devices(folder):

@@ -266,6 +266,130 @@ def eagle3_logits(
     return whole
 
 
+# DFlash
+
+# The window of the last layer, which sees only earlier rows of the block.
+BLOCK, MASK, WINDOW = 5, 7, 6
+
+
+def dflash_tensors(*, has_lm_head: bool = False) -> dict[str, torch.Tensor]:
+    """Return tensors of a drafter of two layers over three of the target's."""
+    shapes: dict[str, Any] = {"fc.weight": (HIDDEN, 3 * HIDDEN)}
+    for number in range(2):
+        layer = f"layers.{number}."
+        shapes |= layer_shapes(layer, HIDDEN)
+        shapes[layer + "input_layernorm.weight"] = (HIDDEN,)
+        for name in ("q_norm", "k_norm"):
+            shapes[f"{layer}self_attn.{name}.weight"] = (HEAD_DIM,)
+    shapes |= {"hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    if not has_lm_head:
+        return random_tensors(shapes)
+    head = eagle3_tensors()
+    kept = {name: head[name] for name in ("d2t", "t2d", "lm_head.weight")}
+    return random_tensors(shapes) | kept
+
+
+def zlab_config(**changes: Any) -> dict[str, Any]:
+    """Return a config with the keys of z-lab's and SpecForge's files.
+
+    They count layers from 0.
+    """
+    content = layer_config() | dict(
+        architectures=["DFlashDraftModel"],
+        auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+        attention_bias=False,
+        block_size=BLOCK,
+        dflash_config=dict(mask_token_id=MASK, target_layer_ids=[1, 2, 4]),
+        dtype="bfloat16",
+        layer_types=["full_attention", "sliding_attention"],
+        max_position_embeddings=40960,
+        max_window_layers=2,
+        model_type="qwen3",
+        num_hidden_layers=2,
+        num_target_layers=LAYERS,
+        rope_scaling=None,
+        sliding_window=WINDOW,
+        tie_word_embeddings=False,
+        use_sliding_window=True,
+    )
+    return content | changes
+
+
+def dflash_speculators_config(**changes: Any) -> dict[str, Any]:
+    layer = layer_config() | dict(
+        model_type="qwen3",
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=WINDOW,
+    )
+    content: dict[str, Any] = dict(
+        architectures=["DFlashDraftModel"],
+        speculators_model_type="dflash",
+        speculators_version="0.9.0",
+        transformer_layer_config=layer,
+        draft_vocab_size=DRAFT_VOCAB,
+        block_size=BLOCK,
+        aux_hidden_state_layer_ids=[2, 3, 5],
+        mask_token_id=MASK,
+        sliding_window_non_causal=False,
+        target_hidden_size=None,
+        projector_type="dflash",
+        shift_label=False,
+        speculators_config=dict(
+            algorithm="dflash",
+            proposal_methods=[dict(speculative_tokens=BLOCK - 1)],
+        ),
+    )
+    return content | changes
+
+
+def dflash_rows(
+    tensors: dict[str, torch.Tensor],
+    context: torch.Tensor,
+    embedded: torch.Tensor,
+    windows: tuple[int | None, ...] = (None, WINDOW),
+) -> torch.Tensor:
+    """Return the normalized outputs of a block, after a whole text.
+
+    Args:
+        context: The target's hidden states of several layers, joined: [token, model].
+        embedded: The block's tokens.
+    """
+    fused = rms_norm(context @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    stream, start = embedded, len(context)
+    positions = torch.arange(start + len(embedded))
+    own_positions = positions[start:]
+    distance = own_positions[:, None] - positions
+    for number, window in enumerate(windows):
+        layer = f"layers.{number}."
+        own = {
+            name.removeprefix(layer): value
+            for name, value in tensors.items()
+            if name.startswith(layer)
+        }
+        normed = rms_norm(stream, own["input_layernorm.weight"])
+        both = torch.cat([fused, normed])
+
+        def heads(rows: torch.Tensor, name: str) -> torch.Tensor:
+            found = rows @ own[f"self_attn.{name}_proj.weight"].T
+            return found.view(len(rows), -1, HEAD_DIM)
+
+        query = rms_norm(heads(normed, "q"), own["self_attn.q_norm.weight"])
+        key = rms_norm(heads(both, "k"), own["self_attn.k_norm.weight"])
+        query, key = rotated(query, own_positions), rotated(key, positions)
+        key, value = (
+            part.repeat_interleave(query.shape[1] // part.shape[1], 1)
+            for part in (key, heads(both, "v"))
+        )
+        scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD_DIM**0.5
+        if window is not None:
+            is_seen = (distance >= 0) & (distance < window)
+            scores = scores.masked_fill(~is_seen, -math.inf)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+        stream = after_attention(own, stream, mixed)
+    return rms_norm(stream, tensors["norm.weight"])
+
+
 # Medusa
 
 

@@ -1,0 +1,176 @@
+"""The DFlash drafter equals a torch drafter that reads the same files."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxspec.errors import ConfigError, UnsupportedError
+from jaxspec.models.backend import Backend
+from jaxspec.models.heads import dflash
+from jaxspec.models.heads.config import DFlashConfig, read_head
+from jaxspec.models.matrices import DenseMatrix
+from jaxspec.models.trimmed import LOWEST, to_target_vocab
+from tests.models.heads import torch_heads as theirs
+from tests.models.heads.targets import (
+    EMBEDDING,
+    PAGE_SIZE,
+    RANDOM,
+    load,
+    rows_at,
+    target_config,
+)
+
+NUM_PAGES = 8
+
+
+@partial(jax.jit, static_argnums=0)
+def context_pass(config, params, batch, streams, pages):
+    where = batch.positions, batch.slot_mapping
+    return dflash.write_context(config, params, streams, *where, pages, Backend())
+
+
+@partial(jax.jit, static_argnums=0)
+def block_pass(config, params, batch, tokens, target, pages):
+    embedded = dflash.embed(config, params, tokens, target)
+    hidden, pages = dflash.forward(config, params, batch, embedded, pages, Backend())
+    logits = dflash.logits(config, params, hidden, target)
+    return to_target_vocab(params, logits, theirs.VOCAB), pages
+
+
+@pytest.mark.parametrize("form", ["z-lab", "speculators"])
+def test_blocks_equal_torch(tmp_path, form):
+    """Files of z-lab use the target's matrices, those of speculators trim its head.
+
+    Blocks of several lengths follow each other, as in rounds of a sequence: each
+    overwrites the block before it, and only the last one is read.
+    """
+    RANDOM.manual_seed(2)
+    content, tensors = theirs.zlab_config(), theirs.dflash_tensors()
+    own_embedding, scale = EMBEDDING, 3.0
+    if form == "z-lab":
+        content["dflash_config"] |= dict(
+            input_embedding_scale=scale, final_logit_softcapping=2.0
+        )
+    else:
+        content, scale = theirs.dflash_speculators_config(), 1.0
+        tensors = theirs.dflash_tensors(has_lm_head=True)
+        own_embedding = EMBEDDING.flip(0).contiguous()
+        tensors["embed_tokens.weight"] = own_embedding
+    theirs.write(tmp_path, content, tensors)
+    config, params = load(tmp_path)
+    assert isinstance(config, DFlashConfig)
+    assert config.target_layers == (2, 3, 5)
+    assert config.windows == (None, theirs.WINDOW)
+    assert config.max_draft_tokens == theirs.BLOCK - 1
+    target = DenseMatrix(jnp.asarray(EMBEDDING.numpy()))
+    shape = NUM_PAGES, PAGE_SIZE, 2 * theirs.KV_HEADS, theirs.HEAD_DIM
+    pages = (jnp.full(shape, jnp.nan),) * 2
+    streams = torch.randn(3, 12, theirs.HIDDEN, generator=RANDOM)
+    known = 0
+    for num_new, num_drafts in ((7, 4), (1, 4), (3, 2)):
+        some = [jnp.asarray(one[known : known + num_new].numpy()) for one in streams]
+        batch = rows_at(known, num_new)
+        pages = context_pass(config, params, batch, some, pages)
+        known += num_new
+        tokens = torch.full((theirs.BLOCK,), theirs.MASK)
+        tokens[0] = known
+        batch = rows_at(known, theirs.BLOCK)
+        # Masks past the wanted drafts have no slots.
+        slots = batch.slot_mapping.at[num_drafts + 1 :].set(NUM_PAGES * PAGE_SIZE)
+        batch = replace(batch, slot_mapping=slots)
+        given = jnp.asarray(tokens.numpy(), jnp.int32)
+        found, pages = block_pass(config, params, batch, given, target, pages)
+        tokens = tokens[: num_drafts + 1]
+        context = torch.cat(list(streams[:, :known]), -1)
+        wanted = theirs.dflash_rows(tensors, context, scale * own_embedding[tokens])
+        if form == "z-lab":
+            wanted = 2 * torch.tanh(wanted @ EMBEDDING.T / 2)
+        else:
+            whole = torch.full((len(wanted), theirs.VOCAB), -torch.inf)
+            ids = torch.arange(theirs.DRAFT_VOCAB) + tensors["d2t"]
+            whole[:, ids] = wanted @ tensors["lm_head.weight"].T
+            wanted = whole
+        said = np.where(found == LOWEST, -np.inf, found)[: num_drafts + 1]
+        np.testing.assert_allclose(said, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        (
+            dict(dflash_config=dict(target_layer_ids=[1])),
+            ConfigError,
+            "mask_token_id, or dflash_config.mask_token_id, must be the id of a token",
+        ),
+        (
+            dict(dflash_config=dict(target_layer_ids=[1], mask_token_id=50)),
+            ConfigError,
+            "mask_token_id must be an integer from 0 to 49, got 50",
+        ),
+        (
+            dict(dflash_config=dict(mask_token_id=1)),
+            ConfigError,
+            "target_layer_ids must be a list of layer numbers, got None",
+        ),
+        (dict(block_size=1), ConfigError, "block_size must be an integer"),
+        (dict(layer_types=["full_attention"]), ConfigError, "layer_types must be"),
+        (dict(sliding_window=None), ConfigError, "sliding_window must be an integer"),
+        (dict(attention_bias=True), UnsupportedError, "attention_bias must be False"),
+        (
+            dict(sliding_window_non_causal=True),
+            UnsupportedError,
+            "sliding_window_non_causal must be False",
+        ),
+        (
+            dict(projector_type="domino"),
+            UnsupportedError,
+            "projector_type must be 'dflash', got 'domino'",
+        ),
+        (
+            dict(num_target_layers=18),
+            ConfigError,
+            "another target: it has num_target_layers=18, and the target has 6 layers",
+        ),
+        (
+            dict(
+                num_target_layers=None,
+                dflash_config=dict(target_layer_ids=[1, 9], mask_token_id=1),
+            ),
+            ConfigError,
+            r"after layers \[2, 10\] \(counted from 1\), and the target has 6 layers",
+        ),
+        (dict(hidden_size=32), ConfigError, "target_hidden_size=32, and the target"),
+        (dict(vocab_size=64), ConfigError, "has vocab_size=64, and the target has 50"),
+        (dict(draft_vocab_size=20), ConfigError, "no tensor 'd2t'"),
+        (
+            dict(architectures=["DFlash2DraftModel"]),
+            ConfigError,
+            "a head of kind 'dflash2'",
+        ),
+        (
+            dict(architectures=["Qwen3DSparkModel"]),
+            ConfigError,
+            "a head of kind 'dspark'",
+        ),
+    ],
+)
+def test_wrong_files_are_named(tmp_path, changes, error, named):
+    theirs.write(tmp_path, theirs.zlab_config(**changes), theirs.dflash_tensors())
+    with pytest.raises(error, match=named):
+        load(tmp_path)
+
+
+def test_full_attention_needs_no_window(tmp_path):
+    changes = dict(
+        layer_types=None, sliding_window=None, sliding_window_non_causal=True
+    )
+    theirs.write(tmp_path, theirs.zlab_config(**changes), theirs.dflash_tensors())
+    config, _ = read_head(tmp_path)
+    assert isinstance(config, DFlashConfig)
+    assert config.windows == (None, None)
+    config.check_target(target_config())
