@@ -182,9 +182,7 @@ def write_keys_and_values(
     key_value = params["kv_proj"].multiply(inputs)
     key_value = key_value.reshape(inputs.shape[0], -1, 2, head_dim)
     key = rotate(normalise(k_norm, key_value[:, :, 0]), tables)
-    return backend.write(
-        kv_pages, key, key_value[:, :, 1], slot_mapping, num_q_heads
-    )
+    return backend.write(kv_pages, key, key_value[:, :, 1], slot_mapping, num_q_heads)
 
 
 def attention_block(

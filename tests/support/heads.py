@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.models.heads import dflash
 from jaxspec.models.heads.config import (
     DFlashConfig,
     Eagle3Config,
@@ -26,7 +27,6 @@ from jaxspec.models.heads.config import (
     HeadConfig,
     MedusaConfig,
 )
-from jaxspec.models.heads import dflash
 from jaxspec.models.heads.weights import random_head
 from jaxspec.models.trimmed import TOKEN_IDS
 from jaxspec.models.weights import tensors_of
@@ -233,7 +233,7 @@ def _replay_blocks(
     target: Target,
     rounds: list[tuple[list[int], list[int]]],
 ) -> list[np.ndarray]:
-    """Return `replay` of DFlash, whose drafts depend only on the text before a round."""
+    """Return `replay` of DFlash; drafts depend only on the text before a round."""
     tensors = {
         name: torch.tensor(np.asarray(values))
         for name, values in tensors_of(dflash.param_specs(config), params).items()

@@ -709,7 +709,9 @@ class DFlashConfig(LayerConfig):
         )
 
     def to_file(self) -> dict[str, Any]:
-        types = ["sliding_attention" if one else "full_attention" for one in self.windows]
+        types = [
+            "sliding_attention" if one else "full_attention" for one in self.windows
+        ]
         layer = self.layer_to_file() | dict(
             num_hidden_layers=self.num_layers,
             layer_types=types,
@@ -755,7 +757,7 @@ class DFlashConfig(LayerConfig):
 _MASK = "mask_token_id"
 # Keys of DFlash and its variants, and the one supported value of each.
 _FIXED_DFLASH: dict[str, Any] = {
-    "projector_type": "dflash",
+    "projector_type": DFLASH,
     "shift_label": False,
     "sample_from_anchor": False,
     "sliding_window_non_causal": False,
@@ -799,7 +801,9 @@ def _windows(layer: Mapping[str, Any]) -> tuple[int | None, ...]:
     types = layer.get("layer_types") or ["full_attention"] * count
     known = "full_attention", "sliding_attention"
     if len(types) != count or any(one not in known for one in types):
-        allowed = f"a list of num_hidden_layers={count} of {' or '.join(map(repr, known))}"
+        allowed = (
+            f"a list of num_hidden_layers={count} of {' or '.join(map(repr, known))}"
+        )
         raise wrong_argument(ConfigError, "layer_types", allowed, types)
     if known[1] not in types:
         return (None,) * count

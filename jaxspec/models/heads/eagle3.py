@@ -101,9 +101,7 @@ def layer_specs(
     if config.has_qk_norm:
         for name in ("q_norm", "k_norm"):
             tensors = (f"{at}self_attn.{name}.weight",)
-            specs[*path, name] = ParamSpec(
-                shape=(head,), axes=(None,), tensors=tensors
-            )
+            specs[*path, name] = ParamSpec(shape=(head,), axes=(None,), tensors=tensors)
     if config.has_embedding:
         specs["embedding",] = matrix_spec(
             config.vocab_size, model, ("vocab", "model"), "embed_tokens"

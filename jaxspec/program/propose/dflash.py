@@ -5,8 +5,8 @@ the same positions, in pages with the target's ids. A round's pass over a block 
 keys and values from the newest token on; `observe` replaces those of accepted tokens,
 and the next block overwrites the others. There is no draft lag.
 
-No draft depends on the drafts before it, as with PARD: a tree of any shape costs no more
-than a chain, and the distribution of each draft is known.
+No draft depends on the drafts before it, as with PARD: a tree of any shape costs no
+more than a chain, and the distribution of each draft is known.
 """
 
 from dataclasses import dataclass
@@ -139,7 +139,11 @@ class DFlash(Head):
         return outputs[:count], state
 
     def observe(
-        self, params: Params | None, state: KvPools, context: ProposerContext, seen: Seen
+        self,
+        params: Params | None,
+        state: KvPools,
+        context: ProposerContext,
+        seen: Seen,
     ) -> KvPools:
         """Write keys and values of the accepted tokens and the prompts."""
         assert params is not None, "a head without parameters"
@@ -153,7 +157,9 @@ class DFlash(Head):
             is_kept,
             pool,
         )
-        streams = [_flat(zero_broken(one, seen.nodes[-1])[:, :width]) for one in seen.nodes]
+        streams = [
+            _flat(zero_broken(one, seen.nodes[-1])[:, :width]) for one in seen.nodes
+        ]
         positions, slots = batch.positions, batch.slot_mapping
         if seen.tiles is not None:
             assert context.prompts is not None

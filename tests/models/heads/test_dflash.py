@@ -145,7 +145,7 @@ def test_blocks_equal_torch(tmp_path, form):
             r"after layers \[2, 10\] \(counted from 1\), and the target has 6 layers",
         ),
         (dict(hidden_size=32), ConfigError, "target_hidden_size=32, and the target"),
-        (dict(vocab_size=64), ConfigError, "has vocab_size=64, and the target has 50"),
+        (dict(vocab_size=500), ConfigError, "vocab_size=500, and the target has 50"),
         (dict(draft_vocab_size=20), ConfigError, "no tensor 'd2t'"),
         (
             dict(architectures=["DFlash2DraftModel"]),

@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_passes_of_eagle3_equal_torch(
 
 @pytest.mark.parametrize(("pad_rows", "is_trimmed"), [(1, True), (64, False)])
 def test_specforge_head_reads_hidden_states_of_gemma3(tmp_path, pad_rows, is_trimmed):
-    """Files for the 1B trim the vocabulary; for the 27B they use the target's matrix."""
+    """Files for the 1B trim the vocabulary, those for 27B use the target's matrix."""
     model = make_gemma3(
         vocab_size=theirs.VOCAB, hidden_size=theirs.HIDDEN, num_hidden_layers=6
     )
@@ -137,8 +138,13 @@ def test_specforge_head_reads_hidden_states_of_gemma3(tmp_path, pad_rows, is_tri
     with torch.no_grad():
         states = model.model(tokens[None], output_hidden_states=True).hidden_states
     wanted = torch.cat([states[layer][0] for layer in layers], -1)
-    output, _ = build_network(target, load_ours(model)).forward(
-        sequence_batch(tokens.numpy(), [5, 2]), init_kv_pages(target, 8, 4, jnp.float32)
+    network = jax.jit(
+        lambda params, *given: build_network(target, params).forward(*given)[0].streams
+    )
+    streams = network(
+        load_ours(model),
+        sequence_batch(tokens.numpy(), [5, 2]),
+        init_kv_pages(target, 8, 4, jnp.float32),
     )
 
     def logits_of(wanted: torch.Tensor) -> torch.Tensor:
@@ -148,7 +154,7 @@ def test_specforge_head_reads_hidden_states_of_gemma3(tmp_path, pad_rows, is_tri
 
     check_passes(
         partial(eagle3_pass, config, params),
-        eagle3.fuse(config, params, [output.streams[layer] for layer in layers]),
+        eagle3.fuse(config, params, [streams[layer] for layer in layers]),
         wanted @ tensors["fc.weight"].T,
         EMBEDDING,
         partial(

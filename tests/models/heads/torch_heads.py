@@ -227,13 +227,18 @@ def eagle3_rows(
     return after_attention(own, residual, attention(own, both))
 
 
+def projected(
+    own: dict[str, torch.Tensor], name: str, rows: torch.Tensor
+) -> torch.Tensor:
+    """Return a layer's queries, keys or values: [token, head, head_dim]."""
+    found = rows @ own[f"self_attn.{name}_proj.weight"].T
+    return found.view(len(rows), -1, HEAD_DIM)
+
+
 def attention(own: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
     """Return the causal attention of a Llama layer."""
-    count, positions = len(rows), torch.arange(len(rows))
-    query, key, value = (
-        (rows @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, HEAD_DIM)
-        for name in "qkv"
-    )
+    positions = torch.arange(len(rows))
+    query, key, value = (projected(own, name, rows) for name in "qkv")
     if "self_attn.q_norm.weight" in own:
         query = rms_norm(query, own["self_attn.q_norm.weight"])
         key = rms_norm(key, own["self_attn.k_norm.weight"])
@@ -369,17 +374,14 @@ def dflash_rows(
         }
         normed = rms_norm(stream, own["input_layernorm.weight"])
         both = torch.cat([fused, normed])
-
-        def heads(rows: torch.Tensor, name: str) -> torch.Tensor:
-            found = rows @ own[f"self_attn.{name}_proj.weight"].T
-            return found.view(len(rows), -1, HEAD_DIM)
-
-        query = rms_norm(heads(normed, "q"), own["self_attn.q_norm.weight"])
-        key = rms_norm(heads(both, "k"), own["self_attn.k_norm.weight"])
+        query = projected(own, "q", normed)
+        key, value = projected(own, "k", both), projected(own, "v", both)
+        query = rms_norm(query, own["self_attn.q_norm.weight"])
+        key = rms_norm(key, own["self_attn.k_norm.weight"])
         query, key = rotated(query, own_positions), rotated(key, positions)
         key, value = (
             part.repeat_interleave(query.shape[1] // part.shape[1], 1)
-            for part in (key, heads(both, "v"))
+            for part in (key, value)
         )
         scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD_DIM**0.5
         if window is not None:
