@@ -50,9 +50,10 @@ TESTED_ELSEWHERE = {
     "tests/engine/test_llm_engine.py": ("engine/calibration",),
     "tests/engine/scheduling/test_scheduler.py": (
         *("engine/scheduling/admission", "engine/scheduling/stages"),
-        "engine/scheduling/draft_prefill",
+        *("engine/scheduling/decode_selection", "engine/scheduling/draft_prefill"),
     ),
     "tests/engine/scheduling/test_commit.py": ("engine/scheduling/launch",),
+    "tests/engine/scheduling/test_kv_cache.py": ("engine/scheduling/page_releases",),
     "tests/engine/scheduling/test_lookup_estimator.py": (
         "engine/scheduling/round_estimates",
     ),

@@ -413,6 +413,11 @@ class EngineMetrics:
 
         vLLM's metric has all fields of its `CacheConfig`. Fields of features that do
         not exist here (state-space models, shared keys, offloading) are left out.
+
+        As in vLLM, `num_gpu_blocks` is the number of blocks that the pool allocates.
+        If layers with a sliding window keep only their window, a block holds
+        `block_size` tokens of some layers only, so the tokens that fit are not
+        `num_gpu_blocks * block_size`, but `kv_cache_size_tokens`.
         """
         config, given_sizes = self._config, self._config.given
         share = given_sizes and given_sizes.gpu_memory_utilization

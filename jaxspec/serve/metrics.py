@@ -37,8 +37,14 @@ _FORMS: dict[type[metrics.Metric], Any] = {
 # Any other method is counted as `OTHER`: clients may invent any number of methods.
 _METHODS = frozenset(("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"))
 OTHER = "other"
-# Help texts of our own metrics; vLLM's are documented by vLLM.
+# Help texts of our own metrics; most of vLLM's are documented by vLLM.
 _HELP = {
+    **dict.fromkeys(
+        (f"{prefix}:cache_config_info" for prefix in metrics.PREFIXES),
+        "Sizes of the KV cache. If layers with a sliding window keep only their "
+        "window, each of num_gpu_blocks holds block_size tokens of some layers only, "
+        "and kv_cache_size_tokens is the number of tokens that fit",
+    ),
     "jaxspec:round_time_seconds": "Time from a launch, or from the end of the previous "
     "one, until its tokens are read",
     "jaxspec:round_time_predicted_seconds": "Predicted time of those "
@@ -83,7 +89,7 @@ _HELP = {
     "jaxspec:memory_limit_bytes": "Memory of a device available to the plan; 0 if the "
     "plan has no limit, as on a CPU",
     "jaxspec:memory_page_bytes": "Memory of one device for the keys and values of one "
-    "page, by model",
+    "of num_gpu_blocks (see cache_config_info), by model",
     "jaxspec:memory_draft_bytes": "Memory of one device for the draft model: weights, "
     "its share of the pages, and the additional temporary memory of programs",
     "jaxspec:memory_programs_found_bytes": "Memory of one device used by the programs "

@@ -48,6 +48,7 @@ def main() -> None:
         engine: Any = llm.llm_engine
         if given.get("warms_up"):
             llm.warm_up(64)
+        result["local_window"] = engine.config.local_window
         result["texts"] = generate(llm)
         for level in given.get("sleeps", []):
             engine.sleep(level)

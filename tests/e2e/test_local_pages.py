@@ -17,9 +17,9 @@ from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.conformance.proposers import LOOKUP, TREE
 from tests.support import pair
-from tests.support.engines import OneProgramRunner, generate, make_engine, tokens_of
+from tests.support.engines import OneProgramRunner, generate, make_engine
 
-NUM_DRAFT = 3
+NUM_DRAFT, NUM_PROMPTS = 3, 8
 # Sizes of models, proposers and pages.
 CASES: dict[str, dict[str, Any]] = {
     "gemma2": dict(family=pair.GEMMA2),
@@ -106,24 +106,25 @@ def make(
         free = tables.free_behind
 
         def free_behind(request: Any, first_local: int) -> None:
-            before = list(request.local_pages)
+            pages = request.local_pages[: first_local - request.first_local]
             free(request, first_local)
-            if not engine.config.enable_prefix_caching:
-                runner.freed += before[: len(before) - len(request.local_pages)]
+            # Texts of one request still find its pages.
+            runner.freed += filter(tables.pool.is_blank, pages)
 
         tables.free_behind = free_behind
     return engine
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return greedy and seeded requests with several K."""
-    prompts = pair.prompts(8, longest=70)
+    """Return greedy and seeded requests with several K, the last of three texts."""
+    prompts = pair.prompts(NUM_PROMPTS, longest=70)
     params = []
     for number in range(len(prompts)):
         params.append(
             SamplingParams(
                 temperature=0.0 if number % 2 else 1.0,
                 seed=number,
+                n=3 if number == NUM_PROMPTS - 2 else 1,
                 max_tokens=36,
                 ignore_eos=True,
                 logprobs=2,
@@ -144,10 +145,11 @@ def results_of(engine: LLMEngine) -> Any:
     logprobs = [
         sorted((token, one.logprob) for token, one in row.items())
         for output in outputs
-        for row in output.outputs[0].logprobs or []
+        for text in output.outputs
+        for row in text.logprobs or []
     ]
-    rates = engine.stats.acceptance_rate
-    return tokens_of(outputs), logprobs, rates
+    texts = [list(text.token_ids) for output in outputs for text in output.outputs]
+    return texts, logprobs, engine.stats.acceptance_rate
 
 
 @pytest.mark.parametrize(

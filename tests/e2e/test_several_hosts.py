@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 DEVICES_EACH = 2
 # The limit is long, because two processes share two cores with other tests.
 PATIENCE_S = 540
-DRAFTS = 3
+DRAFTS, WINDOW = 3, 16
 JAX_ENDS = "Terminating process because the JAX distributed service detected fatal err"
 
 
@@ -34,7 +34,7 @@ JAX_ENDS = "Terminating process because the JAX distributed service detected fat
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a target that is its own draft model, so that most drafts are accepted."""
     folder = tmp_path_factory.mktemp("hosts") / "target"
-    write_tiny(folder, family="2b", vocab_size=8192, sliding_window=16)
+    write_tiny(folder, family="2b", vocab_size=8192, sliding_window=WINDOW)
     return folder
 
 
@@ -162,6 +162,8 @@ def test_two_processes_give_the_texts_of_one_process(
         assert found[name] == expected[name], name
     assert found["texts"][:2] == found["after sleep 2"]
     assert found["num_accepted"] > 0
+    # The longest prompt has 58 tokens: its first local pages are freed.
+    assert found["local_window"] == WINDOW
     # Only the leader computes masks.
     assert found["num_questions"] > 0
     end = f"The leader ended normally after {found['num_launches']} launches"

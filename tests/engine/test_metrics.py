@@ -205,6 +205,24 @@ def test_load_is_reported():
     }
 
 
+def test_cache_info_counts_blocks_of_the_pool_with_windows():
+    """With five local layers per global one, tokens are not blocks times their size."""
+    config = make_config(
+        window=8, num_local=5, num_pages=100, given=GivenSizes(num_pages=100)
+    )
+    (info,) = (
+        one
+        for one in EngineMetrics(config, EngineStats()).read(Load())
+        if one.name == "vllm:cache_config_info"
+    )
+    assert info.labels["num_gpu_blocks"] == info.labels["num_gpu_blocks_override"]
+    # A sequence of 96 tokens has 24 global pages in 5 units, and local pages of its
+    # window and of two launches with 3 drafts: (8 + 8) / 4 + 2.
+    fitting = 100 * 96 // (5 + 6)
+    assert info.labels["kv_cache_size_tokens"] == str(fitting)
+    assert fitting > 100 * 4
+
+
 def test_requests_that_wait_for_a_program_are_counted_separately(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -21,11 +21,13 @@ import numpy as np
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.scheduling.admission import Admitter
 from jaxspec.engine.scheduling.commit import commit, settle
+from jaxspec.engine.scheduling.decode_selection import DecodeSelector
 from jaxspec.engine.scheduling.draft_prefill import DraftPrefill
 from jaxspec.engine.scheduling.kv_cache import PageTables
 from jaxspec.engine.scheduling.launch import Advance, Launch, LaunchBuilder
 from jaxspec.engine.scheduling.page_claims import PageClaimer
 from jaxspec.engine.scheduling.page_events import PageEvents
+from jaxspec.engine.scheduling.page_releases import PageReleaser
 from jaxspec.engine.scheduling.prefill_budget import REST, Pacer, PrefillPlanner
 from jaxspec.engine.scheduling.programs import Programs, Shapes
 from jaxspec.engine.scheduling.request import Request, Status
@@ -87,6 +89,8 @@ class Scheduler:
         self._draft_prefill = DraftPrefill(
             self.rows, self.tables, self.shapes, policy, *estimates
         )
+        self._selector = DecodeSelector(policy, self.rows, self.shapes)
+        self._releaser = PageReleaser(self.rows, self.tables)
         self._claimer = PageClaimer(
             self.rows, self.tables, self.shapes, self.pacer, self.waiting
         )
@@ -201,9 +205,12 @@ class Scheduler:
     def _update(self) -> Candidates:
         """Update held rows, local pages and K; return the rows that may decode."""
         self.masks.update(self.waiting)
+        has_model = self._has_draft_model
         if self.tables.has_local:
-            self._free_local_pages()
-        candidates = self._candidates()
+            self._releaser.free_local(self._prefilling, has_draft_model=has_model)
+        candidates = self._selector.candidates(
+            self._max_draft_tokens, has_draft_model=has_model
+        )
         rows, max_draft_counts = candidates.rows, candidates.max_draft_counts
         if self.policy.is_due(len(rows), candidates.max_draft_tokens):
             features = self.rows.features(rows)
@@ -215,29 +222,6 @@ class Scheduler:
             )
         return candidates
 
-    def _free_local_pages(self) -> None:
-        """Free the pages of local layers that no later launch reads."""
-        rows, tables = self.rows, self.tables
-        decoding = rows.decoding
-        oldest = rows.oldest_query(decoding, has_draft_model=self._has_draft_model)
-        first = tables.first_local_of(oldest)
-        is_behind = rows.first_local[decoding] < first
-        behind = decoding[is_behind].tolist(), first[is_behind].tolist()
-        ends = dict(zip(*behind, strict=True))
-        for request in self._prefilling:
-            position = request.num_prefilled
-            if self._has_draft_model and rows.max_draft_tokens[request.row]:
-                position = min(position, request.num_draft_cached)
-            ends[request.row] = tables.first_local(position)
-        for row, end in ends.items():
-            (request,) = rows.owners_of([row])
-            end = max(end, request.first_local)
-            # A later prompt may continue the text. Newer pages are registered later,
-            # when the draft model has read them too.
-            self._register_generated(request, end * tables.page_size)
-            tables.free_behind(request, end)
-            rows.first_local[row] = request.first_local
-
     def _frees_for(self, admissions: Admissions) -> bool:
         """Return whether running requests give up drafts for a waiting one.
 
@@ -247,97 +231,15 @@ class Scheduler:
         return admissions.lacks_pages and not is_drafting
 
     def _give_up_drafts(self) -> bool:
-        """Free the local pages that one request keeps for the draft model.
-
-        The request with most of them gets no more drafts.
-
-        Returns:
-            False if no request keeps any.
-        """
-        rows, tables = self.rows, self.tables
-        if not (tables.has_local and self._has_draft_model):
-            return False
-        first, decoding = rows.first_local.copy(), rows.decoding
-        oldest = rows.oldest_query(decoding, has_draft_model=False)
-        first[decoding] = tables.first_local_of(oldest)
-        for request in self._prefilling:
-            first[request.row] = tables.first_local(request.num_prefilled)
-        num_kept = first - rows.first_local
-        row = int(num_kept.argmax())
-        if num_kept[row] <= 0:
-            return False
-        rows.max_draft_tokens[row] = 0
-        self.stats.num_given_up += 1
-        self._free_local_pages()
-        return True
-
-    def _candidates(self) -> Candidates:
-        max_draft_tokens = 0 if self.policy.is_idle else self._max_draft_tokens
-        rows, max_draft_counts = self.rows.decodable(max_draft_tokens)
-        if max_draft_tokens:
-            max_draft_tokens = int(max_draft_counts.max(initial=0))
-        if not (max_draft_tokens and self._can_wait):
-            return Candidates(rows, max_draft_counts, max_draft_tokens)
-        is_lagging = self.rows.awaits_draft(rows)
-        if not np.count_nonzero(is_lagging):
-            return Candidates(rows, max_draft_counts, max_draft_tokens)
-        # All rows will decode together soon: request the program for that now.
-        features = self.rows.features(rows)
-        missing = self.shapes.select(len(rows), max_draft_tokens, 0, features).missing
-        rows, max_draft_counts = rows[~is_lagging], max_draft_counts[~is_lagging]
-        max_draft_tokens = int(max_draft_counts.max(initial=0))
-        return Candidates(rows, max_draft_counts, max_draft_tokens, missing)
-
-    @property
-    def _can_wait(self) -> bool:
-        """Whether lagging rows wait for a draft prefill instead of decoding.
-
-        Only with a constant K: otherwise, which rounds have drafts would depend on the
-        launches of other requests. No row waits while the draft prefill program is
-        being compiled, which takes seconds: requests decode without drafts.
-        """
-        if not (self.policy.is_constant and self._has_draft_model):
-            return False
-        return self._may_draft and self.shapes.can_draft_prefill
+        """Free the local pages that one request keeps for the draft model, if any."""
+        return self._releaser.give_up_drafts(
+            self._prefilling, has_draft_model=self._has_draft_model
+        )
 
     def select_decode(self, candidates: Candidates) -> Decode:
         """Stage 1: the rows that decode, their drafts, and a compiled program."""
-        rows, draft_counts = candidates.rows, candidates.max_draft_counts
-        if not len(rows):
-            return Decode(rows, draft_counts, missing=(candidates.missing,))
-        choice, k = self.policy.next_choice, candidates.max_draft_tokens
-        can_draft = k > 0 and self.policy.is_drafting
-        if k > choice.num_draft_tokens:
-            k = choice.num_draft_tokens
-            draft_counts = np.minimum(draft_counts, k)
-        features = self.rows.features(rows)
-        # While no plain program is compiled, plain rounds run in a program with drafts:
-        # the one with side branches, as estimates take the time of K = 0 from there.
-        is_plain = self._has_draft_model and not k
-        has_side_branches = choice.has_side_branches or is_plain
-        shape, better = self.shapes.select(
-            len(rows), k, 0, features, has_side_branches=has_side_branches
-        )
-        missing = candidates.missing, better
-        if k and self._has_draft_model:
-            lags = self.rows.lags(rows)
-            if np.count_nonzero(lags):
-                draft_counts = np.where(lags, 0, draft_counts)
-                k = int(draft_counts.max())
-            if shape is not None and not k:
-                # All rows await the draft model, for a round or two. While the program
-                # with drafts is being compiled, the rows wait for it: a short text
-                # would end before anything was drafted.
-                shape, better = self.shapes.select(
-                    len(rows), 0, 0, features, may_request_on_demand=False
-                )
-                missing = *missing, better
-        if shape is None:
-            return Decode(
-                rows[:0], draft_counts[:0], lacks_drafts=can_draft, missing=missing
-            )
-        lacks_drafts = can_draft and not k
-        return Decode(rows, draft_counts, k, shape, features, lacks_drafts, missing)
+        has_model = self._has_draft_model
+        return self._selector.select(candidates, has_draft_model=has_model)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
         """Stage 2: the number of prompt tokens that the launch may include.
@@ -363,7 +265,9 @@ class Scheduler:
         # A held row waits for its mask anyway: prompts may be prefilled meanwhile.
         is_waiting = self.rows.is_streamed & ~self.rows.is_held
         rows = np.flatnonzero(self.rows.is_decoding & is_waiting)
-        if not self._can_wait:
+        if not self._selector.can_wait(
+            may_draft=self._may_draft, has_draft_model=self._has_draft_model
+        ):
             return len(rows) > 0
         return not bool(self.rows.awaits_draft(rows).all())
 
@@ -485,26 +389,11 @@ class Scheduler:
         self.waiting.add(request)
 
     def _leave(self, request: Request) -> None:
-        """Free row and pages; full pages go to the prefix cache.
-
-        A launch in flight may still write to them; the device runs launches in order,
-        so the next request that gets them writes later.
-        """
-        self._register_generated(request, request.num_tokens)
+        """Free row and pages; full pages go to the prefix cache."""
+        self._releaser.release(request, has_draft_model=self._has_draft_model)
         self._estimator.count_lookups()
         self.rows.release(request)
         self.running.remove(request)
-        self.tables.release(request)
-
-    def _register_generated(self, request: Request, num_tokens: int) -> None:
-        """Put full pages of a decoding request's first tokens into the prefix cache."""
-        if request.status is not Status.DECODE:
-            return
-        # The last token has no keys and values yet, in either model.
-        lag = int(self.rows.num_draft_uncached[request.row])
-        num_cached = request.num_tokens - lag if self._has_draft_model else None
-        num_complete = min(num_tokens, request.num_tokens - 1)
-        self.tables.register(request, num_complete, num_cached)
 
     def settle(self, launch: Launch, num_run: int) -> None:
         """Record the number of rounds that a launch ran, before `commit` of each."""

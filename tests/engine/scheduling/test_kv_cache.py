@@ -1,4 +1,7 @@
-"""Held and cached pages equal those of a simple model, alone and with the scheduler."""
+"""Held and cached pages equal those of a simple model, alone and with the scheduler.
+
+With the scheduler, this tests `page_releases` too.
+"""
 
 import numpy as np
 import pytest
@@ -197,20 +200,57 @@ def test_shared_prefix_is_prefilled_once(windows):
         (dict(enable_prefix_caching=False), dict(cache_group=7), 68),
     ],
 )
-def test_only_some_requests_read_the_prefix_cache(config, request_, cached):
-    config = make_config(num_pages=200, **config)
+@pytest.mark.parametrize("windows", WINDOWS[:2])
+def test_only_some_requests_read_the_prefix_cache(windows, config, request_, cached):
+    config = make_config(num_pages=200, **config, **windows)
     requests = make_requests(config, 2, **request_)
     run_traffic(config, requests)
     assert [request.num_cached_tokens for request in requests] == [0, cached]
 
 
-def test_salts_do_not_share_pages():
-    config = make_config(num_pages=200, max_num_seqs=1)
+@pytest.mark.parametrize("windows", WINDOWS[:2])
+def test_salts_do_not_share_pages(windows):
+    config = make_config(num_pages=200, max_num_seqs=1, **windows)
     requests = make_requests(config, 4)
     for request, salt in zip(requests, ("a", "b", "a", None), strict=True):
         request.cache_salt = salt
-    run_traffic(config, requests)
+    loop = run_traffic(config, requests)
     assert [request.num_cached_tokens for request in requests] == [0, 0, 68, 0]
+    pool, tables = loop.scheduler.pool, loop.scheduler.tables
+    found = list[int]()
+    for request in requests[1:]:
+        keys = tables.keys(request, 17)
+        found += map(pool.page_of, keys)
+        if windows:
+            found += [pool.page_of(local_key(key)) for key in keys]
+    assert len(set(found)) == len(found) == 3 * 17 * (2 if windows else 1)
+
+
+def test_texts_of_one_request_share_local_pages():
+    """With n > 1 and without prefix caching, as with it among all requests."""
+    config = make_config(
+        window=8, num_local=2, num_pages=200, enable_prefix_caching=False
+    )
+    requests = make_requests(config, 3, cache_group=7)
+    requests += make_requests(config, 1, cache_group=8)
+    loop = Loop(config, 0)
+    for request in requests[:3]:
+        loop.scheduler.add(request)
+    while len(loop.scheduler.running) < 3:
+        loop.step()
+    shared = {tuple(request.pages[:17]) for request in requests[:3]}
+    local = {
+        tuple(request.local_pages[15 - request.first_local :][:2])
+        for request in requests[:3]
+    }
+    # The query at position 68 sees 61 to 68: shared pages 15 and 16, and an own page.
+    assert len(shared) == len(local) == 1
+    assert len(min(local)) == 2
+    loop.run(requests[3:])
+    assert requests[3].num_cached_tokens == 0
+    for request in requests:
+        loop.assert_said_the_truth(request)
+    loop.assert_idle()
 
 
 @pytest.mark.parametrize("windows", WINDOWS[:2])

@@ -74,6 +74,7 @@ def test_subscriber_knows_all_findable_pages(num_draft_tokens: int, windows: Any
         other = random.integers(0, 9, 70 - 20 * number).tolist()
         request.prompt_token_ids = request.prompt_token_ids[: 20 * number] + other
     assert run(loop, events, subscriber, requests) > 0
+    assert (loop.num_freed > 0) == bool(windows)
     assert subscriber.keys
     assert loop.scheduler.reset_prefix_cache()
     taken = events.take()

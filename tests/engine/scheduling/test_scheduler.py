@@ -2,6 +2,7 @@
 
 `FakeDevice` fails if a plan reads a slot that holds something else, drafts without the
 draft model's keys and values, writes into another row's page, or prefills out of order.
+This tests the stages too: `admission`, `decode_selection`, `draft_prefill`.
 """
 
 import dataclasses
