@@ -684,7 +684,8 @@ class DFlashConfig(LayerConfig):
         if not any(windows):
             del fixed["sliding_window_non_causal"]
         _refuse_variants(fixed, own, config, layer)
-        found = {**layer, **config, **own}
+        found: dict[str, Any] = {**layer, **config, **own}
+        _require(found, "block_size")
         if found.get(_MASK) is None:
             hint = "The drafter reads this token in the place of each draft."
             place = f"{_MASK}, or dflash_config.{_MASK},"
@@ -698,7 +699,7 @@ class DFlashConfig(LayerConfig):
             draft_vocab_size=draft_vocab_size,
             target_hidden_size=found.get("target_hidden_size") or values["hidden_size"],
             target_layers=_dflash_target_layers(config, own),
-            block_size=found.get("block_size"),
+            block_size=found["block_size"],
             mask_token_id=found[_MASK],
             windows=windows,
             num_target_layers=found.get("num_target_layers"),

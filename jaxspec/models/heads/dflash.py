@@ -30,7 +30,7 @@ from jaxspec.models.layers import (
     write_keys_and_values,
 )
 from jaxspec.models.matrices import Matrix
-from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
 from jaxspec_kernels.bits import KvPools
 from jaxspec_kernels.decoder_blocks import SILU, Norm
 
@@ -40,7 +40,10 @@ def param_specs(config: DFlashConfig) -> Specs:
     model = config.hidden_size
     fused = len(config.target_layers) * config.target_hidden_size
     specs: Specs = {("fc",): matrix_spec(model, fused, ("model", "model"), "fc")}
-    vectors = {("hidden_norm",): "hidden_norm", ("norm",): "norm"}
+    vectors: dict[ParamPath, str] = {
+        ("hidden_norm",): "hidden_norm",
+        ("norm",): "norm",
+    }
     for number in range(config.num_layers):
         path = "layers", str(number)
         specs |= layer_specs(config, model, path=path, number=number)
