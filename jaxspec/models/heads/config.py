@@ -105,8 +105,8 @@ class HeadConfig(ABC):
     def without_pads(self, target: ModelConfig, pad_rows: int) -> "HeadConfig":
         """Leave out rows after the target's vocabulary.
 
-        Files of heads count them if the files of the target do: multimodal Gemma 3 has
-        64 rows after its vocabulary, for images and padding.
+        A head's `vocab_size` includes these rows if the target's file does: multimodal
+        Gemma 3 has 64 rows after its vocabulary, for images and padding.
 
         Args:
             pad_rows: Maximum number of such rows (`Layout.pad_rows`).
@@ -166,7 +166,7 @@ class LayerConfig(HeadConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in _LAYER_SIZES.values():
+        for name in (*_LAYER_SIZES.values(), "num_kv_heads", "head_dim"):
             check_integer(ConfigError, name, getattr(self, name), low=1)
         check_flag(ConfigError, "has_embedding", self.has_embedding)
         check_flag(ConfigError, "has_qk_norm", self.has_qk_norm)
@@ -249,8 +249,14 @@ def _layer_from_file(
         raise wrong_argument(UnsupportedError, "model_type", allowed, model_type)
     fixed = _FIXED if num_layers is None else _FIXED | {"num_hidden_layers": num_layers}
     _refuse_variants(fixed, layer, config)
-    layer = _DEFAULT_SIZES[model_type] | dict(layer)
+    if is_speculators:
+        layer = _DEFAULT_SIZES[model_type] | dict(layer)
     _require(layer, *_LAYER_SIZES, "vocab_size")
+    if num_layers is None:
+        has_window = any(_windows(layer))
+    else:
+        has_window = False
+        _layer_types(layer, num_layers, _FULL)
     values = {ours: layer[theirs] for theirs, ours in _LAYER_SIZES.items()}
     kv_heads = layer.get("num_key_value_heads") or layer["num_attention_heads"]
     width = layer["hidden_size"] // max(1, layer["num_attention_heads"])
@@ -260,8 +266,10 @@ def _layer_from_file(
         vocab_size=layer["vocab_size"],
         has_embedding="embed_tokens.weight" in names,
         has_qk_norm=model_type == _QWEN3,
-        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(layer),
+        rms_norm_eps=check_number(
+            ConfigError, "rms_norm_eps", layer.get("rms_norm_eps", 1e-6), low=0
+        ),
+        rope_theta=_rope_theta(layer, has_window),
         max_position_embeddings=layer.get("max_position_embeddings") or 8192,
     )
     return values, is_speculators
@@ -423,9 +431,11 @@ _LAYER_SIZES = {
     "intermediate_size": "intermediate_size",
     "num_attention_heads": "num_q_heads",
 }
-# Kinds of layers, as `model_type` names them, and their sizes in transformers if a file
-# leaves them out: transformers writes only values that differ from these.
+# Kinds of layers, as `model_type` names them, and their sizes in transformers. The
+# library speculators writes only values that differ from these.
 _LLAMA, _QWEN3 = "llama", "qwen3"
+# Types of layers, as `layer_types` names them.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULT_SIZES = {
     _LLAMA: dict(
         hidden_size=4096,
@@ -470,10 +480,12 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 def _target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Read layer numbers as vLLM counts them: 1 means after the first layer.
 
-    The numbers are `hidden_states[n]` of HuggingFace's models, and `streams[n]` of our
-    networks; 0 is the embedding. The library speculators writes these numbers, at the
-    top level. SpecForge and SafeAILab write `eagle_config`, which numbers the layers
-    whose outputs are read from 0: its 1 is our 2. SGLang adds one, too.
+    The numbers index `streams` of our networks, the residual streams; 0 is the
+    embedding. HuggingFace's `hidden_states` have the same values, except for the last
+    layer's: they are after the final norm, `streams` before it. The library speculators
+    writes these numbers, at the top level. SpecForge and SafeAILab write
+    `eagle_config`, which numbers the layers whose outputs are read from 0: its 1 is our
+    2. SGLang adds one, too.
     """
     own = config.get(_LAYER_IDS)
     if own is not None:
@@ -503,16 +515,48 @@ def _refuse_variants(fixed: Mapping[str, Any], *places: Mapping[str, Any]) -> No
             raise wrong_argument(UnsupportedError, name, repr(computed), value, hint)
 
 
-def _rope_theta(layer: Mapping[str, Any]) -> float:
-    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+def _rope_theta(layer: Mapping[str, Any], has_window: bool) -> float:
+    """Return the rotary base of all layers.
+
+    Args:
+        has_window: Whether a layer has a sliding window.
+    """
+    name = "rope_parameters" if layer.get("rope_parameters") else "rope_scaling"
+    rope = layer.get(name) or {}
     if not isinstance(rope, Mapping):
-        raise wrong_argument(ConfigError, "rope_parameters", "an object", rope)
+        raise wrong_argument(ConfigError, name, "an object", rope)
+    theta = layer.get("rope_theta")
+    if any(isinstance(one, Mapping) for one in rope.values()):
+        # One entry per layer type. The library speculators uses this one in all layers.
+        only = rope.get(_SLIDING)
+        if not has_window or not isinstance(only, Mapping):
+            allowed = f"one object for all layers, or have {_SLIDING!r} for a window"
+            raise wrong_argument(UnsupportedError, name, allowed, rope)
+        rope, theta = only, only.get("rope_theta", theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", None):
         hint = "Heads have no scaled positions."
         raise wrong_argument(UnsupportedError, "rope_type", "'default'", kind, hint)
-    theta = layer.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    _refuse_variants({"partial_rotary_factor": 1.0}, rope)
+    theta = theta or rope.get("rope_theta") or 10000.0
     return check_number(ConfigError, "rope_theta", theta, low=0, open_low=True)
+
+
+def _layer_types(layer: Mapping[str, Any], count: int, *known: str) -> list[str]:
+    """Return the type of each of `count` layers; all are in `known`."""
+    types, hint = layer.get("layer_types"), ""
+    has_window = layer.get("use_sliding_window") and layer.get("sliding_window")
+    if types is None and has_window:
+        hint = "use_sliding_window is true, so the file must name the layers' types."
+    elif types is None:
+        return [_FULL] * count
+    allowed = f"a list of num_hidden_layers={count} of {' or '.join(map(repr, known))}"
+    is_list = isinstance(types, list | tuple)
+    if not is_list or len(types) != count:
+        raise wrong_argument(ConfigError, "layer_types", allowed, types, hint)
+    if any(one not in known for one in types):
+        raise wrong_argument(UnsupportedError, "layer_types", allowed, types)
+    return list(types)
 
 
 def _require(config: Mapping[str, Any], *names: str) -> None:
@@ -636,7 +680,11 @@ class DFlashConfig(LayerConfig):
         check_integer(ConfigError, "block_size", self.block_size, low=2)
         most = self.vocab_size - 1
         check_integer(ConfigError, _MASK, self.mask_token_id, low=0, high=most)
-        check_number(ConfigError, "embedding_scale", self.embedding_scale, low=0)
+        name, scale = "input_embedding_scale", self.embedding_scale
+        check_number(ConfigError, name, scale, low=0, open_low=True)
+        if self.num_target_layers is not None:
+            name = "num_target_layers"
+            check_integer(ConfigError, name, self.num_target_layers, low=1)
         if self.logit_soft_cap is not None:
             name = "final_logit_softcapping"
             check_number(ConfigError, name, self.logit_soft_cap, low=0, open_low=True)
@@ -673,17 +721,24 @@ class DFlashConfig(LayerConfig):
     ) -> "DFlashConfig":
         """Read a file of z-lab and SpecForge, or of the library speculators.
 
-        The former two have some of the keys in `dflash_config`.
+        z-lab and SpecForge put some keys in `dflash_config`.
         """
         values, _ = _layer_from_file(config, names, _LLAMA, _QWEN3, num_layers=None)
         layer = config.get("transformer_layer_config", config)
         own = config.get("dflash_config") or {}
         if not isinstance(own, Mapping):
             raise wrong_argument(ConfigError, "dflash_config", "an object", own)
-        windows, fixed = _windows(layer), dict(_FIXED_DFLASH)
+        windows = _windows(layer)
+        fixed = _FIXED_DFLASH | {"attention_modes": ["gqa"] * len(windows)}
         if not any(windows):
             del fixed["sliding_window_non_causal"]
         _refuse_variants(fixed, own, config, layer)
+        _check_causal(windows, own, config, layer)
+        known = *_DFLASH_KEYS, *_CAUSAL, *_FIXED_DFLASH, "attention_modes"
+        for name, value in own.items():
+            if name not in known and value is not None:
+                name, hint = f"dflash_config.{name}", "It may change the network."
+                raise wrong_argument(UnsupportedError, name, "left out", value, hint)
         found: dict[str, Any] = {**layer, **config, **own}
         _require(found, "block_size")
         if found.get(_MASK) is None:
@@ -694,6 +749,7 @@ class DFlashConfig(LayerConfig):
                 ConfigError, _MASK, allowed, None, hint, described_as=place
             )
         draft_vocab_size = found.get("draft_vocab_size") or values["vocab_size"]
+        scale = found.get("input_embedding_scale")
         return cls(
             **values | dict(has_qk_norm=True),
             draft_vocab_size=draft_vocab_size,
@@ -705,14 +761,12 @@ class DFlashConfig(LayerConfig):
             num_target_layers=found.get("num_target_layers"),
             has_lm_head="lm_head.weight" in names
             or draft_vocab_size != values["vocab_size"],
-            embedding_scale=float(found.get("input_embedding_scale") or 1.0),
+            embedding_scale=1.0 if scale is None else scale,
             logit_soft_cap=found.get("final_logit_softcapping") or None,
         )
 
     def to_file(self) -> dict[str, Any]:
-        types = [
-            "sliding_attention" if one else "full_attention" for one in self.windows
-        ]
+        types = [_SLIDING if one else _FULL for one in self.windows]
         layer = self.layer_to_file() | dict(
             num_hidden_layers=self.num_layers,
             layer_types=types,
@@ -768,10 +822,36 @@ _FIXED_DFLASH: dict[str, Any] = {
     "output_multiplier": 1.0,
     "use_swa": False,
     "is_neox_style": True,
-    # Layers with a sliding window see only earlier tokens of the block, others all.
-    "causal": None,
-    "is_causal": None,
+    "causal_head": False,
 }
+# Other keys of `dflash_config`. The last two change nothing in this network: the text
+# of the mask token, and a setting of another projector.
+_DFLASH_KEYS = (
+    _MASK,
+    "target_layer_ids",
+    "num_target_layers",
+    "block_size",
+    "input_embedding_scale",
+    "final_logit_softcapping",
+    "mask_token",
+    "pure_draft_prefix_len",
+)
+_CAUSAL = "causal", "is_causal"
+
+
+def _check_causal(windows: tuple[int | None, ...], *places: Mapping[str, Any]) -> None:
+    """Reject `causal` if it is not what the layers' types imply.
+
+    In the block, a layer with a sliding window sees only earlier tokens, others all.
+    `causal` would apply to all layers.
+    """
+    causal = list({window is not None for window in windows})
+    allowed = str(*causal).lower() if len(causal) == 1 else "left out"
+    for name in _CAUSAL:
+        for value in (place.get(name) for place in places):
+            if value is not None and causal != [value]:
+                hint = "Layers are causal if they have a sliding window, and only then."
+                raise wrong_argument(UnsupportedError, name, allowed, value, hint)
 
 
 def _dflash_target_layers(
@@ -779,39 +859,43 @@ def _dflash_target_layers(
 ) -> tuple[int, ...]:
     """Read layer numbers as vLLM counts them: see `_target_layers`.
 
-    The library speculators writes these numbers. z-lab and SpecForge number the layers
-    whose outputs are read from 0, so theirs are one less.
+    The library speculators writes these numbers. z-lab and SpecForge count layers from
+    0, so their numbers are one lower.
     """
-    name, shift = "aux_hidden_state_layer_ids", 0
-    layers = config.get(name)
-    if layers is None:
-        name, shift = "target_layer_ids", 1
-        layers = own.get(name, config.get(name))
+    name, counted_from_0 = "aux_hidden_state_layer_ids", "target_layer_ids"
+    given = config.get(name)
+    theirs = own.get(counted_from_0, config.get(counted_from_0))
+    if given is None:
+        return tuple(layer + 1 for layer in _as_numbers(counted_from_0, theirs))
+    layers = _as_numbers(name, given)
+    if theirs is not None:
+        below = [layer - 1 for layer in layers]
+        if list(_as_numbers(counted_from_0, theirs)) != below:
+            allowed = f"{below}, one lower than {name}"
+            raise wrong_argument(ConfigError, counted_from_0, allowed, theirs)
+    return layers
+
+
+def _as_numbers(name: str, layers: Any) -> tuple[int, ...]:
     is_list = isinstance(layers, list | tuple) and len(layers) > 0
     if not is_list or any(type(one) is not int or one < 0 for one in layers):
         hint = "They are the target's layers whose hidden states the drafter reads."
         allowed = "a list of layer numbers"
         raise wrong_argument(ConfigError, name, allowed, layers, hint)
-    return tuple(layer + shift for layer in layers)
+    return tuple(layers)
 
 
 def _windows(layer: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return `DFlashConfig.windows` of a file."""
     _require(layer, "num_hidden_layers")
     count = layer["num_hidden_layers"]
-    types = layer.get("layer_types") or ["full_attention"] * count
-    known = "full_attention", "sliding_attention"
-    if len(types) != count or any(one not in known for one in types):
-        allowed = (
-            f"a list of num_hidden_layers={count} of {' or '.join(map(repr, known))}"
-        )
-        raise wrong_argument(ConfigError, "layer_types", allowed, types)
-    if known[1] not in types:
+    types = _layer_types(layer, count, _FULL, _SLIDING)
+    if _SLIDING not in types:
         return (None,) * count
     window = check_integer(
         ConfigError, "sliding_window", layer.get("sliding_window"), low=1
     )
-    return tuple(window if one == known[1] else None for one in types)
+    return tuple(window if one == _SLIDING else None for one in types)
 
 
 CONFIGS: dict[str, type[HeadConfig]] = {

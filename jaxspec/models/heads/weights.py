@@ -100,7 +100,7 @@ def _without_pads(
         return config, tensors
     return cut, {
         name: tensor.head(cut.vocab_size)
-        if tensor.shape[0] == config.vocab_size
+        if tensor.shape[:1] == (config.vocab_size,)
         else tensor
         for name, tensor in tensors.items()
     }
@@ -125,10 +125,13 @@ def _make_head(
 def _read_token_ids(
     config: HeadConfig, tensors: dict[str, Tensor]
 ) -> np.ndarray | None:
-    """Remove the table of a trimmed vocabulary from the tensors and return its ids."""
+    """Remove the table of a trimmed vocabulary from the tensors and return its ids.
+
+    A head with the target's whole vocabulary may have a table that changes nothing.
+    """
     name = _OFFSETS if config.kind in _SPECULATORS else _IDS
     table = tensors.pop(name, None)
-    if not config.is_trimmed:
+    if table is None and not config.is_trimmed:
         return None
     if table is None:
         raise CheckpointError(
@@ -151,7 +154,15 @@ def _read_token_ids(
         )
     if len(np.unique(ids)) < len(ids):
         raise CheckpointError(f"tensor {name!r} has a token id of the target twice")
-    return ids.astype(np.int32)
+    if config.is_trimmed:
+        return ids.astype(np.int32)
+    moved = np.flatnonzero(ids != np.arange(len(ids)))
+    if moved.size:
+        raise CheckpointError(
+            f"tensor {name!r} maps token {moved[0]} to {ids[moved[0]]}, but the head "
+            f"has all {config.vocab_size} tokens of the target in the target's order"
+        )
+    return None
 
 
 def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:

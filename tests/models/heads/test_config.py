@@ -79,6 +79,36 @@ def test_default_layers_of_a_head(num_layers, layers):
             "rope_type must be 'default'",
         ),
         (
+            dict(rope_parameters=dict(partial_rotary_factor=0.25)),
+            UnsupportedError,
+            "partial_rotary_factor must be 1.0, got 0.25",
+        ),
+        *(
+            (
+                dict(rope_parameters={kind: dict(rope_theta=1e6)}),
+                UnsupportedError,
+                "rope_parameters must be one object for all layers",
+            )
+            for kind in ("full_attention", "sliding_attention")
+        ),
+        (
+            dict(layer_types=["sliding_attention"], sliding_window=4),
+            UnsupportedError,
+            "layer_types must be a list of num_hidden_layers=1 of 'full_attention'",
+        ),
+        (
+            dict(use_sliding_window=True, sliding_window=4),
+            ConfigError,
+            "layer_types must be .*, got None. use_sliding_window is true",
+        ),
+        (dict(layer_types=5), ConfigError, "layer_types must be a list of .*, got 5"),
+        (
+            dict(rms_norm_eps="a"),
+            ConfigError,
+            "rms_norm_eps must be a finite number of at least 0, got 'a'",
+        ),
+        (dict(head_dim="a"), ConfigError, "head_dim must be an integer"),
+        (
             dict(eagle_config=dict(use_aux_hidden_state=False)),
             UnsupportedError,
             "use_aux_hidden_state",
@@ -131,7 +161,7 @@ def test_unknown_format_versions_are_named(tmp_path, version, is_read):
 
 
 def test_sizes_that_transformers_leaves_out_have_its_defaults():
-    """Files contain only the values that differ from those of the model type."""
+    """Files of speculators contain only values that differ from the model type's."""
     sizes = dict(model_type="qwen3", hidden_size=5376, num_key_value_heads=16)
     content = dict(
         architectures=["Eagle3Speculator"],
@@ -142,6 +172,16 @@ def test_sizes_that_transformers_leaves_out_have_its_defaults():
     assert found == (32, 16, 128)
     assert config.rope_theta == 10000
     assert config.rms_norm_eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"]
+)
+def test_files_of_other_writers_need_all_sizes(name):
+    content = theirs.specforge_config()
+    del content[name]
+    with pytest.raises(ConfigError, match=f"{name} must be an integer.*got None"):
+        Eagle3Config.from_file(content, ())
 
 
 def test_errors_name_the_folder(tmp_path):

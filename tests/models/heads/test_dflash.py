@@ -26,6 +26,7 @@ from tests.models.heads.targets import (
 )
 
 NUM_PAGES = 8
+OWN = theirs.zlab_config()["dflash_config"]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -119,6 +120,69 @@ def test_blocks_equal_torch(tmp_path, form):
         ),
         (dict(block_size=1), ConfigError, "block_size must be an integer"),
         (dict(layer_types=["full_attention"]), ConfigError, "layer_types must be"),
+        (dict(layer_types=5), ConfigError, "layer_types must be a list of .*, got 5"),
+        (
+            dict(layer_types=["full_attention", "chunked_attention"]),
+            UnsupportedError,
+            "layer_types must be .* 'full_attention' or 'sliding_attention'",
+        ),
+        (
+            dict(layer_types=None, max_window_layers=0),
+            ConfigError,
+            "layer_types must be .*, got None. use_sliding_window is true",
+        ),
+        (
+            dict(rope_parameters=dict(full_attention=dict(rope_type="linear"))),
+            UnsupportedError,
+            "rope_parameters must be .* or have 'sliding_attention' for a window",
+        ),
+        (
+            dict(rope_parameters=dict(sliding_attention=dict(rope_type="linear"))),
+            UnsupportedError,
+            "rope_type must be 'default', got 'linear'",
+        ),
+        *(
+            (
+                dict(dflash_config=OWN | {name: value}),
+                UnsupportedError,
+                rf"{name} must be {allowed}",
+            )
+            for name, value, allowed in (
+                ("causal_head", True, "False, got True"),
+                ("attention_modes", ["kda", "gqa"], r"\['gqa', 'gqa'\], got"),
+                ("conv_kernel_size", 2, "left out, got 2"),
+                ("causal", False, "left out, got False"),
+                ("causal", True, "left out, got True"),
+            )
+        ),
+        (
+            dict(layer_types=None, sliding_window=None, is_causal=True),
+            UnsupportedError,
+            "is_causal must be false, got True",
+        ),
+        (
+            dict(layer_types=["sliding_attention"] * 2, causal=False),
+            UnsupportedError,
+            "causal must be true, got False",
+        ),
+        *(
+            (
+                dict(input_embedding_scale=scale),
+                ConfigError,
+                "input_embedding_scale must be a finite number above 0",
+            )
+            for scale in ("a", 0, False)
+        ),
+        (
+            dict(num_target_layers="6"),
+            ConfigError,
+            "num_target_layers must be an integer of at least 1, got '6'",
+        ),
+        (
+            dict(aux_hidden_state_layer_ids=[1, 2, 4]),
+            ConfigError,
+            r"target_layer_ids must be \[0, 1, 3\], one lower than aux_.*\[1, 2, 4\]",
+        ),
         (dict(sliding_window=None), ConfigError, "sliding_window must be an integer"),
         (dict(attention_bias=True), UnsupportedError, "attention_bias must be False"),
         (
@@ -167,10 +231,33 @@ def test_wrong_files_are_named(tmp_path, changes, error, named):
 
 def test_full_attention_needs_no_window(tmp_path):
     changes = dict(
-        layer_types=None, sliding_window=None, sliding_window_non_causal=True
+        layer_types=None,
+        sliding_window=None,
+        sliding_window_non_causal=True,
+        is_causal=False,
+        dflash_config=OWN | dict(causal=False),
     )
     theirs.write(tmp_path, theirs.zlab_config(**changes), theirs.dflash_tensors())
     config, _ = read_head(tmp_path)
     assert isinstance(config, DFlashConfig)
     assert config.windows == (None, None)
     config.check_target(target_config())
+
+
+def test_settings_of_the_same_network_are_read():
+    """Nested `rope_parameters` apply as in speculators: the window's to all layers."""
+    ropes = dict(full_attention=1e6, sliding_attention=500.0)
+    settings = dict(
+        layer_types=["sliding_attention"] * 2,
+        causal=True,
+        aux_hidden_state_layer_ids=[2, 3, 5],
+        rope_parameters={
+            kind: dict(rope_type="default", rope_theta=theta)
+            for kind, theta in ropes.items()
+        },
+        dflash_config=OWN | dict(attention_modes=["gqa"] * 2, causal_head=False),
+    )
+    config = DFlashConfig.from_file(theirs.zlab_config(**settings), ())
+    assert config.windows == (theirs.WINDOW,) * 2
+    assert config.target_layers == (2, 3, 5)
+    assert config.rope_theta == 500

@@ -140,6 +140,32 @@ def test_a_wrong_tensor_is_named(folder, name, value, message):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("first", "others", "extra", "message"),
+    [
+        (0, 0, {}, None),
+        (49, -1, {}, "'d2t' maps token 0 to 49, but the head has all 50 tokens"),
+        (0, 0, {"scale": torch.tensor(1.0)}, "'scale' is not part of a eagle3 head"),
+    ],
+)
+def test_table_of_a_whole_vocabulary_must_change_nothing(
+    folder, first, others, extra, message
+):
+    """A vocabulary trimmed to the target's is whole without the file's pad rows."""
+    sizes = dict(vocab_size=theirs.VOCAB + 1, draft_vocab_size=theirs.VOCAB)
+    tensors = theirs.eagle3_tensors("midlayer.", pad_rows=1) | extra
+    tensors["lm_head.weight"] = torch.ones(theirs.VOCAB, theirs.HIDDEN)
+    tensors["d2t"] = torch.tensor([first] + [others] * (theirs.VOCAB - 1))
+    theirs.write(folder, theirs.gemma3_config(**sizes), tensors)
+    target = target_config(model_type="gemma3_text")
+    options: Any = dict(dtype=FLOAT32, mesh=make_mesh(1))
+    if message is None:
+        assert not load_head(folder, target, **options)[0].is_trimmed
+        return
+    with pytest.raises(ConfigError, match=message):
+        load_head(folder, target, **options)
+
+
 def test_another_target_is_rejected_before_reading(folder):
     options: Any = dict(dtype=FLOAT32, mesh=make_mesh(1), target_name="27B")
     with pytest.raises(ConfigError, match="and 27B has 48"):
