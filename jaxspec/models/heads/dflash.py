@@ -1,10 +1,10 @@
 """The DFlash drafter: a few layers that fill in a block of masks in one pass.
 
 A block is the newest token, and a mask token in the place of each draft. Its rows see
-each other in both directions, and the text before the block. Of that text they see no
-tokens, but the target's hidden states: fused to the drafter's width, they are the input
-of every layer's keys and values at their positions (`write_context`). The output of a
-mask's row is the draft at its own position.
+each other in both directions, and the text before the block. The rows do not see the
+text's tokens. Each layer computes keys and values at those positions from the target's
+hidden states, fused to the drafter's width (`write_context`). The row of a mask
+predicts the token at the mask's position.
 
 The layers are Qwen3's (SiLU, queries and keys normalized, no post-norms) for any
 target. Layers with a sliding window see only earlier rows of the block. References:
@@ -63,7 +63,7 @@ def embed(
 ) -> Float[Array, "row model"]:
     """Return rows of the drafter's embedding, or of the target's if it has none.
 
-    They are not multiplied by Gemma's scale, as in other engines.
+    Like other engines, this does not multiply the rows by Gemma's scale.
     """
     rows = params.get("embedding", target).rows(tokens)
     return rows.astype(jnp.float32) * config.embedding_scale

@@ -1,9 +1,9 @@
 """The DFlash drafter proposes all drafts in one pass over a block of masks.
 
-After every pass of the target, its hidden states give the drafter's keys and values at
-the same positions, in pages with the target's ids. A round's pass over a block writes
-keys and values from the newest token on; `observe` replaces those of accepted tokens,
-and the next block overwrites the others. There is no draft lag.
+After each target pass, `observe` computes the drafter's keys and values from the
+target's hidden states. They use the target's page ids. A round's pass over a block
+writes keys and values from the newest token on; `observe` replaces those of accepted
+tokens, and the next block overwrites the others. There is no draft lag.
 
 No draft depends on the drafts before it, as with PARD: a tree of any shape costs no
 more than a chain, and the distribution of each draft is known.
@@ -76,7 +76,7 @@ class DFlash(Head):
     ) -> tuple[Proposal, KvPools]:
         """Sample all levels from the rows of one pass.
 
-        A sequence has one mask for each draft that it wants.
+        Each sequence gets one mask per wanted draft.
         """
         assert params is not None, "a head without parameters"
         head_params, config, vocab = params, self.config, context.pool.vocab_size
