@@ -18,6 +18,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models import cpu
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.heads.config import DFlashConfig
@@ -84,7 +85,12 @@ def write_context(
         streams: The target's residual streams at the tokens, the lowest layer's first.
     """
     norm = functools.partial(Norm, epsilon=config.rms_norm_eps)
-    fused = params["fc"].multiply(jnp.concatenate(streams, axis=-1))
+    joined = cpu.pad_rows(jnp.concatenate(streams, axis=-1))
+    positions = cpu.pad_rows(positions)
+    num_slots = kv_pages[0].shape[0] * kv_pages[0].shape[1]
+    pads = 0, len(positions) - len(slot_mapping)
+    slot_mapping = jnp.pad(slot_mapping, pads, constant_values=num_slots)
+    fused = params["fc"].multiply(joined)
     rows = normalise(norm(params["hidden_norm"]), fused)
     tables = rope_tables(positions, config.head_dim, config.rope_theta)
     return tuple(

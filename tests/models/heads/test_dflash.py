@@ -13,11 +13,14 @@ from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.backend import Backend
 from jaxspec.models.heads import dflash
 from jaxspec.models.heads.config import DFlashConfig, read_head
+from jaxspec.models.heads.weights import random_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.trimmed import LOWEST, to_target_vocab
+from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
 from tests.models.heads.targets import (
     EMBEDDING,
+    HEADS,
     PAGE_SIZE,
     RANDOM,
     load,
@@ -227,6 +230,33 @@ def test_wrong_files_are_named(tmp_path, changes, error, named):
     theirs.write(tmp_path, theirs.zlab_config(**changes), theirs.dflash_tensors())
     with pytest.raises(error, match=named):
         load(tmp_path)
+
+
+def test_bits_of_the_context_do_not_depend_on_the_number_of_rows():
+    """XLA:CPU sums the products of one row in another order than those of four."""
+    config = replace(HEADS["dflash"], target_hidden_size=256, has_embedding=True)
+    params = random_head(
+        config, seed=1, dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
+    )
+    params["fc"] = DenseMatrix(jnp.asarray(params["fc"].values))
+    shape = NUM_PAGES, PAGE_SIZE, 2 * theirs.KV_HEADS, theirs.HEAD_DIM
+    pages = (jnp.zeros(shape),) * 2
+    streams = torch.randn(3, 4, 256, generator=RANDOM)
+    one, four = (
+        context_pass(
+            config,
+            params,
+            rows_at(0, count),
+            [jnp.asarray(stream[:count].numpy()) for stream in streams],
+            pages,
+        )
+        for count in (1, 4)
+    )
+    page = rows_at(0, 1).slot_mapping[0] // PAGE_SIZE
+    for few, many in zip(one, four, strict=True):
+        assert few[page, 0].any()
+        np.testing.assert_array_equal(few[page, 0], many[page, 0])
+        assert not few.at[page, 0].set(0).any()
 
 
 def test_full_attention_needs_no_window(tmp_path):
