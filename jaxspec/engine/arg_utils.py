@@ -239,6 +239,8 @@ class EngineArgs(_VllmFields):
             `StructuredOutputsConfig`, e.g. disable_any_whitespace.
         kv_events_config: Publish which prefixes have pages, for gateways that route by
             them: keys of `KvEventsConfig`. Off, unless enable_kv_cache_events is true.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for
+            each request, such as http://localhost:4317. Needs the extra `otel`.
         speculative_config: How drafts are proposed, with keys of `SpeculativeConfig`:
             {"model": ..., "num_speculative_tokens": 5} for a draft model or a head, or
             {"method": "ngram", ...} or "suffix" for drafts from earlier text.
@@ -301,6 +303,7 @@ class EngineArgs(_VllmFields):
     scan_layers: bool = False
     structured_outputs_config: dict[str, Any] | None = None
     kv_events_config: dict[str, Any] | None = None
+    otlp_traces_endpoint: str | None = None
 
     # Three ways to configure speculation; see `jaxspec.engine.speculative_args`.
     speculative_config: dict[str, Any] | None = None
