@@ -256,6 +256,8 @@ class EngineArgs(_VllmFields):
             `speculative_config`, the rule by which drafts are accepted.
         ngram_prompt_lookup_max: Maximum length of a matching n-gram, in tokens.
         ngram_prompt_lookup_min: Minimum length of a matching n-gram, in tokens.
+        typical_acceptance_sampler_posterior_threshold: Of older vLLM; an error if set.
+        typical_acceptance_sampler_posterior_alpha: Of older vLLM; an error if set.
     """
 
     # None only until `__post_init__`.
@@ -541,7 +543,14 @@ class EngineArgs(_VllmFields):
 @no_type_check
 @dataclass(kw_only=True)
 class AsyncEngineArgs(EngineArgs):
-    """Arguments of the asynchronous engine; its own fields have no effect here."""
+    """Arguments of the asynchronous engine: those of `EngineArgs`, and vLLM's own.
+
+    Attributes:
+        enable_log_requests: No effect: requests are not logged.
+        disable_log_requests: No effect.
+        engine_use_ray: No effect.
+        max_log_len: No effect.
+    """
 
     enable_log_requests: bool = False
     disable_log_requests: bool = True

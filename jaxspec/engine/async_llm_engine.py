@@ -213,6 +213,7 @@ class AsyncLLMEngine:
         await self._each_driver(lambda driver: partial(driver.abort, ids=ids))
 
     async def get_tokenizer(self) -> Tokenizer:
+        """Return the target's tokenizer."""
         return self.engine.tokenizer
 
     async def check_health(self) -> None:
@@ -230,6 +231,7 @@ class AsyncLLMEngine:
 
     @property
     def is_stopped(self) -> bool:
+        """Whether an engine has ended, because of errors or `shutdown`."""
         return not self.is_running
 
     @property
@@ -430,6 +432,7 @@ class AsyncLLMEngine:
         await _done(first.call(lambda engine: engine.runner.stop_profile()))
 
     async def encode(self, *_: object, **__: object) -> None:
+        """Raise `NotImplementedError`: vLLM's method for pooling models."""
         raise NotImplementedError(
             "encode() belongs to pooling models; Gemma generates text. To get token "
             "ids use (await get_tokenizer()).encode(text)."
