@@ -14,6 +14,7 @@ bin := $(VENV)/bin
 installed := $(VENV)/.installed
 installed_test := $(VENV)/.installed-test
 installed_ray := $(VENV)/.installed-ray
+installed_docs := $(VENV)/.installed-docs
 
 # Tests run in one process more than there are cores, because some tests wait, and in at
 # most four, because each takes a few GB. They run in order, so that the tests of a file
@@ -27,7 +28,7 @@ pytest := $(bin)/python -m pytest -q -n $(shell echo $$(($(cores) < 3 ? $(cores)
 # the last line.
 checks := ruff-check ruff-format pyright lint-imports test
 
-.PHONY: help demo bench figures check test-all long-suites format clean $(checks)
+.PHONY: help demo bench docs figures check test-all long-suites format clean $(checks)
 .NOTPARALLEL:
 
 help:
@@ -37,6 +38,7 @@ help:
 	@echo "make long-suites the long proofs whose sources have changed since they passed"
 	@echo "make check       everything CI checks: $(checks)"
 	@echo "make bench       measure the bundled pair with and without speculation"
+	@echo "make docs        write the documentation site into build/site"
 	@echo "make figures     draw the figures from the results in benchmarks/results"
 	@echo "make format      let ruff rewrite the code"
 	@echo "make clean       remove $(VENV) and the caches of this folder"
@@ -47,6 +49,13 @@ demo: $(installed)
 
 bench: $(installed)
 	@$(bin)/python benchmarks/cpu_pair.py
+
+docs: $(installed) $(installed_docs)
+	@rm -rf build/docs
+	@$(bin)/python -m docs.pages build/docs
+	@NO_MKDOCS_2_WARNING=1 $(docs)/bin/python -m mkdocs build
+	@echo "The site is in build/site; to read it:" \
+	  "python3 -m http.server --directory build/site"
 
 figures: $(installed_test)
 	@$(bin)/python -m benchmarks.figures
@@ -149,8 +158,8 @@ $(installed_test): pyproject.toml $(gemma) $(client_requirements) | $(bin)/pytho
 
 # Ray has its own environment: it has many requirements, and only slow tests run it.
 ray := $(VENV)/ray
-ray_extra = $$($(bin)/python -c 'import tomllib; print(*tomllib.load(open( \
-  "pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"])')
+extra = $$($(bin)/python -c 'import tomllib; print(*tomllib.load(open( \
+  "pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])')
 site = import sysconfig; print(sysconfig.get_path("purelib"))
 
 $(installed_ray): pyproject.toml | $(installed_test)
@@ -158,7 +167,18 @@ $(installed_ray): pyproject.toml | $(installed_test)
 	@rm -rf $(ray)
 	@{ $(bin)/python -m venv $(ray) && \
 	  $(bin)/python -c '$(site)' > "$$($(ray)/bin/python -c '$(site)')/jaxspec.pth" && \
-	  $(ray)/bin/python -m pip install -q $(ray_extra); } || { \
+	  $(ray)/bin/python -m pip install -q $(call extra,ray); } || { \
 	  rm -rf $(ray); \
 	  echo "  without Ray: the tests of replicas under Ray Serve are skipped"; }
+	@touch $@
+
+# The tools of the site read sources and do not import them, so that jaxspec need not be
+# in their environment.
+docs := $(VENV)/docs
+
+$(installed_docs): pyproject.toml | $(bin)/python
+	@echo "Installing the tools of the documentation into $(docs) (once; some seconds)"
+	@rm -rf $(docs)
+	@$(bin)/python -m venv $(docs)
+	@$(docs)/bin/python -m pip install -q $(call extra,docs)
 	@touch $@

@@ -20,6 +20,7 @@ _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Subcommands with their own parsers, which have the engine's flags.
 _OWN = {
     "serve": "jaxspec.serve.__main__",
+    "run-batch": "jaxspec.cli.run_batch",
     "plan": "jaxspec.cli.plan",
     "compile": "jaxspec.cli.compile",
     "quality": "jaxspec.cli.quality",
@@ -57,6 +58,9 @@ def make_parser(prog: str = PROG) -> CommandParser:
     )
     _add_chat_arguments(chat)
     commands.add_parser("serve", help="serve a model with OpenAI's API")
+    commands.add_parser(
+        "run-batch", help="answer a file of requests in OpenAI's batch format"
+    )
     commands.add_parser(
         "plan",
         help="show the memory plan of an engine, also for devices that are not present",

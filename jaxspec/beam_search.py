@@ -37,6 +37,7 @@ class BeamSearchSequence:
         text: Text of all tokens; None before the search has ended.
         finish_reason: "stop" or "length"; None while it is open.
         stop_reason: The token that ended it.
+        lora_request: vLLM's; always None.
     """
 
     tokens: list[int]

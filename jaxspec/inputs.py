@@ -28,14 +28,25 @@ _UNSUPPORTED_KEYS = {
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text; only prompts with equal `cache_salt` share cached pages."""
+    """A prompt as text.
+
+    Attributes:
+        prompt: The text; the bos token is added.
+        cache_salt: Only prompts with equal salts share cached pages. May be left out.
+    """
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt` is only copied to the output."""
+    """A prompt as token ids.
+
+    Attributes:
+        prompt_token_ids: The ids, with the bos token: it is not added.
+        prompt: A text that is only copied to the output. May be left out.
+        cache_salt: Only prompts with equal salts share cached pages. May be left out.
+    """
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]

@@ -101,6 +101,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
+        """Make an `LLM` from all of its arguments."""
         return cls(**vars(engine_args))
 
     def __enter__(self) -> "LLM":
@@ -110,6 +111,7 @@ class LLM:
         self.llm_engine.shutdown()
 
     def get_tokenizer(self) -> Tokenizer:
+        """Return the target's tokenizer."""
         return self.llm_engine.tokenizer
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
@@ -348,12 +350,14 @@ class LLM:
             searches = [search for search in searches if search.prompts()]
 
     def encode(self, *_: object, **__: object) -> None:
+        """Raise `NotImplementedError`: vLLM's method for pooling models."""
         raise NotImplementedError(
             "encode() is for pooling models; Gemma generates text. To get token ids "
             "use get_tokenizer().encode(text)."
         )
 
     def embed(self, *_: object, **__: object) -> None:
+        """Raise `NotImplementedError`: vLLM's method for pooling models."""
         raise NotImplementedError(
             "embed() is for pooling models; Gemma generates text."
         )

@@ -32,9 +32,15 @@ LogprobsOnePosition = dict[int, Logprob]
 class FlatLogprobs(Sequence[Any]):
     """Behaves like a list of dicts, one per position.
 
-    Position i has the entries from `start_indices[i]` to `end_indices[i]`.
-
     A position without logprobs (the first of a prompt) reads as None.
+
+    Attributes:
+        start_indices: By position: its first entry in the lists below.
+        end_indices: By position: the entry after its last one.
+        token_ids: Token ids of all entries.
+        logprobs: Natural logarithms of their probabilities.
+        ranks: 1 for the most likely token of the vocabulary.
+        decoded_tokens: Their texts.
     """
 
     start_indices: list[int] = field(default_factory=list)

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class Metric:
-    """A metric's name and labels."""
+    """A metric.
+
+    Attributes:
+        name: Begins with "vllm:" or "jaxspec:".
+        labels: Labels by name, such as `model_name` and `engine`.
+    """
 
     name: str
     labels: dict[str, str]
@@ -16,21 +21,33 @@ class Metric:
 
 @dataclass(kw_only=True)
 class Counter(Metric):
-    """A count since the engine started; it never falls."""
+    """A count since the engine started; it never falls.
+
+    Attributes:
+        value: The count, or a sum of seconds.
+    """
 
     value: int | float
 
 
 @dataclass(kw_only=True)
 class Vector(Metric):
-    """Counts by position."""
+    """Counts by position.
+
+    Attributes:
+        values: Entry i is the count of draft position i.
+    """
 
     values: list[int]
 
 
 @dataclass(kw_only=True)
 class Gauge(Metric):
-    """A value that rises and falls."""
+    """A value that rises and falls.
+
+    Attributes:
+        value: The current value.
+    """
 
     value: float
 

@@ -93,8 +93,14 @@ class RequestStateStats:
     properties have the names of vLLM's older `RequestMetrics` and are wall-clock times.
 
     Attributes:
+        num_generation_tokens: Tokens generated so far.
+        num_preemptions: Number of times that its pages were taken for other requests.
+        arrival_time: Time at which the request arrived.
         queued_ts: Time at which the engine received the request: `arrival_time` on the
             monotonic clock.
+        scheduled_ts: Time at which it first ran.
+        first_token_ts: Time of the first generated token.
+        last_token_ts: Time of the newest generated token.
         first_token_latency: Seconds from arrival to the first token.
     """
 
@@ -109,22 +115,27 @@ class RequestStateStats:
 
     @property
     def first_scheduled_time(self) -> float | None:
+        """Wall-clock time at which it first ran; None before."""
         return self._wall_clock(self.scheduled_ts)
 
     @property
     def first_token_time(self) -> float | None:
+        """Wall-clock time of the first generated token; None before."""
         return self._wall_clock(self.first_token_ts)
 
     @property
     def last_token_time(self) -> float | None:
+        """Wall-clock time of the newest generated token; None before."""
         return self._wall_clock(self.last_token_ts)
 
     @property
     def finished_time(self) -> float | None:
+        """The same as `last_token_time`, as in vLLM."""
         return self.last_token_time
 
     @property
     def time_in_queue(self) -> float | None:
+        """Seconds from arrival until it first ran; None before."""
         return self.scheduled_ts - self.queued_ts if self.scheduled_ts else None
 
     @property
@@ -158,6 +169,7 @@ class TokenOrigin(NamedTuple):
             a side branch, "recovered" for the target's token in place of a rejected
             one, "bonus" for the target's token after all drafts were accepted or after
             a leaf, "target" for a token without drafts.
+        token_id: Its id.
     """
 
     text: str
@@ -171,13 +183,18 @@ class CompletionOutput:
 
     Attributes:
         index: Index among the request's `n` texts.
+        text: The generated text; with `RequestOutputKind.DELTA` its new part.
+        token_ids: Ids of the generated tokens; with DELTA the new ones.
         cumulative_logprob: Sum over the tokens; None unless logprobs are requested.
         logprobs: By position.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: The stop string or stop token id that ended it; after an error, its
             message; otherwise None.
+        spec_decode_metrics: Counts of its speculative steps; None in an engine without
+            drafts.
         token_origins: Origin of each token; None unless requested.
-        routed_experts, sampling_mask, weight_versions: vLLM's; always None.
+        lora_request, routed_experts, sampling_mask, weight_versions: vLLM's; always
+            None.
     """
 
     index: int
@@ -222,12 +239,18 @@ class RequestOutput:
     """A request and its generated texts.
 
     Attributes:
+        request_id: Id of the request.
         prompt: None if the prompt was given as token ids.
+        prompt_token_ids: Token ids of the prompt; of a text, with the bos token.
+        prompt_logprobs: By position of the prompt, the first of which has none; None
+            unless requested.
         outputs: One per requested text.
         finished: Whether all of them have ended.
+        metrics: Times of the request; with `n` above 1, of one of its texts.
         num_cached_tokens: Prompt tokens whose keys and values were already in pages.
-        num_cache_creation_tokens, prompt_token_id_logprobs, kv_transfer_params:
-            vLLM's; always None.
+        lora_request, encoder_prompt, encoder_prompt_token_ids: vLLM's; always None.
+        num_cache_creation_tokens, prompt_token_id_logprobs: vLLM's; always None.
+        kv_transfer_params: vLLM's; always None.
     """
 
     request_id: str

@@ -93,14 +93,19 @@ class SamplingParams:
             engine's seed.
         stop: Strings that end the text; they are cut off unless
             `include_stop_str_in_output`.
+        stop_token_ids: Token ids that end the text, at most 32.
+        ignore_eos: Continue after the model's end tokens.
+        include_stop_str_in_output: Keep the stop string, or the text of the stop token,
+            at the end of the text.
         n: Texts to generate per prompt; with a `seed`, text i has the seed `seed + i`.
         presence_penalty: Subtracted from the logit of every generated token.
-        frequency_penalty: The same, times the number of its occurrences.
+        frequency_penalty: Subtracted from the logit of every generated token, for each
+            of its occurrences.
         repetition_penalty: Divides positive logits, and multiplies negative ones, of
             tokens in the prompt or generated.
         logprobs: Return the log-probability of each generated token and of this number
             of most likely ones, before penalties and temperature. -1 returns all.
-        prompt_logprobs: The same for the tokens of the prompt.
+        prompt_logprobs: As `logprobs`, for the tokens of the prompt.
         logprob_token_ids: Return the log-probabilities of these token ids with each
             generated token, in place of the most likely ones. `logprobs` may be left
             out, or be their number.
@@ -110,9 +115,21 @@ class SamplingParams:
         bad_words: Never generated, with or without a space before them.
         max_tokens: Maximum number of tokens to generate; None for the context's limit.
         min_tokens: No end of text before this number of tokens.
+        detokenize: Make texts. False returns token ids only.
+        skip_special_tokens: Leave special tokens, such as turn markers, out of texts.
         spaces_between_special_tokens: No effect: Gemma's pieces contain their spaces.
+        output_kind: What each output contains; see `RequestOutputKind`. `LLM` always
+            returns final outputs.
+        structured_outputs: A `StructuredOutputsParams`, which constrains the text.
+        skip_reading_prefix_cache: Compute the prompt's keys and values again, even if
+            they are cached. Prompts with `prompt_logprobs` are always computed.
         extra_args: `{"num_speculative_tokens": k}` limits the draft tokens per step;
             `{"return_token_origins": True}` returns `CompletionOutput.token_origins`.
+        skip_clone: No effect: the engine always makes a copy.
+        watermarking, thinking_token_budget: vLLM's; an error unless the default.
+        prompt_logprob_token_ids, prompt_logprob_start: The same.
+        stream_interval, repetition_detection: The same.
+        routed_experts_prompt_start, trace_decode_token_ids: The same.
     """
 
     n: int = 1
@@ -215,6 +232,7 @@ class SamplingParams:
 
     @property
     def return_token_origins(self) -> bool:
+        """Whether outputs have `token_origins`."""
         return (self.extra_args or {}).get("return_token_origins", False)
 
     def validate_for(

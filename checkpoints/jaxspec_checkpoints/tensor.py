@@ -21,6 +21,8 @@ class Tensor:
     """One array in canonical form: HuggingFace's name and (out, in) order.
 
     Attributes:
+        shape: Sizes of the axes.
+        dtype: Type of the numbers as stored.
         source: Location of the bytes, for messages: file and name in it.
         read: Returns rows `[start, stop)` of the first axis as a host array.
         sha256: Hash of the row-major little-endian bytes, if the format records it.

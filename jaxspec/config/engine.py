@@ -20,6 +20,7 @@ from jaxspec.config.structured_outputs import StructuredOutputsConfig
 from jaxspec.config.token_tree import TREE_KEY
 from jaxspec.errors import (
     ConfigError,
+    UnsupportedError,
     check_choice,
     check_flag,
     check_integer,
@@ -144,6 +145,7 @@ class EngineConfig:
     num_scheduler_steps: int
     data_parallel_size: int
     kv_cache_dtype: str
+    otlp_traces_endpoint: str | None
     model_config: ModelConfig
     data_parallel_rank: int = 0
     given: GivenSizes | None = None
@@ -193,6 +195,10 @@ class EngineConfig:
         sizes = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
         for name in (*sizes, "data_parallel_size"):
             check_integer(ConfigError, name, getattr(self, name), low=1)
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not (isinstance(endpoint, str) and endpoint):
+            name, allowed = "otlp_traces_endpoint", "the URL of a collector"
+            raise wrong_argument(ConfigError, name, allowed, endpoint)
         assert 0 <= self.data_parallel_rank < self.data_parallel_size
         if self.hosts is not None and self.data_parallel_size > 1:
             hint = "Start a separate server, with its own hosts, for each engine."
@@ -251,6 +257,11 @@ class EngineConfig:
         draft, ids = self.draft_model_config, self.draft_token_ids
         assert (ids and len(ids)) == (draft and draft.draft_vocab_size)
         if speculative is not None:
+            max_tokens = speculative.suffix_decoding_max_corpus_tokens
+            if max_tokens and self.hosts is not None:
+                name = "suffix_decoding_max_corpus_tokens"
+                allowed = "0 with several hosts"
+                raise wrong_argument(UnsupportedError, name, allowed, max_tokens)
             self._check_draft_devices(speculative)
             if self.head_config is not None:
                 self._check_head(speculative)

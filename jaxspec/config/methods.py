@@ -100,6 +100,7 @@ SUFFIX_DEFAULTS: dict[str, Any] = {
     "suffix_decoding_max_spec_factor": 4.0,
     "suffix_decoding_min_token_prob": 0.1,
     "suffix_decoding_max_cached_requests": 0,
+    "suffix_decoding_max_corpus_tokens": 0,  # ours
 }
 # Name of each lookup in error messages, and the keys of `SpeculativeConfig` that only
 # this lookup uses.

@@ -47,6 +47,9 @@ MAX_PROMPT_LOOKUP = 32
 MAX_TREE_DEPTH = 64
 # Maximum `suffix_decoding_max_cached_requests`; each takes about 60 kB on the device.
 MAX_CACHED_REQUESTS = 4096
+# Maximum `suffix_decoding_max_corpus_tokens`; each token takes 310 to 620 bytes on the
+# device.
+MAX_CORPUS_TOKENS = 2**20
 
 # An acceptance rule for benchmarks: drafts are accepted at random, so that texts are
 # meaningless.
@@ -123,6 +126,8 @@ class SpeculativeConfig:
             a draft and the drafts before it; other drafts are not made.
         suffix_decoding_max_cached_requests: Number of past requests with the same
             `cache_salt` whose answers are searched as well.
+        suffix_decoding_max_corpus_tokens: Maximum number of tokens of the corpora that
+            are added at run time, and searched as well.
     """
 
     method: str = DRAFT_MODEL
@@ -147,6 +152,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
     suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_corpus_tokens: int | None = None
 
     def __post_init__(self):
         info = self.method_info
@@ -397,29 +403,35 @@ class SpeculativeConfig:
             low=0,
             high=1,
         )
-        name = "suffix_decoding_max_cached_requests"
-        cached = check_integer(
-            ConfigError, name, getattr(self, name), low=0, high=MAX_CACHED_REQUESTS
-        )
-        if cached:
-            # Entries of the cache end after this many tokens.
-            levels, hint = self.num_levels, f"{name} is {cached}."
-            check_integer(
-                ConfigError,
-                "num_speculative_tokens",
-                levels,
-                low=1,
-                high=MAX_DRAFT_TOKENS,
-                hint=hint,
+        for name, high in (
+            ("suffix_decoding_max_cached_requests", MAX_CACHED_REQUESTS),
+            ("suffix_decoding_max_corpus_tokens", MAX_CORPUS_TOKENS),
+        ):
+            count = check_integer(
+                ConfigError, name, getattr(self, name), low=0, high=high
             )
-        if cached and self.rejection_sample_method not in ("coupled", SYNTHETIC):
+            if count:
+                self._check_table(name, count)
+
+    def _check_table(self, name: str, count: int) -> None:
+        """Check what a table of answers or corpora needs."""
+        # Entries of a table end after this many tokens.
+        check_integer(
+            ConfigError,
+            "num_speculative_tokens",
+            self.num_levels,
+            low=1,
+            high=MAX_DRAFT_TOKENS,
+            hint=f"{name} is {count}.",
+        )
+        if self.rejection_sample_method not in ("coupled", SYNTHETIC):
             raise wrong_argument(
                 ConfigError,
                 "rejection_sample_method",
-                f"'coupled' with {name}={cached}",
+                f"'coupled' with {name}={count}",
                 self.rejection_sample_method,
                 "With another rule, texts sampled without a seed would depend on the "
-                "answers of other requests.",
+                "answers of other requests, or on the corpora.",
             )
 
     def _check_left_out(self, names: Iterable[str], hint: str) -> None:

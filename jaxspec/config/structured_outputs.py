@@ -50,6 +50,7 @@ class StructuredOutputsParams:
             `additionalProperties` allow none.
         whitespace_pattern: Regular expression of the white space between two parts of
             JSON. Default: a space, or a line break and up to 16 columns.
+        structural_tag: vLLM's; an error if set.
     """
 
     json: str | dict[str, Any] | None = None
@@ -121,8 +122,8 @@ class StructuredOutputsConfig:
             `additionalProperties` allow none.
         whitespace_pattern: Regular expression of the white space between two parts of
             JSON. vLLM does not have it; None is `DEFAULT_WHITESPACE_PATTERN`.
-        reasoning_parser: Only "" is allowed, as for its plugin: Gemma does not mark its
-            reasoning.
+        reasoning_parser: Only "" is allowed: Gemma does not mark its reasoning.
+        reasoning_parser_plugin: Only "" is allowed.
         enable_in_reasoning: Without effect.
     """
 

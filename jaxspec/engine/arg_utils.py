@@ -239,6 +239,8 @@ class EngineArgs(_VllmFields):
             `StructuredOutputsConfig`, e.g. disable_any_whitespace.
         kv_events_config: Publish which prefixes have pages, for gateways that route by
             them: keys of `KvEventsConfig`. Off, unless enable_kv_cache_events is true.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for
+            each request, such as http://localhost:4317. Needs the extra `otel`.
         speculative_config: How drafts are proposed, with keys of `SpeculativeConfig`:
             {"model": ..., "num_speculative_tokens": 5} for a draft model or a head, or
             {"method": "ngram", ...} or "suffix" for drafts from earlier text.
@@ -254,6 +256,8 @@ class EngineArgs(_VllmFields):
             `speculative_config`, the rule by which drafts are accepted.
         ngram_prompt_lookup_max: Maximum length of a matching n-gram, in tokens.
         ngram_prompt_lookup_min: Minimum length of a matching n-gram, in tokens.
+        typical_acceptance_sampler_posterior_threshold: Of older vLLM; an error if set.
+        typical_acceptance_sampler_posterior_alpha: Of older vLLM; an error if set.
     """
 
     # None only until `__post_init__`.
@@ -301,6 +305,7 @@ class EngineArgs(_VllmFields):
     scan_layers: bool = False
     structured_outputs_config: dict[str, Any] | None = None
     kv_events_config: dict[str, Any] | None = None
+    otlp_traces_endpoint: str | None = None
 
     # Three ways to configure speculation; see `jaxspec.engine.speculative_args`.
     speculative_config: dict[str, Any] | None = None
@@ -538,7 +543,14 @@ class EngineArgs(_VllmFields):
 @no_type_check
 @dataclass(kw_only=True)
 class AsyncEngineArgs(EngineArgs):
-    """Arguments of the asynchronous engine; its own fields have no effect here."""
+    """Arguments of the asynchronous engine: those of `EngineArgs`, and vLLM's own.
+
+    Attributes:
+        enable_log_requests: No effect: requests are not logged.
+        disable_log_requests: No effect.
+        engine_use_ray: No effect.
+        max_log_len: No effect.
+    """
 
     enable_log_requests: bool = False
     disable_log_requests: bool = True

@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, no_type_check
@@ -100,7 +100,9 @@ class AsyncLLMEngine:
         Args:
             request_id: Unique among unfinished requests.
             priority: Lower values run first, with `scheduling_policy="priority"`.
-            lora_request: Not supported, like `tokenization_kwargs` and `trace_headers`.
+            lora_request: Not supported, like `tokenization_kwargs`.
+            trace_headers: HTTP headers of the trace that the request belongs to; needs
+                `otlp_traces_endpoint`.
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable, the id is in
@@ -151,7 +153,6 @@ class AsyncLLMEngine:
         """
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
-        refuse("trace_headers", trace_headers or None)
         if self.errored:
             raise self.dead_error
         self._check_not_paused()
@@ -166,6 +167,7 @@ class AsyncLLMEngine:
                 prompt,
                 params,
                 priority=priority,
+                trace_headers=trace_headers,
             ),
             is_long=is_long,
         )
@@ -211,6 +213,7 @@ class AsyncLLMEngine:
         await self._each_driver(lambda driver: partial(driver.abort, ids=ids))
 
     async def get_tokenizer(self) -> Tokenizer:
+        """Return the target's tokenizer."""
         return self.engine.tokenizer
 
     async def check_health(self) -> None:
@@ -228,6 +231,7 @@ class AsyncLLMEngine:
 
     @property
     def is_stopped(self) -> bool:
+        """Whether an engine has ended, because of errors or `shutdown`."""
         return not self.is_running
 
     @property
@@ -284,7 +288,8 @@ class AsyncLLMEngine:
         await self._each(LLMEngine.do_log_stats)
 
     async def is_tracing_enabled(self) -> bool:
-        return False
+        """Return whether a span is recorded for each request."""
+        return self.engine.config.otlp_traces_endpoint is not None
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -292,6 +297,39 @@ class AsyncLLMEngine:
         """Clear the prefix cache; see `LLMEngine.reset_prefix_cache`."""
         flags = reset_running_requests, reset_connector
         return all(await self._each(lambda engine: engine.reset_prefix_cache(*flags)))
+
+    async def add_external_corpus(
+        self,
+        corpus_id: str,
+        token_chunks: Sequence[Sequence[int]],
+        cache_salt: str | None = None,
+    ) -> int:
+        """Add texts that suffix drafts may copy; see `LLMEngine`."""
+        counts = await self._each_in_thread(
+            lambda engine: engine.add_external_corpus(
+                corpus_id, token_chunks, cache_salt
+            )
+        )
+        return counts[0]
+
+    async def remove_external_corpus(self, corpus_id: str) -> None:
+        """Remove a corpus; see `LLMEngine`."""
+        await self._each_in_thread(
+            lambda engine: engine.remove_external_corpus(corpus_id)
+        )
+
+    async def list_external_corpora(self) -> dict[str, int]:
+        """Return the number of tokens of each corpus, by its id."""
+        return self.engine.list_external_corpora()
+
+    async def _each_in_thread(self, function: Callable[[LLMEngine], T]) -> list[T]:
+        """Call a function with each engine, in a thread while the engine runs."""
+        if self.errored:
+            raise self.dead_error
+        return [
+            await self.run_in_thread(partial(function, driver.engine), is_long=True)
+            for driver in self._drivers
+        ]
 
     @no_type_check  # it has its own checks, with better errors
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -394,6 +432,7 @@ class AsyncLLMEngine:
         await _done(first.call(lambda engine: engine.runner.stop_profile()))
 
     async def encode(self, *_: object, **__: object) -> None:
+        """Raise `NotImplementedError`: vLLM's method for pooling models."""
         raise NotImplementedError(
             "encode() belongs to pooling models; Gemma generates text. To get token "
             "ids use (await get_tokenizer()).encode(text)."

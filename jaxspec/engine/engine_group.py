@@ -121,10 +121,14 @@ class EngineGroup:
         """Check a request and queue it at the least loaded engine; see `LLMEngine`."""
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
-        refuse("trace_headers", trace_headers or None)
         self.add_prepared(
             self.input_processor.prepare(
-                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+                request_id,
+                prompt,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                trace_headers=trace_headers,
             )
         )
         return request_id

@@ -8,6 +8,7 @@ stores every request's controls in arrays of fixed sizes.
 import functools
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
@@ -102,8 +103,12 @@ class InputProcessor:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Prepared:
         """Check a caller's input, and make a request for every text.
+
+        Args:
+            trace_headers: HTTP headers of the trace that the request belongs to.
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable.
@@ -117,6 +122,13 @@ class InputProcessor:
             )
         params = self.checked(params)
         self._check_priority(priority)
+        if trace_headers and self._config.otlp_traces_endpoint is None:
+            raise UnsupportedError(
+                "trace_headers need an engine that records traces: set "
+                "otlp_traces_endpoint, or leave them out.",
+                parameter="trace_headers",
+                value=trace_headers,
+            )
         parsed = parse_prompt(
             prompt,
             self._tokenizer,
@@ -128,6 +140,7 @@ class InputProcessor:
             parsed,
             priority=priority,
             arrival_time=time.time() if arrival_time is None else arrival_time,
+            trace_headers=trace_headers,
         )
         if params.n == 1:
             return Prepared(request_id, [make(request_id, params)])
@@ -230,6 +243,7 @@ class InputProcessor:
         *,
         arrival_time: float,
         priority: int,
+        trace_headers: Mapping[str, str] | None,
     ) -> Request:
         config = self._config
         num_prompt = len(parsed.token_ids)
@@ -269,6 +283,7 @@ class InputProcessor:
                 arrival_time=arrival_time, queued_ts=time.monotonic()
             ),
             spec_metrics=metrics,
+            trace_headers=trace_headers,
         )
 
     def _begin_text(

@@ -3,14 +3,16 @@
 import dataclasses
 import itertools
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, no_type_check
 
 from jaxspec.config.engine import EngineConfig, ServedModel
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.calibration import Calibrator
+from jaxspec.engine.corpora import Corpora
 from jaxspec.engine.engine_lock import EngineLock, exclusive
 from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.kv_events import KvEventPublisher
@@ -19,7 +21,13 @@ from jaxspec.engine.memory.plan import MemoryPlan
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduling.launch import AsLaunchErrors, Launch, LaunchError
+from jaxspec.engine.scheduling.launch import (
+    AsLaunchErrors,
+    Launch,
+    LaunchError,
+    salt_words,
+)
+from jaxspec.engine.scheduling.lookup_estimator import TextIndex, index_corpora
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.round_estimates import make_acceptance
@@ -27,6 +35,7 @@ from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.engine.speculation.step_times import FIXED_SHARE, StepTimes
+from jaxspec.engine.tracing import RequestTracer
 from jaxspec.errors import (
     ConfigError,
     EngineDeadError,
@@ -81,6 +90,11 @@ class LLMEngine:
         self.memory: MemoryPlan | None = None
         self._page_events: PageEvents | None = None
         self._publisher: KvEventPublisher | None = None
+        tracer: RequestTracer | None = None
+        if config.otlp_traces_endpoint is not None:
+            # Reject a missing package before the weights are read.
+            endpoint, name = config.otlp_traces_endpoint, config.served_model_name
+            tracer = RequestTracer(endpoint, name)
         if config.kv_events.is_on:
             # Reject an unusable address before the weights are read.
             size, rank = config.page_size, config.data_parallel_rank
@@ -91,6 +105,8 @@ class LLMEngine:
                 runner = make_runner(config)
             except BaseException:
                 self._close_publisher()
+                if tracer is not None:
+                    tracer.close()
                 raise
             config, self.memory = runner.config, runner.memory
         self.config, self.runner = config, runner
@@ -98,10 +114,15 @@ class LLMEngine:
         self.policy = SpeculationPolicy(config.speculative)
         self.step_times = StepTimes(FIXED_SHARE if runner.skips_padding else 1.0)
         self.acceptance = make_acceptance(config, self.policy)
+        speculative = config.speculative
+        max_tokens = speculative and speculative.suffix_decoding_max_corpus_tokens
+        self._corpora = Corpora(max_tokens=max_tokens or 0)
+        self._corpora_index: Mapping[str | None, TextIndex] = {}
+        self._corpora_lock = threading.Lock()
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats, self.memory)
         self.output_processor = OutputProcessor(
-            config, self.tokenizer, self.metrics, self.stats
+            config, self.tokenizer, self.metrics, self.stats, tracer
         )
         self.input_processor = InputProcessor(config, self.tokenizer)
         self._groups = itertools.count()
@@ -154,7 +175,7 @@ class LLMEngine:
         self.input_processor.set_tokenizer(tokenizer)
 
     def _make_scheduler(self) -> Scheduler:
-        return Scheduler(
+        scheduler = Scheduler(
             self.config,
             self.policy,
             self.stats,
@@ -163,6 +184,8 @@ class LLMEngine:
             acceptance=self.acceptance,
             page_events=self._page_events,
         )
+        scheduler.set_corpora(self._corpora_index)
+        return scheduler
 
     @classmethod
     def from_engine_args(
@@ -203,7 +226,9 @@ class LLMEngine:
 
         Args:
             priority: Lower values run first, with `scheduling_policy="priority"`.
-            lora_request: Not supported, like `tokenization_kwargs` and `trace_headers`.
+            lora_request: Not supported, like `tokenization_kwargs`.
+            trace_headers: HTTP headers of the trace that the request belongs to; needs
+                `otlp_traces_endpoint`.
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable, the id is in
@@ -212,10 +237,14 @@ class LLMEngine:
         """
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
-        refuse("trace_headers", trace_headers or None)
         self.add_prepared(
             self.input_processor.prepare(
-                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+                request_id,
+                prompt,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                trace_headers=trace_headers,
             )
         )
         return request_id
@@ -289,6 +318,11 @@ class LLMEngine:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+
+    def _close_tracer(self) -> None:
+        if self.output_processor.tracer is not None:
+            self.output_processor.tracer.close()
+            self.output_processor.tracer = None
 
     def _publish_pages(self) -> None:
         """Publish KV events for pages added to or removed from the prefix cache."""
@@ -510,6 +544,57 @@ class LLMEngine:
         self._publish_pages()
         return is_done
 
+    def add_external_corpus(
+        self,
+        corpus_id: str,
+        token_chunks: Sequence[Sequence[int]],
+        cache_salt: str | None = None,
+    ) -> int:
+        """Add texts that suffix drafts may copy; return their number of tokens.
+
+        They change the speed of texts, and nothing else. Requests continue meanwhile.
+
+        Args:
+            corpus_id: Name of the corpus.
+            token_chunks: Token ids of each text.
+            cache_salt: Only requests with the same salt find the texts.
+
+        Raises:
+            RequestError: The id is in use, a token does not exist, or there would be
+                more tokens than `suffix_decoding_max_corpus_tokens`.
+            UnsupportedError: That limit is 0, or drafts are of another method.
+        """
+        vocab_size = self.config.model_config.vocab_size
+        with self._corpora_lock:
+            self._set_corpora(
+                self._corpora.added(corpus_id, token_chunks, cache_salt, vocab_size)
+            )
+            return self._corpora.num_tokens[corpus_id]
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        """Remove a corpus.
+
+        Raises:
+            RequestError: There is no such corpus.
+        """
+        with self._corpora_lock:
+            self._set_corpora(self._corpora.removed(corpus_id))
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """Return the number of tokens of each corpus, by its id."""
+        return self._corpora.num_tokens
+
+    def _set_corpora(self, corpora: Corpora) -> None:
+        texts = corpora.texts
+        index = index_corpora(texts)
+        table = self.runner.corpora_table(
+            [(salt_words(salt), tokens) for salt, tokens in texts]
+        )
+        with self.lock:
+            self._corpora, self._corpora_index = corpora, index
+            self.scheduler.set_corpora(index)
+            self.runner.set_corpora(table)
+
     @exclusive
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`.
@@ -655,6 +740,7 @@ class LLMEngine:
         self._sleep.begin(2)
         self.runner.compiler.clear()
         self._close_publisher()
+        self._close_tracer()
         self.runner.leave()
 
     def _drain(self) -> None:
@@ -674,3 +760,4 @@ class LLMEngine:
         """Wait for launches on the devices."""
         self._drain()
         self._close_publisher()
+        self._close_tracer()

@@ -65,6 +65,8 @@ class Load:
     """Load and state of an engine at one moment.
 
     Attributes:
+        num_running: Running texts.
+        num_waiting: Waiting texts.
         num_deferred: Waiting requests that wait for a program, not for capacity.
         kv_usage: Share of the pages that running requests hold, 0 to 1.
         sleep_level: 0 is awake.

@@ -16,6 +16,7 @@ from jaxspec.engine.metrics import EngineMetrics
 from jaxspec.engine.scheduling.launch import Advance, Progress
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.tracing import RequestTracer
 from jaxspec.errors import escaped
 from jaxspec.outputs import CompletionOutput, RequestOutput, TokenOrigin
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -239,6 +240,7 @@ class OutputProcessor:
         streams: Streams of all unfinished requests, by id.
         parents: Requests with n > 1, by the callers' ids.
         tokenizer: Tokenizer of the following requests.
+        tracer: Records every finished request; None without traces.
     """
 
     def __init__(
@@ -247,7 +249,9 @@ class OutputProcessor:
         tokenizer: Tokenizer,
         metrics: EngineMetrics,
         stats: EngineStats,
+        tracer: RequestTracer | None = None,
     ):
+        self.tracer = tracer
         self.streams: dict[str, Stream] = {}
         self.parents: dict[str, ParentRequest] = {}
         self._config, self.tokenizer = config, tokenizer
@@ -308,9 +312,15 @@ class OutputProcessor:
         self.parents.clear()
 
     def close(self, request: Request) -> None:
-        """Drop a request; count it if it has finished."""
+        """Drop a request; count it, and record its trace, if it has finished."""
         stream = self.streams.pop(request.request_id)
-        if request.finish_reason is None or self._config.disable_log_stats:
+        if request.finish_reason is None:
+            return
+        if self.tracer is not None:
+            parent = stream.parent_or_none
+            caller_id = request.request_id if parent is None else parent.request_id
+            self.tracer.record(request, caller_id)
+        if self._config.disable_log_stats:
             return
         self._metrics.add_finished(request)
         num_tokens = len(request.output_token_ids)

@@ -46,7 +46,8 @@ from jaxspec.program.plan import (
     StepShape,
     Tile,
 )
-from jaxspec.program.propose import proposers_of
+from jaxspec.program.propose import Suffix, proposers_of
+from jaxspec.program.propose.answer_cache import corpus_buckets, fill_table
 from jaxspec.program.rows import dummy_rows, init_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step_context import ProgramConfig
@@ -103,6 +104,7 @@ class Runner:
             native.masks.answer_with(answer_masks)
             mask_source = native_masks
         self.program = program_of(config, mesh, mask_source)
+        self._corpora: np.ndarray | None = None
         params = target_params, proposer_params(self.program, draft_params)
         self._arrays = Arrays(self.program.proposers, params, self._init_state())
         self.compiler = _make_compiler(self)
@@ -120,12 +122,47 @@ class Runner:
         rows, token_pages = put(
             (init_rows(self.pool), init_token_pages(self.pool)), replicated(self.mesh)
         )
-        return EngineState(
+        state = EngineState(
             rows=rows,
             token_pages=token_pages,
             **init_zeros(device_forms(self.program, self.dtype)),
             forced_acceptance=self._forced_acceptance(),
         )
+        return self._with_corpora(state)
+
+    def corpora_table(
+        self, texts: Sequence[tuple[tuple[int, int], np.ndarray]]
+    ) -> np.ndarray:
+        """Make the table for `set_corpora`, which takes a second for a million tokens.
+
+        Args:
+            texts: The salt (`salt_words`) and the token ids of each text.
+        """
+        speculative = self.config.speculative
+        assert speculative is not None and speculative.suffix_decoding_max_corpus_tokens
+        size = speculative.suffix_decoding_max_corpus_tokens
+        return fill_table(corpus_buckets(size), texts)
+
+    def set_corpora(self, table: np.ndarray) -> None:
+        """Replace the table of corpora that suffix drafts search."""
+        self._corpora = table
+        if not self._arrays.is_state_consumed:
+            self.state = self._with_corpora(self.state)
+
+    @own_settings()
+    def _with_corpora(self, state: EngineState) -> EngineState:
+        if self._corpora is None:
+            return state
+        # A copy: on a CPU the device may use the host's memory, and state is donated.
+        corpora = put(self._corpora.copy(), replicated(self.mesh))
+        parts = zip(self.program.proposers, state.proposers, strict=True)
+        proposers = tuple(
+            one.with_corpora(part, corpora)
+            if isinstance(one, Suffix) and one.num_corpus_tokens
+            else part
+            for one, part in parts
+        )
+        return dataclasses.replace(state, proposers=proposers)
 
     def _forced_acceptance(self) -> jax.Array | None:
         speculative = self.config.speculative

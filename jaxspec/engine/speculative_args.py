@@ -152,7 +152,10 @@ def merge_speculative_arguments(
         _settle_lookup(merged, is_first_generation=is_first)
     if info.lookup == SUFFIX:
         merged = SUFFIX_DEFAULTS | merged
-        if merged["suffix_decoding_max_cached_requests"]:
+        if (
+            merged["suffix_decoding_max_cached_requests"]
+            or merged["suffix_decoding_max_corpus_tokens"]
+        ):
             # Texts must not depend on other requests' answers: see `SpeculativeConfig`.
             merged.setdefault("rejection_sample_method", "coupled")
     if TREE_KEY in merged:

@@ -295,7 +295,7 @@ _REFUSED: _Subjects = {
         "enable_trace_replay": False,
         "return_sampling_mask": False,
     },
-    "traces": {"collect_detailed_traces": list, "otlp_traces_endpoint": str},
+    "traces of parts of a request": {"collect_detailed_traces": list},
     "other buckets of histograms": {"custom_histogram_buckets": dict},
     "this in the engine: it is a flag of the server": _SERVER_SETTINGS,
 }

@@ -13,6 +13,7 @@ request bodies;
    prompts and sends them while the client is connected; `response_store` stores
    responses.
 4. `server_info`, `metrics`, `load_report`: the server's state; `page` shows it.
-   `development`: sleep and wake-up endpoints.
-5. `ray_app`: the same application in replicas that Ray Serve runs.
+   `development`: sleep and wake-up endpoints. `corpora`: texts for suffix drafts.
+5. `ray_app`: the same application in replicas that Ray Serve runs; `batch`: the same
+   application for the requests of a file.
 """

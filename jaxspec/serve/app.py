@@ -8,6 +8,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 import jaxspec
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.serve.corpora import corpus_routes
 from jaxspec.serve.development import development_routes
 from jaxspec.serve.errors import add_error_handlers
 from jaxspec.serve.generation import generation_routes
@@ -55,6 +56,7 @@ def make_app(
         model_routes(serving),
         token_routes(serving),
         health_routes(serving),
+        corpus_routes(serving),
         development_routes(serving),
         metric_routes(serving, counts),
         page_routes(serving),

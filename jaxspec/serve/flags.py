@@ -113,26 +113,40 @@ def _options(given: argparse.Namespace) -> Options:
     no_effect = check_vllm_arguments(VLLM_SERVER_FLAGS, values)
     if no_effect:
         _log.warning("Flags without effect: %s", ", ".join(no_effect))
-    engine = engine_args(values)
+    return Options(
+        engine=engine_args(values),
+        settings=read_settings(values),
+        listening=given,
+        warm_up=values["warm_up"],
+        shutdown_timeout=values["shutdown_timeout"],
+    )
+
+
+def read_settings(values: dict[str, Any]) -> ServerSettings:
+    """Make the settings from flags that `add_settings` and `add_cli_args` have added.
+
+    Settings without a flag have their defaults.
+
+    Args:
+        values: As argparse returns them, with the `model` that `engine_args` has set.
+
+    Raises:
+        ConfigError: A value is invalid.
+    """
     served = values["served_model_name"] or [values["model"]]
     chosen: dict[str, Any] = {"served_model_names": tuple(served)}
     for item in dataclasses.fields(ServerSettings):
-        value = values.get(item.name)
+        if item.name in chosen or item.name not in values:
+            continue
+        value = values[item.name]
         if item.name in _LISTS:
             value = tuple(_flattened(item.name, value or ()))
         if item.name == "api_keys" and not value and envs.VLLM_API_KEY:
             value = (envs.VLLM_API_KEY,)
         if item.name == "server_dev_mode":
             value = value or envs.VLLM_SERVER_DEV_MODE
-        if item.name not in chosen:
-            chosen[item.name] = value
-    return Options(
-        engine=engine,
-        settings=ServerSettings(**chosen),
-        listening=given,
-        warm_up=values["warm_up"],
-        shutdown_timeout=values["shutdown_timeout"],
-    )
+        chosen[item.name] = value
+    return ServerSettings(**chosen)
 
 
 def engine_args(values: dict[str, Any]) -> AsyncEngineArgs:
@@ -271,7 +285,8 @@ def make_parser(prog: str, kind: type[CommandParser] = CommandParser) -> Command
     )
     _add_listening(parser.add_argument_group("listening"))
     _add_lifecycle(parser.add_argument_group("startup and shutdown"))
-    _add_settings(parser.add_argument_group("responses and limits"))
+    settings = parser.add_argument_group("responses and limits")
+    add_settings(settings, [item.name for item in dataclasses.fields(ServerSettings)])
     AsyncEngineArgs.add_cli_args(parser)
     add_vllm_flags(parser, VLLM_SERVER_FLAGS)
     return parser
@@ -370,12 +385,13 @@ def _add_lifecycle(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_settings(group: argparse._ArgumentGroup) -> None:
+def add_settings(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
+    """Add the flags of the fields of `ServerSettings` with these names."""
     help_texts = documented(ServerSettings)
     choices = {"per_request_spec_decode_metrics": SPEC_METRICS}
     for item in dataclasses.fields(ServerSettings):
-        if item.name == "served_model_names":
-            continue  # already an engine argument
+        if item.name not in names or item.name == "served_model_names":
+            continue  # `served_model_name` is an engine argument
         flag = "--" + _RENAMED.get(item.name, item.name).replace("_", "-")
         options: dict[str, Any] = {"dest": item.name, "default": item.default}
         options["help"] = help_texts.get(item.name)

@@ -243,8 +243,9 @@ async def _complete(
     params = make_params(body, serving.config.generation_defaults)
     read = partial(serving.prompts.of_completion, body, params.max_tokens)
     prompts = await serving.engine.run_in_thread(read, is_long=_is_long(body.prompt))
-    writer = CompletionWriter(serving, body, params, _id(body, request))
-    return await _generate(serving, body, prompts, params, writer)
+    request_id = _id(body, request)
+    writer = CompletionWriter(serving, body, params, request_id, len(prompts))
+    return await _generate(serving, request, body, prompts, params, writer)
 
 
 async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
@@ -253,7 +254,7 @@ async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
     prompt, params, writer = await serving.engine.run_in_thread(
         read, is_long=_is_long_chat(body)
     )
-    return await _generate(serving, body, [prompt], params, writer)
+    return await _generate(serving, request, body, [prompt], params, writer)
 
 
 async def _chat_batch(
@@ -284,7 +285,7 @@ async def _chat_batch(
     found = await serving.engine.run_in_thread(read, is_long=_is_long_chat(body))
     chats, prompts, params = zip(*found, strict=True)
     writer = BatchChatWriter(serving, chats, params[0], _id(body, request))
-    return await _generate(serving, body, list(prompts), params[0], writer)
+    return await _generate(serving, request, body, list(prompts), params[0], writer)
 
 
 def _is_long(content: object) -> bool:
@@ -361,9 +362,11 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     writer = ResponseWriter(serving, body, chat, params, request_id, messages, owner)
     serving.writers[owner, writer.id] = writer
     if not body.background:
-        return await _generate(serving, body, [prompt], params, writer)
+        return await _generate(serving, request, body, [prompt], params, writer)
     size = _check_size(serving, writer, [prompt])
-    outputs = serving.outputs(writer.id, [prompt], params, body.priority or 0)
+    outputs = serving.outputs(
+        writer.id, [prompt], params, body.priority or 0, headers=request.headers
+    )
     response = writer.write_status("queued")
     log = EventLog() if body.stream else None
     work = _make(serving, writer, outputs, log, may_be_large=size > SHORT_ANSWER)
@@ -378,7 +381,7 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
 async def _message(serving: Serving, body: MessagesBody, request: Request) -> Response:
     chat, prompt, params = await _read_message(serving, body)
     writer = MessageWriter(serving, body, chat, params, _id(body, request))
-    return await _generate(serving, body, [prompt], params, writer)
+    return await _generate(serving, request, body, [prompt], params, writer)
 
 
 async def _count(serving: Serving, body: CountBody, request: Request) -> Response:
@@ -555,6 +558,7 @@ def _id(body: GenerationBody, request: Request) -> str:
 
 async def _generate(
     serving: Serving,
+    request: Request,
     body: GenerationBody,
     prompts: list[TokensPrompt],
     params: SamplingParams,
@@ -562,7 +566,9 @@ async def _generate(
 ) -> Response:
     beams = make_beams(body, params, serving.config.max_model_len)
     priority = body.priority or 0
-    outputs = serving.outputs(writer.id, prompts, params, priority, beams)
+    outputs = serving.outputs(
+        writer.id, prompts, params, priority, beams, request.headers
+    )
     size = _check_size(serving, writer, prompts)
     if not body.stream:
         async with contextlib.aclosing(outputs):

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec import metrics
+from jaxspec.engine.metrics import PREFIXES
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.serve.serving import Serving
 
@@ -40,7 +41,7 @@ OTHER = "other"
 # Help texts of our own metrics; most of vLLM's are documented by vLLM.
 _HELP = {
     **dict.fromkeys(
-        (f"{prefix}:cache_config_info" for prefix in metrics.PREFIXES),
+        (f"{prefix}:cache_config_info" for prefix in PREFIXES),
         "Sizes of the KV cache. If layers with a sliding window keep only their "
         "window, each of num_gpu_blocks holds block_size tokens of some layers only, "
         "and kv_cache_size_tokens is the number of tokens that fit",

@@ -15,6 +15,7 @@ from jaxspec.serve.admission import Admission
 from jaxspec.serve.errors import anthropic_error, error_body, respond
 
 GUARDED = ("/v1", "/invocations")
+GUARDED += ("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora")
 ANTHROPIC = "/v1/messages"
 MAX_ID = 256
 # Maximum number of bytes of an unused body that are read and dropped; a connection with

@@ -7,11 +7,13 @@ import logging
 import re
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar, no_type_check
 
 from jaxspec.beam_search import BeamSearch, step_params
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.tracing import TRACE_HEADERS
 from jaxspec.errors import EngineDeadError, RequestError, nearest, shown
 from jaxspec.inputs import TokensPrompt, parse_prompt
 from jaxspec.outputs import RequestOutput
@@ -127,6 +129,7 @@ class Serving:
         params: SamplingParams,
         priority: int,
         beams: BeamSearchParams | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Generate for several prompts; yield each output with its prompt's number.
 
@@ -134,6 +137,7 @@ class Serving:
 
         Args:
             beams: Parameters of a beam search; None to sample.
+            headers: HTTP headers of the request, which may name its trace.
 
         Raises:
             RequestError: The engine returns too few logprobs for the beam search.
@@ -143,14 +147,18 @@ class Serving:
         ids = [f"{request_id}-{next(self._number)}" for _ in prompts]
         lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
         limit_s = self.settings.max_request_s
+        trace = None
+        if self.config.otlp_traces_endpoint is not None and headers is not None:
+            trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        generate = partial(self.engine.generate, priority=priority, trace_headers=trace)
         named = (
             ids if beams is None else [one for id_ in ids for one in _ids(id_, beams)]
         )
         with self.admission.admit(named, lengths, params.n):
             streams = [
-                self.engine.generate(prompt, params, one, priority=priority)
+                generate(prompt, params, one)
                 if beams is None
-                else self._search(prompt, params, one, priority, beams)
+                else self._search(generate, prompt, params, one, beams)
                 for prompt, one in zip(prompts, ids, strict=True)
             ]
             async with contextlib.aclosing(merge(streams)) as merged:
@@ -162,13 +170,17 @@ class Serving:
     @no_type_check  # runtime type checks do not support async generators
     async def _search(
         self,
+        generate: Callable[..., AsyncGenerator[RequestOutput, None]],
         prompt: TokensPrompt,
         params: SamplingParams,
         request_id: str,
-        priority: int,
         beams: BeamSearchParams,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run the beam search of one prompt; yield its single, final output."""
+        """Run the beam search of one prompt; yield its single, final output.
+
+        Args:
+            generate: The engine's, with the arguments that all beams share.
+        """
         processor = self.engine.engine.input_processor
         processor.checked(params)
         vocab_size = self.config.model_config.vocab_size
@@ -187,7 +199,7 @@ class Serving:
         )
         while prompts := search.prompts():
             outputs = await _gather(
-                self._last(self.engine.generate(one, step, name, priority=priority))
+                self._last(generate(one, step, name))
                 for one, name in zip(prompts, _ids(request_id, beams), strict=False)
             )
             search.advance(outputs)

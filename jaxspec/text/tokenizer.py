@@ -90,10 +90,12 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str:
+        """Piece of the token that begins a text."""
         return self.id_to_piece(self.bos_token_id)
 
     @property
     def eos_token(self) -> str:
+        """Piece of the token that ends a text."""
         return self.id_to_piece(self.eos_token_id)
 
     @property
@@ -223,6 +225,7 @@ class Tokenizer:
         return 0 <= token_id < self.vocab_size and self.pieces.is_byte(int(token_id))
 
     def is_special(self, token_id: int) -> bool:
+        """Return whether an id is one of `all_special_ids`."""
         return token_id in self.all_special_ids
 
     def apply_chat_template(

@@ -16,7 +16,7 @@ LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 NGRAM: dict[str, Any] = LOOKUP | {"method": "ngram"}
 SUFFIX: dict[str, Any] = SUFFIX_DEFAULTS | {"method": "suffix"}
 BOTH: dict[str, Any] = SUFFIX_DEFAULTS | DRAFT | {"method": "suffix+draft_model"}
-DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
+DEPTH, FACTOR, PROB, CACHED, CORPUS = SUFFIX_DEFAULTS
 TREE = "[(0,), (1,), (0, 0), (0, 1)]"
 OF_TREE: dict[str, Any] = {"speculative_token_tree": TREE, "num_speculative_tokens": 4}
 FORCED = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
@@ -88,6 +88,8 @@ def test_other_methods_are_not_supported(method: Any):
         (SUFFIX | {CACHED: -1}, f"{CACHED} must be .* from 0 to 4096, got -1"),
         (SUFFIX | {CACHED: 10000}, f"{CACHED} must be .* from 0 to 4096, got 10000"),
         (SUFFIX | {CACHED: 10}, f"method must be 'coupled' with {CACHED}=10, got 'bl"),
+        (SUFFIX | {CORPUS: -1}, f"{CORPUS} must be .* from 0 to 1048576, got -1"),
+        (SUFFIX | {CORPUS: 10}, f"method must be 'coupled' with {CORPUS}=10, got 'bl"),
         (BOTH | {DEPTH: 4}, "from 5 to 64"),
     ],
 )
@@ -109,10 +111,11 @@ def test_rejects_suffix_keys_that_never_draft(keys: Any, more: int, factor: floa
         assert rule.limits[rule.longest] > 0
 
 
-def test_coupled_rule_allows_cached_answers():
-    keys = SUFFIX | {CACHED: 10, "rejection_sample_method": "coupled"}
+@pytest.mark.parametrize("name", [CACHED, CORPUS])
+def test_coupled_rule_allows_cached_answers_and_corpora(name: str):
+    keys = SUFFIX | {name: 10, "rejection_sample_method": "coupled"}
     SpeculativeConfig(**keys, num_speculative_tokens=16)
-    with pytest.raises(ConfigError, match=f"from 1 to 16, got 17. {CACHED} is 10"):
+    with pytest.raises(ConfigError, match=f"from 1 to 16, got 17. {name} is 10"):
         SpeculativeConfig(**keys, num_speculative_tokens=17)
 
 

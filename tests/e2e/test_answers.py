@@ -10,6 +10,7 @@ from jaxspec.sampling_params import SamplingParams
 from tests.conformance.claims import CONTROLS
 from tests.support import pair
 from tests.support.engines import (
+    OneGreedyProgramRunner,
     OneProgramRunner,
     generate,
     make_engine,
@@ -27,7 +28,7 @@ def first_engine() -> LLMEngine:
         pair.target(),
         num_draft_tokens=16,
         rule="coupled",
-        suffix={"max_cached_requests": 256},
+        suffix={"max_cached_requests": 256, "max_corpus_tokens": 4096},
         runner=OneProgramRunner,
         **pair.SETTINGS,
     )
@@ -98,3 +99,57 @@ def test_request_finds_no_answers_of_another_cache_salt(prompts):
     texts, again = rounds_of(engine, salted("b"), GREEDY)
     assert texts == expected
     assert again < first / 3
+
+
+def test_corpus_takes_a_third_of_the_rounds_until_it_is_removed(prompts):
+    expected, first = rounds_of(fresh_engine(), prompts, GREEDY)
+    engine = fresh_engine()
+    texts = [[*one, *text] for one, text in zip(prompts, expected, strict=True)]
+
+    def rounds(salt: str | None) -> int:
+        # Without this the past answers would serve as drafts, too.
+        engine.runner.drop_pages()
+        engine.runner.restore_pages()
+        engine.scheduler.reset_prefix_cache()
+        asked: list[Any] = [
+            {"prompt_token_ids": one} | ({} if salt is None else {"cache_salt": salt})
+            for one in prompts
+        ]
+        found, count = rounds_of(engine, asked, GREEDY)
+        assert found == expected
+        return count
+
+    assert engine.add_external_corpus("answers", texts) == sum(map(len, texts))
+    assert rounds(None) < first / 3
+    assert rounds("other") > 0.7 * first
+    engine.remove_external_corpus("answers")
+    assert rounds(None) > 0.7 * first
+    engine.add_external_corpus("salted", texts, "other")
+    assert rounds("other") < first / 3
+    assert rounds(None) > 0.7 * first
+    engine.remove_external_corpus("salted")
+    assert engine.list_external_corpora() == {}
+
+
+@pytest.mark.slow
+def test_corpora_need_no_cache_of_answers():
+    prompts = pair.prompts(4, seed=6)
+    engine = make_engine(
+        pair.target(),
+        num_draft_tokens=16,
+        rule="coupled",
+        suffix={"max_corpus_tokens": 4096},
+        runner=OneGreedyProgramRunner,
+        **pair.SETTINGS,
+    )
+    expected, first = rounds_of(engine, prompts, GREEDY)
+    engine.add_external_corpus("answers", expected)
+    texts, second = rounds_of(engine, prompts, GREEDY)
+    assert texts == expected
+    assert second < first / 3
+    # The runner keeps the corpora, not only their state on the device.
+    engine.sleep()
+    engine.wake_up()
+    texts, third = rounds_of(engine, prompts, GREEDY)
+    assert texts == expected
+    assert third < first / 3

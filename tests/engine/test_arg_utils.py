@@ -402,6 +402,7 @@ CONFIG_ERRORS: list[tuple[Any, ...]] = [
     ({"gpu_memory_utilization": "0.9"}, "'0.9'", "in (0, 1]"),
     ({"kv_cache_memory_bytes": 0}, "got 0", "at least 1"),
     ({"disable_log_stats": "yes"}, "'yes'", "True or False"),
+    ({"otlp_traces_endpoint": ""}, "got ''", "the URL of a collector"),
     ({"scan_layers": "yes"}, "'yes'", "True or False"),
     ({"skip_tokenizer_init": "yes"}, "'yes'", "True or False"),
     ({"enable_prefix_caching": 1}, "got 1", "True or False"),

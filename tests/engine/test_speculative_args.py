@@ -133,6 +133,10 @@ def ngram(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             suffix(max_cached_requests=10) | {"rejection_sample_method": "coupled"},
         ),
         (
+            config(method="suffix", suffix_decoding_max_corpus_tokens=10),
+            suffix(max_corpus_tokens=10) | {"rejection_sample_method": "coupled"},
+        ),
+        (
             {"spec_method": "suffix+draft_model", "spec_model": "draft"},
             {"model": "draft"} | suffix("suffix+draft_model"),
         ),

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,18 @@ def test_without_a_compiler_xla_is_used_with_a_warning(tmp_path, environment, wa
     assert ("WARNING" in done.stderr) == (warning is not None)
     assert (warning or "") in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_instructions_in_use_are_logged():
+    """They are the best that the machine has."""
+    code = CODE.replace("basicConfig()", "basicConfig(level=logging.INFO)")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    (name,) = re.findall("Native CPU operations use (.*)", done.stderr)
+    path = Path("/proc/cpuinfo")
+    words = path.read_text().split() if path.is_file() else []
+    assert ("AVX" in name or name == "AMX") == ("avx2" in words)
 
 
 def quick_compiler(folder: Path) -> tuple[str, str]:

@@ -4,6 +4,7 @@ All tests that call operations run once more in a process of their own, with a l
 that is built with other flags.
 """
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -204,6 +205,14 @@ def test_sanitizers_detect_mistakes(tmp_path, sanitized, sanitizers, name):
     assert done.returncode != 0 and report in output, output[-3000:]
 
 
+INSTRUCTIONS = {
+    "x86-64": "the processor's base instructions",
+    "x86-64-v3": "AVX2",
+    "x86-64-v4": "AVX-512",
+    "native -mno-amx-bf16": "AVX-512 BF16",
+}
+
+
 def levels() -> list[str]:
     """Return the x86-64 levels whose instructions this processor has.
 
@@ -226,6 +235,8 @@ def test_other_processors_compute_the_same(tmp_path, level):
     They compute 4, 8 and 16 floats at once. One more has AVX-512 BF16 without tiles.
     """
     assert_all_pass(run_cases(tmp_path, f"-march={level}", *ALL))
+    (path,) = tmp_path.glob("native-*.so")
+    assert native.instructions(ctypes.CDLL(str(path))) == INSTRUCTIONS[level]
 
 
 def cross_compiler() -> list[str] | None:

@@ -456,12 +456,16 @@ class FakeRunner(Runner):
         self.compiler = Compiler(lambda shape: None)
         self.temporary_bytes = self.code_bytes = 0
         self.followers: Any = None
+        self.config = config
 
     def drop_pages(self) -> None:
         self.events.append(("drop_pages", self.num_launches))
 
     def restore_pages(self) -> None:
         self.device.forget()
+
+    def set_corpora(self, table: Any) -> None:
+        self.corpora = table
 
     def leave_out_drafts(self) -> None:
         self.device.has_draft = False

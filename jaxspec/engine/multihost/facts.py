@@ -16,6 +16,7 @@ from jaxspec_checkpoints.gguf.reading import find_gguf
 LOCAL_FIELDS = (
     *("model", "tokenizer", "served_model_name", "chat_template"),
     *("compilation_cache_dir", "disable_log_stats", "generation_defaults"),
+    "otlp_traces_endpoint",
     *("structured_outputs", "speculative.model", "hosts.node_rank"),
     *("hosts.master_addr", "hosts.headless", "hosts.secret_file", "hosts.timeout_s"),
 )

@@ -13,6 +13,7 @@ token by token.
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -93,7 +94,8 @@ class TextIndex:
         first, key = len(self.tokens), self._key
         self.tokens += new
         start = max(first - key + 1, 0)
-        known = np.array(self.tokens[start:], np.uint64)
+        # `END` wraps around, with the lower 32 bits that `append` hashes.
+        known = np.array(self.tokens[start:], np.int64).astype(np.uint64)
         count = len(known) - key + 1
         word = np.zeros(count, np.uint64)
         for offset in range(key):
@@ -224,20 +226,43 @@ class Answers:
     ) -> tuple[int, list[list[int]]]:
         """Return the length of the longest matches, and the tokens after each match."""
         index = self._by_salt.get(request.cache_salt)
-        if index is None:
-            return 0, []
-        longest = min(rule.longest, ANSWER_BEFORE)
-        length, places = index.find(newest[-longest:], longest)
-        if not places or length < rule.shortest:
-            return 0, []
-        count = min(rule.limits[length], ANSWER_AFTER, request.max_draft_tokens)
-        texts = [
-            index.tokens[place + 1 : place + 1 + count]
-            for place in places[: rule.num_matches]
-        ]
-        return length, [
-            text[: text.index(END)] if END in text else text for text in texts
-        ]
+        return find_texts(index, request, newest, rule)
+
+
+def find_texts(
+    index: TextIndex | None, request: Request, newest: list[int], rule: LookupRule
+) -> tuple[int, list[list[int]]]:
+    """Return the length of the longest matches, and the tokens after each match.
+
+    Args:
+        index: Texts that each end with `END`; None if there are none.
+    """
+    if index is None:
+        return 0, []
+    longest = min(rule.longest, ANSWER_BEFORE)
+    length, places = index.find(newest[-longest:], longest)
+    if not places or length < rule.shortest:
+        return 0, []
+    count = min(rule.limits[length], ANSWER_AFTER, request.max_draft_tokens)
+    texts = [
+        index.tokens[place + 1 : place + 1 + count]
+        for place in places[: rule.num_matches]
+    ]
+    return length, [text[: text.index(END)] if END in text else text for text in texts]
+
+
+def index_corpora(
+    texts: Sequence[tuple[str | None, np.ndarray]],
+) -> dict[str | None, TextIndex]:
+    """Return an index of the texts of each cache salt."""
+    by_salt: dict[str | None, list[int]] = {}
+    for salt, tokens in texts:
+        by_salt.setdefault(salt, []).extend([*tokens.tolist(), END])
+    indices = {}
+    for salt, tokens in by_salt.items():
+        indices[salt] = TextIndex(ANSWER_MATCH, len(tokens))
+        indices[salt].extend(tokens)
+    return indices
 
 
 class LookupTrace:
@@ -278,7 +303,11 @@ class PredictedRounds(NamedTuple):
 
 
 class LookupEstimator:
-    """Follows requests, and counts by row the drafts that would be accepted."""
+    """Follows requests, and counts by row the drafts that would be accepted.
+
+    Attributes:
+        corpora: Indices of the corpora by cache salt.
+    """
 
     def __init__(
         self,
@@ -295,6 +324,7 @@ class LookupEstimator:
                 own text.
         """
         self._rule = rule
+        self.corpora: Mapping[str | None, TextIndex] = {}
         self._traces: list[LookupTrace | None] = [None] * num_rows
         self._answers = Answers(num_requests) if num_requests else None
         # As in `PredictedRounds`, for all rows. A position is counted as soon as its
@@ -360,7 +390,11 @@ class LookupEstimator:
         if self._answers is not None:
             other, others = self._answers.find(request, index.tokens, rule)
             if others and (not texts or other > length):
-                texts = others
+                length, texts = other, others
+        corpora = self.corpora.get(request.cache_salt)
+        other, others = find_texts(corpora, request, index.tokens, rule)
+        if others and (not texts or other > length):
+            texts = others
         trace.drafts = best_text(texts, rule.min_share) if texts else []
         trace.num_right = 0
 

@@ -1,6 +1,7 @@
 """Host state of one request: waiting, prefilling, decoding, finished."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxspec.engine.structured_output import Failure, GrammarState
@@ -52,6 +53,7 @@ class Request:
         num_unread: Number of unread rounds with tokens for a request that has lost its
             row.
         num_prompt_logprobs: Prompt tokens whose logprobs were returned.
+        trace_headers: HTTP headers of the trace that the request belongs to.
     """
 
     request_id: str
@@ -88,6 +90,7 @@ class Request:
     num_registered: int = 0
     num_unread: int = 0
     num_prompt_logprobs: int = 0
+    trace_headers: Mapping[str, str] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

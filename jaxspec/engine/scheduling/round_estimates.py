@@ -1,12 +1,18 @@
 """Estimates for the choice of K: builds `RoundEstimates`, and records results."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.lookups import LookupRule
 from jaxspec.engine.scheduling.draft_prefill import DraftPrefill
 from jaxspec.engine.scheduling.launch import Launch
-from jaxspec.engine.scheduling.lookup_estimator import RECONSIDER_RUNS, LookupEstimator
+from jaxspec.engine.scheduling.lookup_estimator import (
+    RECONSIDER_RUNS,
+    LookupEstimator,
+    TextIndex,
+)
 from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.row_table import RowTable
@@ -79,6 +85,11 @@ class RoundEstimator:
         """Add the answer of a finished request to the lookup estimator."""
         if self._lookups is not None:
             self._lookups.finish(request)
+
+    def set_corpora(self, corpora: Mapping[str | None, TextIndex]) -> None:
+        """Let the lookup estimator search other corpora, by cache salt."""
+        if self._lookups is not None:
+            self._lookups.corpora = corpora
 
     def count_lookups(self) -> None:
         """Add the acceptance estimated by lookups since the last call."""

@@ -14,6 +14,7 @@ device knows the number of accepted drafts. Knows nothing of texts or devices.
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from jaxspec.engine.scheduling.decode_selection import DecodeSelector
 from jaxspec.engine.scheduling.draft_prefill import DraftPrefill
 from jaxspec.engine.scheduling.kv_cache import PageTables
 from jaxspec.engine.scheduling.launch import Advance, Launch, LaunchBuilder
+from jaxspec.engine.scheduling.lookup_estimator import TextIndex
 from jaxspec.engine.scheduling.page_claims import PageClaimer
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.page_releases import PageReleaser
@@ -107,6 +109,10 @@ class Scheduler:
     def _has_draft_model(self) -> bool:
         is_configured = self.config.draft_model_config is not None
         return is_configured and not self.policy.is_stopped
+
+    def set_corpora(self, corpora: Mapping[str | None, TextIndex]) -> None:
+        """Search other corpora, by cache salt, to estimate the use of drafts."""
+        self._estimator.set_corpora(corpora)
 
     def add(self, request: Request) -> None:
         """Queue a request."""

@@ -1,11 +1,14 @@
-"""A cache of past answers on the device: the tokens that followed other tokens.
+"""Tables on the device of the tokens that followed other tokens in earlier texts.
 
 A hash table of fixed size. An entry holds a few tokens and those that followed them in
-an answer, stored under the hash of its last tokens, once for each length in `KEYS`.
+a text, stored under the hash of its last tokens, once for each length in `KEYS`. Past
+answers are stored by the rounds that make them; texts of corpora by the host.
 Lookups compare token by token, and the salt as well: a request finds no entry of
 another salt. Entries hold nothing else about the request that stored them.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +29,9 @@ KEYS = (2, 6)
 SLOTS = 8
 # Entries that a request of usual length stores; sets the size of the table.
 ENTRIES_PER_REQUEST = 256 * len(KEYS)
+# Smallest number of slots per entry of a corpus: with fewer, more than 3 % of the
+# entries would find their bucket full.
+SLOTS_PER_ENTRY = 1.3
 _PRIME = 0x9E3779B1  # 2^32 by the golden ratio
 
 
@@ -41,10 +47,57 @@ def num_buckets(num_requests: int) -> int:
     return 1 << (-(-num_requests * ENTRIES_PER_REQUEST // SLOTS) - 1).bit_length()
 
 
-def answer_cache_forms(num_requests: int, sharding: jax.sharding.Sharding) -> Any:
-    """Return the shape and placement of an empty table."""
-    shape = num_buckets(num_requests), SLOTS, WORDS
+def corpus_buckets(num_tokens: int) -> int:
+    """Return the number of buckets for corpora of `num_tokens`: a power of two."""
+    num_slots = math.ceil(num_tokens * len(KEYS) * SLOTS_PER_ENTRY)
+    return 1 << (-(-num_slots // SLOTS) - 1).bit_length()
+
+
+def table_forms(num_buckets: int, sharding: jax.sharding.Sharding) -> Any:
+    """Return the shape and placement of a table."""
+    shape = num_buckets, SLOTS, WORDS
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+
+def answer_cache_forms(num_requests: int, sharding: jax.sharding.Sharding) -> Any:
+    """Return the shape and placement of an empty table of past answers."""
+    return table_forms(num_buckets(num_requests), sharding)
+
+
+def fill_table(
+    num_buckets: int, texts: Sequence[tuple[tuple[int, int], np.ndarray]]
+) -> Int[np.ndarray, "bucket slot word"]:
+    """Make a table with every place of some texts, on the host.
+
+    Unlike rounds, the host chooses the slots: a bucket keeps the last entries that fit.
+
+    Args:
+        texts: The salt and the token ids of each text.
+    """
+    table = np.zeros((num_buckets, SLOTS, WORDS), np.int32)
+    entries = np.concatenate(
+        [np.zeros((0, WORDS), np.int32), *(_entries(*text) for text in texts)]
+    )
+    buckets = _buckets(entries[:, :BEFORE], num_buckets, np).T.reshape(-1)
+    # Entries by bucket, and in each bucket in the order of the texts.
+    order = np.argsort(buckets, kind="stable")
+    ranked = buckets[order]
+    slot = np.searchsorted(ranked, ranked, side="right") - 1 - np.arange(len(ranked))
+    fits = slot < SLOTS
+    table[ranked[fits], slot[fits]] = entries[order[fits] % len(entries)]
+    return table
+
+
+def _entries(
+    salt: tuple[int, int], tokens: np.ndarray
+) -> Int[np.ndarray, "entry word"]:
+    """Return the entries of all places of a text, on the host."""
+    padded = np.zeros(BEFORE + len(tokens) + AFTER, np.int32)
+    padded[BEFORE : BEFORE + len(tokens)] = tokens + 1
+    windows = np.lib.stride_tricks.sliding_window_view(padded, BEFORE + AFTER)
+    windows = windows[1 : len(tokens)]  # with tokens before and after
+    salts = np.broadcast_to(np.array(salt, np.uint32).view(np.int32), (len(windows), 2))
+    return np.concatenate([windows, salts], axis=1)
 
 
 def find_answers(
@@ -158,12 +211,17 @@ def _salt_bits(salt: UInt32[Array, "seq 2"]) -> Int[Array, "seq 2"]:
     return jax.lax.bitcast_convert_type(salt, jnp.int32)
 
 
-def _buckets(
-    tokens: Int[Array, "*entry before"], num_buckets: int
-) -> UInt32[Array, "*entry key"]:
-    """Return the buckets of entries, one for each length in `KEYS`."""
-    hashes = [_hash(tokens[..., -key:]) for key in KEYS]
-    return jnp.stack(hashes, axis=-1) % jnp.uint32(num_buckets)
+def _buckets(tokens: Any, num_buckets: int, xp: Any = jnp) -> Any:
+    """Return the buckets of entries, one for each length in `KEYS`.
+
+    Args:
+        tokens: Int[Array, "*entry before"], of `xp`: `jnp`, or `np` on the host.
+
+    Returns:
+        UInt32[Array, "*entry key"].
+    """
+    hashes = [_hash(tokens[..., -key:], xp) for key in KEYS]
+    return xp.stack(hashes, axis=-1) % xp.uint32(num_buckets)
 
 
 def _match_lengths(
@@ -181,10 +239,10 @@ def _match_lengths(
     return length
 
 
-def _hash(tokens: Int[Array, "*entry key"]) -> UInt32[Array, "*entry"]:
-    """Hash some tokens and their number."""
-    number = jnp.full(tokens.shape[:-1], tokens.shape[-1], jnp.uint32)
+def _hash(tokens: Any, xp: Any = jnp) -> Any:
+    """Hash some tokens and their number; see `_buckets`."""
+    number = xp.full(tokens.shape[:-1], tokens.shape[-1], xp.uint32)
     for index in range(tokens.shape[-1]):
-        number = (number ^ tokens[..., index].astype(jnp.uint32)) * jnp.uint32(_PRIME)
+        number = (number ^ tokens[..., index].astype(xp.uint32)) * xp.uint32(_PRIME)
         number ^= number >> 15
     return number

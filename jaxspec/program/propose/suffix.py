@@ -1,4 +1,4 @@
-"""Propose the most frequent continuation in the sequence, or in past answers.
+"""Propose the most frequent continuation in the sequence, answers or corpora.
 
 The longer a match, the more drafts it may give. Among equally long matches, the drafts
 are the continuation with the largest expected number of accepted tokens.
@@ -20,9 +20,12 @@ from jaxspec.config.methods import MAX_DRAFT_TOKENS
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.answer_cache import (
+    AnswerCache,
     answer_cache_forms,
+    corpus_buckets,
     find_answers,
     store_answers,
+    table_forms,
 )
 from jaxspec.program.propose.ngram_match import (
     Matches,
@@ -44,11 +47,14 @@ class Suffix(Lookup):
         shortest: Smallest number of tokens of a match.
         min_share: Smallest share of the counted matches, in parts of `WHOLE`, that must
             agree with a draft and those before it.
+        num_corpus_tokens: Maximum number of tokens of corpora, whose table is then the
+            state; 0 without corpora.
     """
 
     limits: tuple[int, ...]
     shortest: int
     min_share: int
+    num_corpus_tokens: int = 0
 
     may_find_few: ClassVar[bool] = True
 
@@ -58,11 +64,26 @@ class Suffix(Lookup):
         speculative = config.speculative
         assert speculative is not None
         rule = LookupRule.of(speculative)
-        proposer = cls(rule.limits, rule.shortest, rule.min_share)
+        num_tokens = speculative.suffix_decoding_max_corpus_tokens or 0
+        proposer = cls(rule.limits, rule.shortest, rule.min_share, num_tokens)
         num_requests = speculative.suffix_decoding_max_cached_requests
         if not num_requests:
             return proposer
         return CachedSuffix(**vars(proposer), num_requests=num_requests)
+
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
+        """Return the shape of the table of corpora, replicated on every device."""
+        if not self.num_corpus_tokens:
+            return ()
+        return table_forms(corpus_buckets(self.num_corpus_tokens), replicated(mesh))
+
+    def with_corpora(self, state: Any, corpora: AnswerCache) -> Any:
+        """Return the state with another table of corpora."""
+        return corpora
+
+    def _tables(self, state: Any) -> tuple[AnswerCache, ...]:
+        """Return the tables of the state, that of past answers first."""
+        return (state,) if self.num_corpus_tokens else ()
 
     def propose(
         self,
@@ -81,15 +102,30 @@ class Suffix(Lookup):
         return proposal, state
 
     def _matches(self, state: Any, context: ProposerContext) -> Matches:
-        """Return the matches in the sequence itself."""
-        return find_matches(
+        """Return the longest matches; ties go to the sequence itself."""
+        longest, num_levels = len(self.limits) - 1, context.tree.num_levels
+        in_sequence = find_matches(
             context.active,
             context.token_pages,
-            longest=len(self.limits) - 1,
+            longest=longest,
             shortest=self.shortest,
             num_matches=NUM_MATCHES,
-            num_levels=context.tree.num_levels,
+            num_levels=num_levels,
         )
+        in_tables = [
+            find_answers(
+                table,
+                context.active,
+                context.token_pages,
+                longest=longest,
+                shortest=self.shortest,
+                num_levels=num_levels,
+            )
+            for table in self._tables(state)
+        ]
+        if not in_tables:
+            return in_sequence
+        return merge_matches((in_sequence, *in_tables), NUM_MATCHES)
 
 
 @dataclass(frozen=True)
@@ -100,7 +136,7 @@ class CachedSuffix(Suffix):
         num_requests: Capacity, in requests of usual length.
     """
 
-    num_requests: int
+    num_requests: int = 0
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -108,29 +144,28 @@ class CachedSuffix(Suffix):
         return ()
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Return the shape of the cache of answers, replicated on every device."""
-        return answer_cache_forms(self.num_requests, replicated(mesh))
+        """Return the shapes of the tables, replicated on every device."""
+        answers = answer_cache_forms(self.num_requests, replicated(mesh))
+        corpora = super().state_forms(dtype, pool, mesh)
+        return (answers, corpora) if self.num_corpus_tokens else answers
+
+    def with_corpora(self, state: Any, corpora: AnswerCache) -> Any:
+        """Return the state with another table of corpora."""
+        return state[0], corpora
+
+    def _tables(self, state: Any) -> tuple[AnswerCache, ...]:
+        """Return the tables of the state, that of past answers first."""
+        return state if self.num_corpus_tokens else (state,)
 
     def observe(
         self, params: Params | None, state: Any, context: ProposerContext, seen: Seen
     ) -> Any:
         """Store the answers up to the start of the round."""
-        return store_answers(
-            state, context.active, context.token_pages, num_new=MAX_DRAFT_TOKENS + 1
+        answers, *corpora = self._tables(state)
+        answers = store_answers(
+            answers, context.active, context.token_pages, num_new=MAX_DRAFT_TOKENS + 1
         )
-
-    def _matches(self, state: Any, context: ProposerContext) -> Matches:
-        """Return the longest matches; ties go to the sequence itself."""
-        in_sequence = super()._matches(state, context)
-        in_answers = find_answers(
-            state,
-            context.active,
-            context.token_pages,
-            longest=len(self.limits) - 1,
-            shortest=self.shortest,
-            num_levels=context.tree.num_levels,
-        )
-        return merge_matches((in_sequence, in_answers), NUM_MATCHES)
+        return (answers, *corpora) if corpora else answers
 
 
 def choose(matches: Matches, *, limits: tuple[int, ...], min_share: int) -> Proposal:

@@ -65,7 +65,7 @@ class MessageWriter(Writer):
             content.append(made | {"input": _arguments(call.function.arguments)})
         self._num_tokens, self._has_calls = len(completion.token_ids), bool(calls)
         message = self._message(output, content) | self._ended(completion)
-        self._add_metrics(message, output, is_one=True)
+        self._add_metrics(message, output)
         return message
 
     @no_type_check  # runtime type checks do not support async generators
@@ -92,7 +92,7 @@ class MessageWriter(Writer):
         ended = self._ended(completion)
         usage = self._usage_of(output)
         content = {"type": "message_delta", "delta": ended, "usage": usage}
-        self._add_metrics(content, output, is_one=True)
+        self._add_metrics(content, output)
         yield content
         yield {"type": "message_stop"}
 

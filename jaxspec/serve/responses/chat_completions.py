@@ -19,9 +19,14 @@ class ChatWriter(ChoiceWriter):
     null_fields = ("token_ids",)
 
     def __init__(
-        self, serving: Serving, body: ChatBody, params: SamplingParams, request_id: str
+        self,
+        serving: Serving,
+        body: ChatBody,
+        params: SamplingParams,
+        request_id: str,
+        num_prompts: int = 1,
     ):
-        super().__init__(serving, body, params, f"chatcmpl-{request_id}")
+        super().__init__(serving, body, params, f"chatcmpl-{request_id}", num_prompts)
         self._body = body
         self._role = self._role_of(body)
         self._choice = read_choice(body)
@@ -177,7 +182,7 @@ class BatchChatWriter(ChatWriter):
         params: SamplingParams,
         request_id: str,
     ):
-        super().__init__(serving, bodies[0], params, request_id)
+        super().__init__(serving, bodies[0], params, request_id, len(bodies))
         self._writers = [
             ChatWriter(serving, body, params, request_id) for body in bodies
         ]

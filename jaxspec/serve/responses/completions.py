@@ -23,8 +23,9 @@ class CompletionWriter(ChoiceWriter):
         body: CompletionBody,
         params: SamplingParams,
         request_id: str,
+        num_prompts: int = 1,
     ):
-        super().__init__(serving, body, params, f"cmpl-{request_id}")
+        super().__init__(serving, body, params, f"cmpl-{request_id}", num_prompts)
         self._body = body
         # With `echo` and `max_tokens=0` the response has only the prompt, although the
         # engine generates one token.

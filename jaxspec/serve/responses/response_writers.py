@@ -42,6 +42,7 @@ class Writer(ABC):
         body: GenerationBody,
         params: SamplingParams,
         request_id: str,
+        num_prompts: int = 1,
     ):
         settings = serving.settings
         self.tokenizer, self.settings, self.params = serving.tokenizer, settings, params
@@ -49,7 +50,6 @@ class Writer(ABC):
         if as_ids is None:
             as_ids = settings.return_tokens_as_token_ids
         self.logprobs = LogprobWriter(serving.tokenizer, as_ids=as_ids)
-        self._usage = Usage(has_details=settings.enable_prompt_tokens_details)
         # Logprobs of each prompt, by its number. Kept because only the first output of
         # a prompt has them.
         self._prompt_logprobs: dict[int, list[Any]] = {}
@@ -65,6 +65,11 @@ class Writer(ABC):
             "has_drafts": wanted or settings.per_request_spec_decode_metrics != "none",
             "has_times": wanted or settings.enable_per_request_metrics,
         }
+        self._has_one_text = num_prompts * params.n == 1
+        self._usage = Usage(
+            has_details=settings.enable_prompt_tokens_details,
+            has_drafts=self._metrics["has_drafts"],
+        )
         self._is_stream, self._has_ids = body.stream, bool(body.return_token_ids)
         self._has_prompt_logprobs = getattr(body, "prompt_logprobs", None) is not None
         self.id, self.created = request_id, int(time.time())
@@ -139,13 +144,16 @@ class Writer(ABC):
         origins = (completion.token_origins or [])[: len(self.shown(completion))]
         return {"token_origins": [one._asdict() for one in origins]}
 
-    def _add_metrics(
-        self, content: dict[str, Any], output: RequestOutput, *, is_one: bool
-    ) -> None:
+    def _add_metrics(self, content: dict[str, Any], output: RequestOutput) -> None:
         if any(self._metrics.values()):
             content["metrics"] = (
-                request_metrics(output, **self._metrics) if is_one else None
+                request_metrics(output, **self._metrics) if self._has_one_text else None
             )
+
+    def _add_timings(self, content: dict[str, Any], output: RequestOutput) -> None:
+        """Add llama.cpp's `timings` if the request is for one text."""
+        if self._has_one_text and output.metrics is not None:
+            content["timings"] = self._usage.timings(output.metrics)
 
 
 class ChoiceWriter(Writer):
@@ -186,10 +194,9 @@ class ChoiceWriter(Writer):
     def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
         """Write the response from the last output of every prompt, with its number."""
         choices: dict[int, dict[str, Any]] = {}
-        output, num_prompts = None, 0
+        output = None
         for number, output in finished:
             assert output.finished
-            num_prompts += 1
             for completion, index in self._texts(number, output):
                 choice = self.choice(index, completion, output)
                 choices[index] = dict.fromkeys(self.null_fields) | choice
@@ -197,7 +204,8 @@ class ChoiceWriter(Writer):
         answer = self._head(self.kind[0])
         answer["choices"] = [choices[index] for index in sorted(choices)]
         answer["usage"] = self._usage.total()
-        self._add_metrics(answer, output, is_one=num_prompts == 1)
+        self._add_metrics(answer, output)
+        self._add_timings(answer, output)
         self.finish(answer, output)
         return answer
 
@@ -205,6 +213,7 @@ class ChoiceWriter(Writer):
     async def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
         """Write the chunks of every output when it arrives."""
         begun: set[int] = set()
+        has_end = self._has_usage or (self._wants_metrics and self._has_one_text)
         async for number, output in outputs:
             for completion, index in self._texts(number, output):
                 if index not in begun:
@@ -222,12 +231,16 @@ class ChoiceWriter(Writer):
                     chunk["choices"] = [choice]
                     if self._counts_each:
                         chunk["usage"] = self._usage.of_text(number, index)
+                    # As in llama.cpp: the last chunk has the timings.
+                    if choice["finish_reason"] is not None and not has_end:
+                        self._add_timings(chunk, output)
                     yield chunk
         last: dict[str, Any] = {}
         if self._has_usage:
             last["usage"] = self._usage.total()
-        if begun == {0} and (self._has_usage or self._wants_metrics):
-            self._add_metrics(last, output, is_one=True)
+        if has_end and self._has_one_text:
+            self._add_metrics(last, output)
+            self._add_timings(last, output)
         if last:
             yield self._head(self.kind[1]) | {"choices": []} | _without_nulls(last)
 
@@ -260,6 +273,7 @@ class ChoiceWriter(Writer):
         for completion in output.outputs:
             index = number * self.params.n + completion.index
             self._usage.add_text(index, len(self.shown(completion)))
+            self._usage.add_drafts(index, completion.spec_decode_metrics)
             yield completion, index
 
 

@@ -284,7 +284,7 @@ class ResponseWriter(Writer):
             message = f"The text was cut off ({reason}): the server shuts down."
             response["error"] = {"code": "server_error", "message": message}
         response["usage"] = self._usage_of(output)
-        self._add_metrics(response, output, is_one=True)
+        self._add_metrics(response, output)
         if self._body.enable_response_messages:
             prompt = output.prompt or "", list(output.prompt_token_ids or ())
             response["input_messages"] = [_raw_message(*prompt)]

@@ -2,22 +2,30 @@
 
 from typing import Any
 
-from jaxspec.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from jaxspec.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    RequestSpecDecodeMetrics,
+    RequestStateStats,
+)
 
 
 class Usage:
     """Counts the tokens of one request, by prompt and by text."""
 
-    def __init__(self, *, has_details: bool):
+    def __init__(self, *, has_details: bool, has_drafts: bool = False):
         """Start with zero counts.
 
         Args:
             has_details: Whether to return the number of cached prompt tokens.
+            has_drafts: Whether the total has the numbers of accepted and rejected draft
+                tokens.
         """
-        self._has_details = has_details
+        self._has_details, self._has_drafts = has_details, has_drafts
         self._prompts: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self._texts: dict[int, int] = {}
+        self._drafts: dict[int, RequestSpecDecodeMetrics] = {}
 
     def add_prompt(self, number: int, output: RequestOutput) -> None:
         """Count the tokens of a prompt at its first output, and not again later."""
@@ -28,9 +36,59 @@ class Usage:
         """Count new tokens of the choice with this index."""
         self._texts[index] = self._texts.get(index, 0) + num_tokens
 
+    def add_drafts(self, index: int, counts: RequestSpecDecodeMetrics | None) -> None:
+        """Set the draft counts of the choice with this index; None without drafts."""
+        if counts is not None:
+            self._drafts[index] = counts
+
     def total(self) -> dict[str, Any]:
         """Return the counts of the whole request."""
-        return self._usage(sum(self._prompts.values()), sum(self._texts.values()))
+        usage = self._usage(sum(self._prompts.values()), sum(self._texts.values()))
+        if self._has_drafts and self._drafts:
+            num_draft_tokens, num_accepted = self._num_drafts()
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": num_draft_tokens - num_accepted,
+            }
+        return usage
+
+    def timings(self, stats: RequestStateStats) -> dict[str, Any]:
+        """Return llama.cpp's `timings` of a request for one text.
+
+        The times of generation are those after the first token. Rates without a
+        duration are 0, and requests without drafts have no draft counts.
+        """
+        num_cached = sum(self._cached.values())
+        num_prompt = sum(self._prompts.values()) - num_cached
+        num_generated = sum(self._texts.values())
+        prompt_s = predicted_s = 0.0
+        if stats.first_token_ts:
+            prompt_s = stats.first_token_ts - stats.scheduled_ts
+            predicted_s = stats.last_token_ts - stats.first_token_ts
+        num_steps = max(num_generated - 1, 0)
+        timings = {
+            "cache_n": num_cached,
+            "prompt_n": num_prompt,
+            "prompt_ms": 1e3 * prompt_s,
+            "prompt_per_token_ms": 1e3 * _ratio(prompt_s, num_prompt),
+            "prompt_per_second": _ratio(num_prompt, prompt_s),
+            "predicted_n": num_generated,
+            "predicted_ms": 1e3 * predicted_s,
+            "predicted_per_token_ms": 1e3 * _ratio(predicted_s, num_steps),
+            "predicted_per_second": _ratio(num_steps, predicted_s),
+        }
+        num_draft_tokens, num_accepted = self._num_drafts()
+        if num_draft_tokens:
+            timings |= {"draft_n": num_draft_tokens, "draft_n_accepted": num_accepted}
+        return timings
+
+    def _num_drafts(self) -> tuple[int, int]:
+        """Return the numbers of all draft tokens and of the accepted ones."""
+        counts = self._drafts.values()
+        return (
+            sum(one.num_draft_tokens for one in counts),
+            sum(one.num_accepted_draft_tokens for one in counts),
+        )
 
     def before_text(self, number: int) -> dict[str, Any]:
         """Return the counts of a prompt for a chunk before the text begins."""
@@ -68,6 +126,10 @@ def request_metrics(
     if has_drafts:
         metrics["speculative_decoding"] = _drafts(output.outputs[0])
     return metrics
+
+
+def _ratio(part: float | int, whole: float | int) -> float:
+    return part / whole if whole > 0 else 0.0
 
 
 def _times(stats: RequestStateStats) -> dict[str, Any]:

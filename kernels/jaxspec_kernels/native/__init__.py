@@ -101,6 +101,7 @@ def _is_registered(setting: str) -> bool:
             capsule = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
         masks.install(library)
+        _log.info("Native CPU operations use %s", instructions(library))
     except (OSError, RuntimeError, AttributeError) as cause:
         _log.warning(
             "Native CPU operations are not available: %s. XLA's operations are "
@@ -111,6 +112,13 @@ def _is_registered(setting: str) -> bool:
         )
         return False
     return True
+
+
+def instructions(library: ctypes.CDLL) -> str:
+    """Return the best instructions that the library's products use on this machine."""
+    name = library.jaxspec_instructions
+    name.restype = ctypes.c_char_p
+    return name().decode()
 
 
 def require(operation: str) -> None:

@@ -388,6 +388,11 @@ typedef float Tile[kTileRows * kTileOutputs];
 // For several blocks of rows: blocks of features at a time, 512 kB with 512 rows, and
 // panels of a part, whose sums take 64 kB each. Both fit in a core's cache.
 constexpr int64_t kChunk = 16, kMaxPanels = 16;
+// If there are several groups of features, the chunk of one block of rows and that of a
+// panel fit in the first-level cache together.
+constexpr int64_t kGroupChunk = 8;
+// Bytes between pairs of features of a panel, and between its halves.
+constexpr int64_t kStride = kWidth * sizeof(uint32_t), kHalf = kStride / 2;
 
 // Prefetches a block of a panel some kB before it is used, or one of the panel `count`
 // after it: unpacking leaves too few loads in flight to reach the memory's speed.
@@ -457,7 +462,6 @@ void multiply_tile_rows(const Panels& panels, const TileRows& tiles, int64_t per
                         const Matrix& matrix) {
   static_assert(Blocks * Count <= 2);
   constexpr int kTiles = 2 * Blocks * Count;
-  constexpr int64_t kStride = kWidth * sizeof(uint32_t), kHalf = kStride / 2;
   alignas(64) Tile own[kTiles];
   auto finish = [&](int64_t group, int tile) {
     const int64_t panel = first + (Blocks == 1 ? tile / 2 : 0);
@@ -525,6 +529,54 @@ void multiply_tile_rows(const Panels& panels, const TileRows& tiles, int64_t per
   }
 }
 
+// Multiplies a block of rows with a half of a panel, for several groups of features.
+//
+// Keeps the sums in registers: a tile of 32 features takes as long to multiply as to
+// store, so sums in memory would double the time. The products of a group are added
+// while the next group is multiplied. Bits are those of `multiply_tile_rows`.
+//
+// begin, end: the range of groups. sums: sums of the groups before `begin`, updated in
+// place. products: memory for two groups. matrix(panel, block): as above.
+template <typename Matrix>
+void multiply_tile_groups(const Panels& panels, const TileRows& tiles, int64_t per_group,
+                          int64_t begin, int64_t end, int64_t rows, int64_t panel,
+                          int half, float* sums, Tile* products, float* outputs,
+                          const Matrix& matrix) {
+  Floats total[kTileRows];
+  // Registers hold `total` only if this is inlined.
+  auto add = [&](int64_t group) __attribute__((always_inline)) {
+    const float* from = products[group % 2];
+    const Floats scale = load(panels.scales + (panel * panels.groups + group) * kWidth +
+                              half * kTileOutputs);
+#pragma GCC unroll 16
+    for (int row = 0; row < kTileRows; ++row)
+      total[row] = add_product(total[row], load(from + row * kTileOutputs), scale);
+  };
+#pragma GCC unroll 16
+  for (int row = 0; row < kTileRows; ++row)
+    total[row] = begin ? load(sums + row * kTileOutputs) : Floats{};
+  for (int64_t group = begin; group < end; ++group) {
+    clear_tile<0>();
+    for (int64_t at = group * per_group; at < (group + 1) * per_group; ++at) {
+      load_tile<4>(tiles.block(rows, at), sizeof(Line));
+      load_tile<6>(matrix(panel, at) + half * kHalf, kStride);
+      multiply_tiles<0, 4, 6>();
+    }
+    if (group > begin) add(group - 1);
+    store_tile<0>(products[group % 2], sizeof(Line));
+  }
+  add(end - 1);
+#pragma GCC unroll 16
+  for (int row = 0; row < kTileRows; ++row)
+    store(sums + row * kTileOutputs, total[row]);
+  const int64_t start = rows * tiles.size, output = panel * kWidth + half * kTileOutputs;
+  if (end < panels.groups || output >= panels.outputs) return;
+  const int64_t count = std::min<int64_t>(tiles.size, tiles.num_rows - start);
+  for (int64_t row = 0; row < count; ++row)
+    store_some(outputs + (start + row) * panels.outputs + output,
+               load(sums + row * kTileOutputs), panels.outputs - output);
+}
+
 // As `multiply_kind`, with tiles.
 template <typename Layout>
 void multiply_in_tiles(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
@@ -588,8 +640,10 @@ void multiply_in_tiles(ffi::ThreadPool& pool, const Panels& panels, const float*
   auto run_many = [&](int64_t first, int64_t last) {
     const FlushDenormals mode;
     const Tiles own(tiles.size, 2);
-    int64_t chunk = kChunk;  // of whole groups, if there are several
-    if (panels.groups > 1) chunk = std::max(chunk / per_group, int64_t{1}) * per_group;
+    const bool is_grouped = panels.groups > 1;
+    const int64_t chunk =
+        is_grouped ? std::max(kGroupChunk / per_group, int64_t{1}) * per_group : kChunk;
+    alignas(64) Tile products[2] = {};
     Bfloat16* unpacked = reserve<Bfloat16>(memory().panel, chunk * kBlock);
     Tile* sums = reserve<Tile>(memory().sums, (last - first) * tiles.count * 2);
     for (int64_t begin = 0; begin < tiles.num_blocks; begin += chunk) {
@@ -598,15 +652,23 @@ void multiply_in_tiles(ffi::ThreadPool& pool, const Panels& panels, const float*
         for (int64_t block = begin; block < end; ++block)
           if (!is_stored(block))
             unpack_block(panel, block, unpacked + (block - begin) * kBlock);
+        auto matrix = [&](int64_t, int64_t block) {
+          return is_stored(block) ? stored(panel, block)
+                                  : reinterpret_cast<const char*>(
+                                        unpacked + (block - begin) * kBlock);
+        };
+        Tile* own_sums = sums + (panel - first) * tiles.count * 2;
+        if (is_grouped) {
+          for (int64_t tile = 0; tile < 2 * tiles.count; ++tile)
+            multiply_tile_groups(panels, tiles, per_group, begin / per_group,
+                                 end / per_group, tile / 2, panel, tile % 2,
+                                 own_sums[tile], products, outputs, matrix);
+          continue;
+        }
         auto multiply = [&](auto count, int64_t rows) {
           multiply_tile_rows<count, 1, Layout::kIsScaled>(
-              panels, tiles, per_group, begin, end, rows, panel,
-              sums + ((panel - first) * tiles.count + rows) * 2, outputs, [](int64_t) {},
-              [&](int64_t, int64_t block) {
-                return is_stored(block) ? stored(panel, block)
-                                        : reinterpret_cast<const char*>(
-                                              unpacked + (block - begin) * kBlock);
-              });
+              panels, tiles, per_group, begin, end, rows, panel, own_sums + 2 * rows,
+              outputs, [](int64_t) {}, matrix);
         };
         int64_t rows = 0;
         for (; rows + 2 <= tiles.count; rows += 2)
@@ -887,3 +949,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_look_up, jaxspec::LookUp,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<int64_t>("num_outputs"));
+
+// The instructions that products use here, for the log.
+extern "C" const char* jaxspec_instructions() {
+#if defined(JAXSPEC_HAS_TILES)
+  if (jaxspec::has_tiles()) return "AMX";
+#endif
+#if defined(__AVX512BF16__)
+  return "AVX-512 BF16";
+#elif defined(__AVX512F__)
+  return "AVX-512";
+#elif defined(__AVX2__)
+  return "AVX2";
+#elif defined(__ARM_NEON)
+  return "NEON";
+#else
+  return "the processor's base instructions";
+#endif
+}

@@ -194,7 +194,8 @@ def panel_rows(
     Args:
         index: Row numbers; clamped to those of the matrix.
         shape: Shape of the matrix.
-        panels, implementation: As in `panel_matmul`.
+        panels: As in `panel_matmul`.
+        implementation: As in `panel_matmul`.
 
     Raises:
         ValueError: The shapes do not fit each other.

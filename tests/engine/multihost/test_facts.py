@@ -2,8 +2,13 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from jaxspec.config.hosts import HostsConfig
+from jaxspec.config.methods import SUFFIX_DEFAULTS
+from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.engine.multihost.facts import (
     LOCAL_FIELDS,
     _digest,
@@ -11,6 +16,7 @@ from jaxspec.engine.multihost.facts import (
     difference,
     facts_of,
 )
+from jaxspec.errors import UnsupportedError
 from tests.support.loops import make_config
 
 FACTS = {"max_model_len": "128", "sources": "aa"}
@@ -51,6 +57,17 @@ def test_every_field_of_a_configuration_is_a_fact():
     wider = dataclasses.replace(config, max_num_seqs=config.max_num_seqs + 1)
     differs = difference(facts, facts_of(wider, versions))
     assert differs is not None and differs.startswith("max_num_seqs: ")
+
+
+def test_corpora_need_one_host():
+    keys = {"method": "suffix", "rejection_sample_method": "coupled"}
+    values: dict[str, Any] = SUFFIX_DEFAULTS | keys
+    values |= {"suffix_decoding_max_corpus_tokens": 8}
+    config = make_config(num_draft_tokens=0)
+    speculative = SpeculativeConfig(**values)
+    dataclasses.replace(config, speculative=speculative)
+    with pytest.raises(UnsupportedError, match="0 with several hosts, got 8"):
+        dataclasses.replace(config, speculative=speculative, hosts=hosts(0))
 
 
 def test_different_weights_of_the_same_names_and_sizes_are_detected(tmp_path: Path):

@@ -20,6 +20,7 @@ from jaxspec.engine.scheduling.lookup_estimator import (
     Answers,
     LookupEstimator,
     TextIndex,
+    index_corpora,
 )
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.round_estimates import kind_of
@@ -360,3 +361,14 @@ def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
     drafted = [bool(one.draft_counts.any()) for one in decoding[first:]]
     assert np.mean(drafted) > 0.9
     assert loop.device.num_accepted > 0.9 * loop.device.num_proposed
+
+
+def test_corpus_is_found_only_with_its_cache_salt():
+    answer = list(range(20, 40))
+    for salt, found in ((None, 7), ("a", 0)):
+        watching = LookupEstimator(RULE, 1, MOST)
+        other = np.arange(100, 100 + MANY)
+        texts = [(None, other), (None, np.array([9, *answer])), ("b", other)]
+        watching.corpora = index_corpora(texts)
+        again = make_request([1, 2, 9], cache_salt=salt)
+        assert say(watching, again, answer[:11]) == found

@@ -117,6 +117,32 @@ def check_other_salts() -> None:
     assert found_by(table, asked, SALT) == []
 
 
+def test_every_place_of_a_corpus_is_found():
+    """The host's hashes, entries and salts are those of the device."""
+    first, second = texts_of(2, 1000)
+    num_buckets = answer_cache.corpus_buckets(len(first) + len(second))
+    texts = [(SALT, np.array(first)), (OTHER, np.array(second)), (SALT, np.array([7]))]
+    table = jnp.asarray(answer_cache.fill_table(num_buckets, texts))
+    form = answer_cache.table_forms(num_buckets, table.sharding)
+    assert (form.shape, form.dtype) == (table.shape, table.dtype)
+    for text, salt, other in ((first, SALT, OTHER), (second, OTHER, SALT)):
+        for place in range(1, len(text) - 1):
+            same = min(place + 1, 9)
+            asked = [1001, 1002, *text[place + 1 - same : place + 1]]
+            expected = [(same, text[place + 1 :][:AFTER])]
+            assert found_by(table, asked, salt) == expected, place
+            assert found_by(table, asked, other) == []
+    nothing = answer_cache.fill_table(num_buckets, [])
+    assert not nothing.any()
+
+
+def test_full_bucket_keeps_the_last_places():
+    text = [1, 2, *(value for at in range(30) for value in (3, 4, 50 + at))]
+    table = jnp.asarray(answer_cache.fill_table(4096, [(SALT, np.array(text))]))
+    found = [after[0] for _, after in found_by(table, [9, 3, 4])]
+    assert sorted(found) == list(range(80 - answer_cache.SLOTS, 80))
+
+
 def test_every_place_of_an_answer_is_found():
     check_every_place()
 

@@ -10,8 +10,8 @@ from jaxspec.outputs import (
     RequestSpecDecodeMetrics,
     RequestStateStats,
 )
-from jaxspec.serve.responses.usage import request_metrics
-from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, server
+from jaxspec.serve.responses.usage import Usage, request_metrics
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, Client, server
 
 TIMES = {
     "time_to_first_token_ms": 1000.0,
@@ -133,3 +133,69 @@ def test_usage_follows_the_settings():
             assert counts[-2:] == [16, 16]
             assert chunks[-1]["choices"] == []
             assert (counts[0] == 0) == (path == CHAT)
+
+
+def test_timings_have_llama_cpps_fields():
+    usage = Usage(has_details=False)
+    output = RequestOutput(
+        request_id="x",
+        prompt=None,
+        prompt_token_ids=[2] * 20,
+        num_cached_tokens=16,
+    )
+    usage.add_prompt(0, output)
+    usage.add_text(0, 5)
+    stats = RequestStateStats(
+        scheduled_ts=100.0, first_token_ts=100.5, last_token_ts=102.5
+    )
+    expected = {
+        "cache_n": 16,
+        "prompt_n": 4,
+        "prompt_ms": 500.0,
+        "prompt_per_token_ms": 125.0,
+        "prompt_per_second": 8.0,
+        "predicted_n": 5,
+        "predicted_ms": 2000.0,
+        "predicted_per_token_ms": 500.0,
+        "predicted_per_second": 2.0,
+    }
+    assert usage.timings(stats) == expected
+    drafts = RequestSpecDecodeMetrics(histogram=[1, 0, 2], num_draft_tokens=6)
+    usage.add_drafts(0, drafts)
+    assert usage.timings(stats) == expected | {"draft_n": 6, "draft_n_accepted": 4}
+    assert "completion_tokens_details" not in usage.total(), "was not requested"
+    empty = Usage(has_details=False).timings(RequestStateStats(scheduled_ts=100.0))
+    assert set(empty.values()) == {0}, "aborted before the first token"
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_timings_come_last(http: Client, path: str):
+    asked = REQUESTS[path] | {"max_tokens": 12}
+    answer = http.ask(path, **asked, include_metrics=True)
+    counts = answer["metrics"]["speculative_decoding"]
+    num_drafts, num_accepted = (
+        counts[name] for name in ("num_draft_tokens", "num_accepted_draft_tokens")
+    )
+    assert num_drafts >= num_accepted > 0
+    assert answer["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": num_accepted,
+        "rejected_prediction_tokens": num_drafts - num_accepted,
+    }
+    usage = {"stream_options": {"include_usage": True}}
+    for more in ({}, usage, usage | {"include_metrics": True}):
+        *chunks, last = http.ask(path, **asked, stream=True, **more)
+        assert not any("timings" in chunk for chunk in chunks)
+        assert bool(last["choices"]) == (not more), "no chunk only for timings"
+        has_details = "completion_tokens_details" in last.get("usage", {})
+        assert has_details == ("include_metrics" in more)
+        for timings in (answer["timings"], last["timings"]):
+            assert timings["cache_n"] + timings["prompt_n"] == len(PROMPT)
+            assert timings["predicted_n"] == 12
+            assert timings["draft_n"] >= timings["draft_n_accepted"] > 0
+    plain = http.ask(path, **asked, num_speculative_tokens=0)["timings"]
+    assert not {"draft_n", "draft_n_accepted"} & plain.keys()
+    several = http.ask(path, **asked, n=2, include_metrics=True)
+    assert "timings" not in several, "texts have different times"
+    assert "completion_tokens_details" in several["usage"]
+    for chunk in http.ask(path, **asked, n=2, stream=True):
+        assert "timings" not in chunk

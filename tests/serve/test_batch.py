@@ -1,0 +1,131 @@
+"""Batch files: the server's responses in order, errors by line, invalid files."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec import __main__ as command_line
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.serve import batch
+from tests.support.fake_engines import make_fake_engine
+from tests.support.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    PROMPT,
+    Client,
+    TurnsTokenizer,
+)
+
+LONG: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 40}
+SHORT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2}
+
+
+def line(custom_id: object, url: str, body: object, method: str = "POST") -> str:
+    given = {"custom_id": custom_id, "method": method, "url": url, "body": body}
+    return json.dumps(given)
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Return a function that runs a file of lines: exit code, output, messages."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def make(args: object) -> AsyncLLMEngine:
+        engine, runner = make_fake_engine(num_draft_tokens=3)
+        engine.tokenizer = TurnsTokenizer(16)
+        if is_broken:
+            patched: Any = runner
+            patched.launch = None
+        return AsyncLLMEngine(engine)
+
+    monkeypatch.setattr(batch.AsyncLLMEngine, "from_engine_args", make)
+    is_broken = False
+
+    def run_lines(lines: list[str], *flags: str, breaks: bool = False):
+        nonlocal is_broken
+        is_broken = breaks
+        source.write_text("\n".join(lines))
+        files = ("-i", str(source), "-o", str(target))
+        names = ("--served-model-name", "model")
+        code = command_line.main(["run-batch", *files, *names, *flags])
+        found = []
+        if target.exists():
+            found = [json.loads(one) for one in target.read_text().splitlines()]
+        printed = capsys.readouterr()
+        return code, found, printed.out + printed.err
+
+    return run_lines
+
+
+def test_responses_are_the_servers_in_order(run, http: Client):
+    asked = [("long", CHAT, LONG), *((str(at), COMPLETIONS, SHORT) for at in range(5))]
+    code, found, printed = run([line(*one) for one in asked])
+    assert code == 0
+    assert "6 requests, 0 of them with errors" in printed
+    assert "Running batch: 100%" in printed
+    assert [one["custom_id"] for one in found] == [one[0] for one in asked]
+    assert len({one["id"] for one in found}) == 6
+    for one, (_, path, body) in zip(found, asked, strict=True):
+        assert (one["error"], one["response"]["status_code"]) == (None, 200)
+        expected = http.ask(path, **body)
+        for answer in (expected, one["response"]["body"]):
+            for name in ("id", "created", "timings"):
+                del answer[name]
+        assert one["response"]["body"] == expected
+
+
+def test_errors_are_in_their_lines(run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_API_KEY", "hush")  # for servers only
+    wrong = [
+        (COMPLETIONS, SHORT | {"temperature": -1}, 400, "temperature"),
+        (COMPLETIONS, SHORT | {"model": "other"}, 404, "does not exist"),
+        (CHAT, {}, 400, "messages"),
+        (CHAT, LONG | {"stream": True}, 400, "stream mode"),
+        (CHAT, LONG | {"echo": float("nan")}, 400, "echo"),
+        ("/v1/embeddings", {"input": "x"}, 400, "does not support Embeddings"),
+        ("/v1/files", {}, 400, f"URL /v1/files was used. .*{CHAT}, {COMPLETIONS}"),
+    ]
+    lines = [line(str(at), *one[:2]) for at, one in enumerate(wrong)]
+    code, found, printed = run([*lines, "", line("last", COMPLETIONS, SHORT)])
+    assert code == 0
+    assert f"8 requests, {len(wrong)} of them with errors" in printed
+    assert found[-1]["error"] is None
+    for one, (*_, status, text) in zip(found, wrong, strict=False):
+        assert one["response"]["status_code"] == status
+        assert one["response"]["body"] is None
+        assert re.search(text, json.dumps(one["error"]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([line("1", CHAT, LONG), "{"], "Line 2 .* not valid JSON"),
+        (["[]"], r"Line 1 .* not an object"),
+        ([line(1, CHAT, LONG)], "custom_id must be a string, got 1"),
+        ([line("1", CHAT, "x")], "body must be an object, got 'x'"),
+        ([line("1", CHAT, LONG, "GET")], "method must be 'POST', got 'GET'"),
+        ([line("1", CHAT, LONG)] * 2, "Line 2 .* custom_id '1' is already"),
+        (["", " "], "at least one request"),
+    ],
+)
+def test_invalid_file_is_refused_before_the_engine(run, monkeypatch, lines, message):
+    monkeypatch.setattr(batch, "run", None)
+    code, found, printed = run(lines)
+    assert (code, found) == (2, [])
+    assert re.search(message, printed), printed
+
+
+def test_dead_engine_is_an_error(run):
+    lines = [line(str(at), COMPLETIONS, SHORT) for at in range(30)]
+    code, found, printed = run(lines, breaks=True)
+    assert code == 1
+    assert "Requests of the batch have failed" in printed
+    assert {one["response"]["status_code"] for one in found} == {500}
