@@ -73,6 +73,7 @@ TESTED_ELSEWHERE = {
     "tests/program/propose/test_ngram.py": ("program/propose/ngram_match",),
     "tests/e2e/test_heads.py": (
         *("program/propose/eagle", "program/propose/eagle3", "program/propose/medusa"),
+        "program/propose/dflash",
     ),
     "tests/support/heads.py": ("program/propose/hidden_cache",),
     "tests/mutants.py": ("program/propose/draft_sampling",),

@@ -21,10 +21,11 @@ from jaxspec_checkpoints.files import expand, listing, read_json, readable
 from jaxspec_checkpoints.huggingface import INTEGERS, SINGLE, read_tensors
 from jaxspec_checkpoints.tensor import Tensor
 
-EAGLE, EAGLE3, MEDUSA = "eagle", "eagle3", "medusa"
-KINDS = (EAGLE, EAGLE3, MEDUSA)
-# A kind of head that is not supported. It is recognized only so that the error can name
-# it.
+EAGLE, EAGLE3, MEDUSA, DFLASH = "eagle", "eagle3", "medusa", "dflash"
+KINDS = (EAGLE, EAGLE3, MEDUSA, DFLASH)
+# Kinds of heads that are not supported. They are recognized only so that errors can
+# name them.
+_UNSUPPORTED = ("dflash2", "dspark")
 MLP_SPECULATOR = "mlp_speculator"
 MLP_SPECULATOR_REMOVED = (
     "MLP speculators were removed: none has been published for Gemma. Use an "
@@ -52,6 +53,7 @@ _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
         (r"medusa_heads?\.(.*)", r"\1"),
     ),
+    DFLASH: ((r"model\.(.*)", r"\1"),),
 }
 # The only tensors that are skipped, by vLLM's names. Any other unknown name is an
 # error. No head computes with these: each follows from other tensors or the config, or
@@ -90,10 +92,11 @@ def kind_of_head(config: Mapping[str, Any]) -> str | None:
     named = config.get("speculators_model_type")
     if named is not None:
         return str(named)
-    names = {str(name) for name in config.get("architectures") or ()}
-    if any("eagle3" in name.lower() for name in names):
-        return EAGLE3
-    is_eagle = any("eagle" in name.lower() for name in names)
+    names = {str(name).lower() for name in config.get("architectures") or ()}
+    for kind in (EAGLE3, *_UNSUPPORTED, DFLASH):
+        if any(kind in name for name in names):
+            return kind
+    is_eagle = any("eagle" in name for name in names)
     # The code of the EAGLE paper, and code that follows it, writes model_type "llama"
     # for the head.
     is_layer = config.get("model_type") == "llama" and (

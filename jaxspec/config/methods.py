@@ -84,6 +84,9 @@ METHODS = {
     "eagle": Method(weights=HEAD, extends_side_branches=False),
     "eagle3": Method(weights=HEAD, extends_side_branches=False),
     "medusa": Method(weights=HEAD, has_one_pass=True),
+    "dflash": Method(
+        weights=HEAD, has_one_pass=True, max_draft_tokens=MAX_DRAFT_TOKENS
+    ),
     # PARD: a draft model that was trained to make all drafts in one pass, each in place
     # of a mask token.
     "pard": Method(

@@ -81,8 +81,8 @@ class SpeculativeConfig:
             in the sequence; "suffix" does the same, with more tokens after longer
             matches and where several matches agree; "ngram+draft_model" and
             "suffix+draft_model" use the draft model where nothing matches, the latter
-            also where the match is short; "eagle", "eagle3" and "medusa" are heads on
-            the target's hidden states.
+            also where the match is short; "eagle", "eagle3", "medusa" and "dflash" are
+            heads on the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
         quantization: Quantization of the draft model's matrices, with the same values
             as the engine's `quantization`; None: as in the checkpoint.
@@ -275,7 +275,7 @@ class SpeculativeConfig:
             allowed = f"a chain with leaves for method {self.method!r}"
             hint = (
                 "This method continues only the chain of most probable tokens; "
-                "'medusa' and draft models support any tree."
+                "'medusa', 'dflash' and draft models support any tree."
             )
             raise wrong_argument(UnsupportedError, TREE_KEY, allowed, written, hint)
         if self.num_speculative_tokens != len(paths):

@@ -452,6 +452,8 @@ class EngineArgs(_VllmFields):
             check_integer(ConfigError, name, value, low=1)
         speculative, draft, head, draft_devices = _speculative(self, max_model_len)
         model, draft = _without_pads(model, draft)
+        if head is not None:
+            head = head.without_pads(model, family_of(model).layout.pad_rows)
         model = replace(model, scan_layers=self.scan_layers)
         if draft is not None:
             draft = replace(draft, scan_layers=self.scan_layers)

@@ -131,14 +131,19 @@ def attend(
     """
     tokens, head_dim = inputs.shape[0], params["q_proj"].shape[0] // num_q_heads
     query = params["q_proj"].multiply(inputs).reshape(tokens, -1, head_dim)
-    key_value = params["kv_proj"].multiply(inputs)
-    key_value = key_value.reshape(tokens, -1, 2, head_dim)
     # Queries are rounded to the type of the pages: tensor cores cannot multiply float32
     # queries with bfloat16 keys, and HuggingFace rounds queries too.
     query = rotate(normalise(q_norm, query), tables).astype(params["q_proj"].dtype)
-    key = rotate(normalise(k_norm, key_value[:, :, 0]), tables)
-    value = key_value[:, :, 1]
-    kv_pages = backend.write(kv_pages, key, value, batch.slot_mapping, num_q_heads)
+    kv_pages = write_keys_and_values(
+        params,
+        inputs,
+        kv_pages,
+        slot_mapping=batch.slot_mapping,
+        tables=tables,
+        num_q_heads=num_q_heads,
+        k_norm=k_norm,
+        backend=backend,
+    )
     mixed, start = [], 0
     for region in batch.regions:
         region_query = query[start : start + region.num_rows]
@@ -155,6 +160,29 @@ def attend(
     rows = jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0]
     rows = jnp.pad(rows, ((0, tokens - start), (0, 0)))
     return params["o_proj"].multiply(rows), kv_pages
+
+
+def write_keys_and_values(
+    params: Params,
+    inputs: Float[Array, "row features"],
+    kv_pages: KvPages,
+    *,
+    slot_mapping: Int[Array, " row"],
+    tables: Tables,
+    num_q_heads: int,
+    k_norm: Norm | None,
+    backend: Backend,
+) -> KvPages:
+    """Write the keys and values of rows to their slots; return the pages.
+
+    Args:
+        params: `kv_proj`, as for `attend`.
+    """
+    head_dim = kv_pages.shape[3]
+    key_value = params["kv_proj"].multiply(inputs)
+    key_value = key_value.reshape(inputs.shape[0], -1, 2, head_dim)
+    key = rotate(normalise(k_norm, key_value[:, :, 0]), tables)
+    return backend.write(kv_pages, key, key_value[:, :, 1], slot_mapping, num_q_heads)
 
 
 def attention_block(

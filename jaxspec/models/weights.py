@@ -417,6 +417,10 @@ def tensors_of(specs: Specs, params: Params) -> dict[str, np.ndarray]:
             node = node[key]
         values = np.asarray(node if len(spec.shape) == 1 else node.values)
         assert spec.copies == 1, "KV heads are repeated"
+        if len(spec.tensors) == 1:
+            # `unit` may be that of the columns, and need not divide the rows.
+            tensors[spec.tensors[0]] = np.ascontiguousarray(values)
+            continue
         block = spec.unit // len(spec.tensors)
         rows = values.reshape(-1, len(spec.tensors), block, *values.shape[1:])
         for number, name in enumerate(spec.tensors):

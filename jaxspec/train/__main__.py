@@ -151,13 +151,7 @@ def _add_eagle(group: argparse._ArgumentGroup) -> None:
 
 def _add_eagle3(group: argparse._ArgumentGroup) -> None:
     _add_eagle(group)
-    group.add_argument(
-        "--layers",
-        type=_layers,
-        metavar="A,B,C",
-        help="target layers whose output the head reads (default, as in vLLM: 2, "
-        "half of all layers, and all layers but 3)",
-    )
+    _add_target_layers(group)
     _number(
         group,
         "--draft-vocab-size",
@@ -170,6 +164,45 @@ def _add_eagle3(group: argparse._ArgumentGroup) -> None:
 def _add_medusa(group: argparse._ArgumentGroup) -> None:
     _number(group, "--heads", 3, "number of heads, one per position ahead")
     _number(group, "--blocks", 1, "residual blocks of a head")
+
+
+def _add_dflash(group: argparse._ArgumentGroup) -> None:
+    _number(group, "--block-size", 8, "tokens of a block: one more than drafts")
+    _number(group, "--num-hidden-layers", 2, "number of the drafter's layers")
+    _number(
+        group,
+        "--intermediate-size",
+        None,
+        "intermediate size of the layers (default: the target's)",
+    )
+    _add_target_layers(group)
+    _number(
+        group,
+        "--draft-vocab-size",
+        None,
+        "number of tokens that the drafter can propose, the most frequent ones "
+        "(default: all, with the target's output matrix)",
+    )
+    _add_mask_token(group)
+
+
+def _add_target_layers(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--layers",
+        type=_layers,
+        metavar="A,B,C",
+        help="target layers whose output the head reads (default, as in vLLM: 2, "
+        "half of all layers, and all layers but 3)",
+    )
+
+
+def _add_mask_token(group: argparse._ArgumentGroup) -> None:
+    _number(
+        group,
+        "--mask-token",
+        None,
+        "token in the positions of drafts (default: the target's padding token)",
+    )
 
 
 def _add_draft(group: argparse._ArgumentGroup) -> None:
@@ -190,12 +223,7 @@ def _add_draft(group: argparse._ArgumentGroup) -> None:
 
 def _add_pard(group: argparse._ArgumentGroup) -> None:
     _number(group, "--passes", 5, "drafts that one pass proposes")
-    _number(
-        group,
-        "--mask-token",
-        None,
-        "token in the positions of drafts (default: the target's padding token)",
-    )
+    _add_mask_token(group)
     _add_draft(group)
 
 
@@ -211,6 +239,10 @@ METHODS = {
     "medusa": (
         "Medusa heads: a residual network for each position ahead",
         _add_medusa,
+    ),
+    "dflash": (
+        "a DFlash drafter: layers that fill in a block of masks in one pass",
+        _add_dflash,
     ),
     "pard": (
         "a draft model that proposes all drafts in one pass over mask tokens",

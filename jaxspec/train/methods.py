@@ -5,6 +5,7 @@ output for rows of text in each of its passes, and how the trained model is writ
 folder. Pass i, at token t, proposes the token at t + `offset` + i + 1.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.families import family_of
-from jaxspec.models.heads import eagle, eagle3, medusa
+from jaxspec.models.heads import dflash, eagle, eagle3, medusa
 from jaxspec.models.heads.config import (
+    DFlashConfig,
     Eagle3Config,
     EagleConfig,
     HeadConfig,
@@ -37,7 +39,13 @@ from jaxspec.models.params import Params
 from jaxspec.models.trimmed import TOKEN_IDS, head_of
 from jaxspec.models.weights import load_params, tensors_of
 from jaxspec.sharding import TARGET_MESH_AXES
-from jaxspec.train.rows import RowsBackend, no_keys, rows_batch, shifted
+from jaxspec.train.rows import (
+    BlocksBackend,
+    RowsBackend,
+    no_keys,
+    rows_batch,
+    shifted,
+)
 from jaxspec.train.target import States, Target
 from jaxspec_checkpoints import Checkpoint, Tensor, in_memory, model_files
 from jaxspec_checkpoints.gguf.file import read_gguf
@@ -203,25 +211,10 @@ class Eagle3Method(_LayerMethod):
     def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
         """Start with a copy of the target's output matrix and of the norm before it."""
         params = super().init(target, seed, token_ids)
-        if self.config.hidden_size == target.config.hidden_size:
-            table, placed = _values(head_of(target.params)), _values(params["lm_head"])
-            if TOKEN_IDS in params:
-                table = table[params[TOKEN_IDS]]
-            # A copy: training updates its parameters in place.
-            table = jnp.array(table, jnp.float32, copy=True)
-            table = jax.device_put(table, placed.sharding)
-            params["lm_head"] = DenseMatrix(table)
-            scale = 1 + target.params["final_norm"].astype(jnp.float32)
-            params["norm"] = jax.device_put(scale, params["norm"].sharding)
-        return params
+        return _with_output_of(target, params)
 
     def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
-        width = states.streams.shape[-1]
-        streams = [
-            states.streams[:, :, layer].reshape(-1, width).astype(jnp.float32)
-            for layer in range(states.streams.shape[2])
-        ]
-        return eagle3.fuse(self.config, params, streams)
+        return eagle3.fuse(self.config, params, _streams(states))
 
     def logits(
         self,
@@ -230,7 +223,72 @@ class Eagle3Method(_LayerMethod):
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        return eagle3.logits(self.config, params, hidden)
+        return eagle3.logits(self.config, params, hidden, head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashMethod(_Head):
+    """Trains layers to fill in a block of masks after every token of a row."""
+
+    config: DFlashConfig
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.config.target_layers
+
+    @property
+    def num_passes(self) -> int:
+        return self.config.max_draft_tokens
+
+    def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
+        """Start with a copy of the norm before the target's output matrix.
+
+        A drafter with a matrix of its own starts with a copy of the target's.
+        """
+        return _with_output_of(target, super().init(target, seed, token_ids))
+
+    def hidden(
+        self,
+        params: Params,
+        embedding: Matrix,
+        tokens: Int[Array, "row token"],
+        states: States,
+    ) -> list[Float[Array, "row_token model"]]:
+        config, places = self.config, self.config.block_size
+        keys = no_keys(
+            tokens,
+            config.num_kv_heads,
+            config.head_dim,
+            FLOAT32,
+            num_passes=1 + places,
+        )
+        text, pages = rows_batch(tokens), (keys,) * config.num_layers
+        where = text.positions, text.slot_mapping
+        pages = dflash.write_context(
+            config, params, _streams(states), *where, pages, RowsBackend()
+        )
+        masks = jnp.full_like(tokens, config.mask_token_id)
+        blocks = [shifted(tokens, 1), *[masks] * (places - 1)]
+        batch = dataclasses.replace(
+            rows_batch(jnp.concatenate(blocks)),
+            positions=jnp.concatenate(
+                [rows_batch(tokens, 1 + place).positions for place in range(places)]
+            ),
+        )
+        embedded = dflash.embed(config, params, batch.tokens, embedding)
+        found, _ = dflash.forward(
+            config, params, batch, embedded, pages, BlocksBackend()
+        )
+        return list(found.reshape(places, tokens.size, -1)[1:])
+
+    def logits(
+        self,
+        params: Params,
+        head: Matrix,
+        number: int,
+        hidden: Float[Array, "row_token model"],
+    ) -> Float[Array, "row_token draft_vocab"]:
+        return dflash.logits(self.config, params, hidden, head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,6 +432,35 @@ class DraftMethod:
         )
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_checkpoint(checkpoint, folder, to="hf", dtype="bfloat16", progress=False)
+
+
+def _streams(states: States) -> list[Float[Array, "row_token model"]]:
+    """Return the target's residual streams, one array for each layer that is read."""
+    width = states.streams.shape[-1]
+    return [
+        states.streams[:, :, layer].reshape(-1, width).astype(jnp.float32)
+        for layer in range(states.streams.shape[2])
+    ]
+
+
+def _with_output_of(target: Target, params: Params) -> Params:
+    """Copy the target's last norm, and its output matrix if the head has one.
+
+    A head of another width keeps its own.
+    """
+    norm = params["norm"]
+    if norm.shape[0] != target.config.hidden_size:
+        return params
+    if "lm_head" in params:
+        table, placed = _values(head_of(target.params)), _values(params["lm_head"])
+        if TOKEN_IDS in params:
+            table = table[params[TOKEN_IDS]]
+        # A copy: training updates its parameters in place.
+        table = jnp.array(table, jnp.float32, copy=True)
+        params["lm_head"] = DenseMatrix(jax.device_put(table, placed.sharding))
+    scale = 1 + target.params["final_norm"].astype(jnp.float32)
+    params["norm"] = jax.device_put(scale, norm.sharding)
+    return params
 
 
 def _values(matrix: Any) -> Array:

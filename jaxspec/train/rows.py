@@ -32,9 +32,11 @@ class RowsBackend(Backend):
 
     Attributes:
         number: Number of the pass, from 0.
+        num_seen: Number of the last pass whose key at t it attends to; None is its own.
     """
 
     number: int = 0
+    num_seen: int | None = None
 
     @property
     def has_blocks(self) -> bool:
@@ -74,7 +76,7 @@ class RowsBackend(Backend):
         kv_heads = kv_pages.shape[2] // 2
         kept = kv_pages.astype(jnp.float32)
         kept = kept.reshape(-1, rows, length, kv_heads, 2, head_dim)
-        seen = kept[: self.number + 1]
+        seen = kept[: (self.number if self.num_seen is None else self.num_seen) + 1]
         first, *later = [(one[..., 0, :], one[..., 1, :]) for one in seen]
         grouped = query.astype(jnp.float32) * scale
         grouped = grouped.reshape(rows, length, kv_heads, -1, head_dim)
@@ -115,6 +117,63 @@ class RowsBackend(Backend):
             mixed.append(part)
         whole = jnp.concatenate(mixed, axis=1)
         return whole.reshape(query.shape).astype(query.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksBackend(RowsBackend):
+    """Attention of blocks: one after every token of a row (DFlash).
+
+    Rows of queries are [place in the block * row]. Place p of the block after token t
+    is at position t + 1 + p. It attends to the keys of pass 0 up to t, and to those at
+    t of the other places: of all if the region has a mask, else up to its own. The
+    keys of place p are those of pass p + 1.
+    """
+
+    def write(
+        self,
+        kv_pages: KvPages,
+        key: Float[Array, "row_token kv_head head_dim"],
+        value: Float[Array, "row_token kv_head head_dim"],
+        slot_mapping: Int[Array, " row_token"],
+        num_q_heads: int,
+    ) -> KvPages:
+        """Store keys and values of all places, after those of pass 0."""
+        del slot_mapping, num_q_heads
+        assert not isinstance(kv_pages, ScaledPages)
+        both = jnp.stack([key, value], axis=2).astype(kv_pages.dtype)
+        both = both.reshape(-1, *kv_pages.shape[1:])
+        return kv_pages.at[-both.shape[0] :].set(both)
+
+    def attend(
+        self,
+        query: Float[Array, "place_row token q_head head_dim"],
+        kv_pages: KvPages,
+        region: Region,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        window: int | None,
+    ) -> Float[Array, "place_row token q_head head_dim"]:
+        """Attend to the text and to the block, as described at the class."""
+        rows = kv_pages.shape[0] - query.shape[0]
+        places = query.shape[0] // rows
+        mixed = []
+        for place, part in enumerate(jnp.split(query, places)):
+            is_causal = region.ancestor_mask is None
+            backend = RowsBackend(
+                number=place + 1, num_seen=place + 1 if is_causal else places
+            )
+            mixed.append(
+                backend.attend(
+                    part,
+                    kv_pages,
+                    region,
+                    scale=scale,
+                    soft_cap=soft_cap,
+                    window=window,
+                )
+            )
+        return jnp.concatenate(mixed)
 
 
 def rows_batch(tokens: Int[Array, "row token"], shift: int = 0) -> TokenBatch:

@@ -23,6 +23,7 @@ from jaxspec.jax_settings import find_devices, own_settings
 from jaxspec.llm import LLM
 from jaxspec.models.families import config_from_folder, config_from_hf, layouts
 from jaxspec.models.heads.config import (
+    DFlashConfig,
     Eagle3Config,
     EagleConfig,
     HeadConfig,
@@ -33,6 +34,7 @@ from jaxspec.models.weights import load_params
 from jaxspec.sharding import MESH_AXES
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.methods import (
+    DFlashMethod,
     DraftMethod,
     Eagle3Method,
     EagleMethod,
@@ -124,6 +126,7 @@ def make_method(options: argparse.Namespace, config: Any, folder: Path) -> Metho
         "eagle": _eagle,
         "eagle3": _eagle3,
         "medusa": _medusa,
+        "dflash": _dflash,
     }
     if options.method == "draft":
         return _draft(options, config, folder)
@@ -187,6 +190,34 @@ def _medusa(options: argparse.Namespace, config: Any) -> MedusaMethod:
     )
 
 
+def _dflash(options: argparse.Namespace, config: Any) -> DFlashMethod:
+    num_layers = options.num_hidden_layers
+    check_integer(ConfigError, "num_hidden_layers", num_layers, low=1)
+    vocab_size = options.draft_vocab_size or config.vocab_size
+    return DFlashMethod(
+        config=DFlashConfig(
+            **_common(config, vocab_size),
+            **_layer(options, config),
+            target_layers=tuple(options.layers or default_layers(config.num_layers)),
+            num_target_layers=config.num_layers,
+            block_size=options.block_size,
+            mask_token_id=_mask_token(options, config),
+            windows=(None,) * num_layers,
+            has_qk_norm=True,
+            has_lm_head=vocab_size < config.vocab_size,
+        )
+    )
+
+
+def _mask_token(options: argparse.Namespace, config: Any) -> int:
+    """Return the mask token, by default one that occurs in no text."""
+    mask = options.mask_token
+    if mask is None:
+        mask = config.pad_token_id
+    last = config.vocab_size - 1
+    return check_integer(ConfigError, "mask_token", mask, low=0, high=last)
+
+
 # Sizes of a new draft model, by their names in a config.json.
 _DRAFT_SIZES = (
     "hidden_size",
@@ -240,13 +271,8 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
 
 
 def _pard(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
-    """Make a draft model with a mask token, by default one that occurs in no text."""
-    draft = _draft(options, config, folder)
-    mask = options.mask_token
-    if mask is None:
-        mask = config.pad_token_id
-    last = config.vocab_size - 1
-    check_integer(ConfigError, "mask_token", mask, low=0, high=last)
+    """Make a draft model with a mask token."""
+    draft, mask = _draft(options, config, folder), _mask_token(options, config)
     return dataclasses.replace(
         draft,
         config=dataclasses.replace(draft.config, mask_token_id=mask),

@@ -40,6 +40,8 @@ def write(folder, config, names):
         (dict(medusa_num_heads=3), "medusa"),
         (dict(model_type="mlp_speculator"), "mlp_speculator"),
         (dict(speculators_model_type="dflash"), "dflash"),
+        (dict(architectures=["DFlashDraftModel"], model_type="qwen3"), "dflash"),
+        (dict(architectures=["DFlash2DraftModel"]), "dflash2"),
         (dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"]), None),
         (dict(), None),
     ],
@@ -90,12 +92,12 @@ def test_spellings_of_tensor_names_are_recognized(tmp_path, config, theirs, ours
         (
             dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"]),
             ["fc.weight"],
-            "holds no head .*'gemma2'.*target's hidden states.*eagle, eagle3, medusa",
+            "holds no head .*'gemma2'.*hidden states.*eagle, eagle3, medusa, dflash",
         ),
         (
-            dict(speculators_model_type="dflash"),
+            dict(speculators_model_type="dspark"),
             ["fc.weight"],
-            "a head of kind 'dflash'",
+            "a head of kind 'dspark'",
         ),
         (
             dict(model_type="mlp_speculator"),

@@ -162,9 +162,11 @@ PROPOSERS: dict[str, Proposer] = {
     "eagle": _head("eagle"),
     "eagle3": _head("eagle3"),
     "medusa": _head("medusa"),
+    "dflash": _head("dflash"),
     "eagle, leaves": _head("eagle", num_side_leaves=2),
     "eagle3, leaves": _head("eagle3", num_side_leaves=2),
     "medusa, tree": _head("medusa", tree=TREE),
+    "dflash, tree": _head("dflash", tree=TREE),
     "leaves": _model(num_side_leaves=2, runner=OneProgramRunner),
     "tree": _model(tree=TREE, micro=dict(tree=MICRO_TREE), runner=OneProgramRunner),
     "tree, scanned": _model(tree=TREE, scan_layers=True),
@@ -219,7 +221,7 @@ def record_drafts(engine: LLMEngine) -> LLMEngine:
 
 
 # Proposers whose tests compare drafts with an oracle.
-RECORDED = ("eagle", "eagle3", "medusa", "pard", "trimmed")
+RECORDED = ("eagle", "eagle3", "medusa", "dflash", "pard", "trimmed")
 
 
 def engine(name: str, *, seed: int = 0, **speculative: Any) -> LLMEngine:
@@ -249,7 +251,8 @@ def plain_engine(family: str = pair.GEMMA2, dtype: str = "float32") -> LLMEngine
 def micro_head(kind: str, *, is_split: bool = False) -> tuple[Any, Any]:
     """Return the config and parameters of a head for the micro target.
 
-    An EAGLE-3 head can propose 11 of the 16 tokens and uses the target's embedding.
+    An EAGLE-3 head can propose 11 of the 16 tokens and uses the target's embedding;
+    DFlash uses its embedding and its output matrix.
     """
     hidden = MICRO["hidden_size"]
     sizes: dict[str, Any] = dict(
@@ -268,6 +271,8 @@ def micro_head(kind: str, *, is_split: bool = False) -> tuple[Any, Any]:
         )
     if kind == "medusa":
         sizes |= dict(lm_heads=0)
+    if kind == "dflash":
+        sizes |= dict(hidden_size=hidden, has_lm_head=False)
     config = heads.config_of(kind, **sizes)
     if is_split and kind != "medusa":
         config = replace(config, num_q_heads=8, num_kv_heads=2)

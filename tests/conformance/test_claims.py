@@ -16,8 +16,8 @@ from tests.conformance import claims
 from tests.conformance.distribution import RULES
 from tests.conformance.proposers import PROPOSERS
 
-HEADS = ("eagle", "eagle3", "medusa")
-HEAD_BRANCHES = ("eagle, leaves", "eagle3, leaves", "medusa, tree")
+HEADS = ("eagle", "eagle3", "medusa", "dflash")
+HEAD_BRANCHES = ("eagle, leaves", "eagle3, leaves", "medusa, tree", "dflash, tree")
 LOOKUPS = ("n-gram", "n-gram + draft model", "suffix", "suffix + draft model")
 BRANCHES = (
     *("leaves", "tree", "tree, scanned", "largest tree", "n-gram, tree"),
@@ -111,7 +111,8 @@ TABLE: dict[str, Row] = {
         slow=(
             *(*PARD, "trimmed, scanned", "trimmed, n-gram", "trimmed, leaves"),
             *("trimmed, pard", *QUANTIZED, "suffix + draft model", "eagle, leaves"),
-            *("eagle3, leaves", "leaves", "tree, scanned", "largest tree"),
+            *("eagle3, leaves", "dflash, tree", "leaves", "tree, scanned"),
+            "largest tree",
             *("n-gram, tree", "n-gram + draft model, leaves", "suffix, leaves"),
         ),
     ),
@@ -129,7 +130,10 @@ TABLE: dict[str, Row] = {
     "preemption, caching and aborts change nothing": Row(
         check=claims.preemption_caching_and_aborts_change_nothing,
         quick=("draft model", "eagle3"),
-        slow=("pard", "trimmed", "eagle", "medusa", "n-gram", "suffix", "tree"),
+        slow=(
+            *("pard", "trimmed", "eagle", "medusa", "dflash", "n-gram", "suffix"),
+            "tree",
+        ),
         omitted={
             IN_LOSSLESS: (
                 *(GEMMA3, *QUANTIZED, "n-gram + draft model", "suffix + draft model"),

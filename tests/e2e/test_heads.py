@@ -59,7 +59,7 @@ def check_all_drafts(engine: LLMEngine) -> None:
         assert check_drafts(fresh, prompt, text) > 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "dflash"])
 def test_drafts_equal_those_computed_from_the_whole_text(kind):
     engine = proposers.engine(kind)
     (proposer,) = proposers_of(engine.config)
@@ -115,15 +115,17 @@ def test_correct_eagle3_head_that_reads_tokens_has_every_draft_accepted():
     check_all_accepted(right_engine("eagle3", params), NUM_DRAFT)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", slow("eagle"), slow("medusa")])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", slow("eagle"), slow("medusa"), slow("dflash")]
+)
 def test_cached_page_requires_the_same_next_token(kind):
-    """The head's keys of a page depend on the next token; Medusa has no keys."""
+    """EAGLE's keys of a page depend on the next token; other heads' do not."""
     engine = proposers.engine(kind)
     size = engine.config.page_size
     assert len(STEM) % size == 0
     tails = [[4, 4], [21, 30, 4], [4, 44]]
     # All pages but the last are prefix hits; so is the last if the next token is equal.
-    pages = [0, 4, 4] if kind == "medusa" else [0, 3, 4]
+    pages = [0, 4, 4] if kind in ("medusa", "dflash") else [0, 3, 4]
     for tail, count in zip(tails, pages, strict=True):
         heads.recorded_drafts()
         prompt = STEM + tail
@@ -133,7 +135,9 @@ def test_cached_page_requires_the_same_next_token(kind):
     engine.scheduler.check_idle()
 
 
-@pytest.mark.parametrize("kind", ["eagle3", slow("eagle"), slow("medusa")])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", slow("eagle"), slow("medusa"), slow("dflash")]
+)
 def test_drafts_are_the_same_after_sleep(kind):
     engine = proposers.engine(kind)
     prompt, params = STEM, greedy(8)
@@ -160,10 +164,10 @@ def test_every_draft_of_a_correct_medusa_side_branch_is_accepted():
 
 
 @pytest.mark.long_suite(name="lossless")
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash"])
 def test_drafts_for_gemma_3_equal_those_computed_from_the_whole_text(kind):
     """For Gemma 3, the head reads hidden states of other layers."""
-    changes = dict(target_layers=(1, 5, 7)) if kind == "eagle3" else {}
+    changes = dict(target_layers=(1, 5, 7)) if kind != "medusa" else {}
     engine = heads.make_head_engine(
         kind,
         config=heads.config_of(kind, **changes),

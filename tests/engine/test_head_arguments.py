@@ -18,7 +18,12 @@ from jaxspec.engine.runner import build_mesh
 from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError, UnsupportedError
-from jaxspec.models.heads.config import Eagle3Config, EagleConfig, MedusaConfig
+from jaxspec.models.heads.config import (
+    DFlashConfig,
+    Eagle3Config,
+    EagleConfig,
+    MedusaConfig,
+)
 from jaxspec.models.heads.weights import save_head
 from tests.support import heads
 from tests.support.model_configs import TINY, write_model
@@ -38,10 +43,18 @@ LAYER: dict[str, Any] = dict(
     rope_theta=10000.0,
 )
 EAGLE3: dict[str, Any] = dict(draft_vocab_size=96, target_layers=(1, 2, 3))
+DFLASH: dict[str, Any] = dict(
+    target_layers=(1, 3),
+    block_size=5,
+    mask_token_id=3,
+    windows=(None, 8),
+    has_qk_norm=True,
+)
 CONFIGS: dict[str, Any] = {
     "eagle": EagleConfig(**SIZES | LAYER),
     "eagle3": Eagle3Config(**SIZES | LAYER | EAGLE3),
     "medusa": MedusaConfig(**SIZES, num_heads=3),
+    "dflash": DFlashConfig(**SIZES | LAYER | DFLASH),
 }
 
 
@@ -177,11 +190,12 @@ def test_memory_plan_includes_a_head_and_no_draft_prefill_programs(folders, kind
     mesh, head = build_mesh(config), CONFIGS[kind]
     facts = find_facts(config, mesh, GivenSizes())
     _, (_, (form,), _) = describe(config, mesh)
-    # Apart from its parameters, a head adds one vector per row to the state.
-    kept = 4 * HIDDEN * config.max_num_seqs
+    # Apart from parameters and pages, heads add one vector per row to the state, but
+    # DFlash does not.
+    kept = 0 if kind == "dflash" else 4 * HIDDEN * config.max_num_seqs
     assert facts.draft.weight_bytes == bytes_of(form) + kept
     assert facts.draft.page_bytes == head.kv_bytes_per_token(4) * config.page_size
-    assert (facts.draft.page_bytes > 0) == (kind in ("eagle", "eagle3"))
+    assert (facts.draft.page_bytes > 0) == (kind != "medusa")
     assert facts.programs.draft_vocab_size == VOCAB
     _, plan = fit(config, mesh)
     assert "draft weights" in plan.table()

@@ -19,7 +19,9 @@ import pytest
 import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.models.heads import dflash
 from jaxspec.models.heads.config import (
+    DFlashConfig,
     Eagle3Config,
     EagleConfig,
     HeadConfig,
@@ -27,6 +29,7 @@ from jaxspec.models.heads.config import (
 )
 from jaxspec.models.heads.weights import random_head
 from jaxspec.models.trimmed import TOKEN_IDS
+from jaxspec.models.weights import tensors_of
 from jaxspec.program import step
 from jaxspec.sharding import make_mesh
 from jaxspec.train.methods import (
@@ -35,6 +38,7 @@ from jaxspec.train.methods import (
     MedusaMethod,
 )
 from jaxspec.train.target import Target
+from tests.models.heads import torch_heads
 from tests.support import pair
 from tests.support.engines import make_engine
 from tests.support.programs import QUICK_COMPILER
@@ -53,7 +57,10 @@ Round = tuple[int, list[int]]
 
 
 def config_of(kind: str, **changes: Any) -> Any:
-    """Return the config of a small head; an EAGLE-3 head has a trimmed vocabulary."""
+    """Return the config of a small head.
+
+    EAGLE-3 and DFlash have trimmed vocabularies; a layer of DFlash has a window.
+    """
     both: dict[str, Any] = dict(
         target_hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=VOCAB
     )
@@ -72,6 +79,18 @@ def config_of(kind: str, **changes: Any) -> Any:
     if kind == "eagle":
         both |= dict(has_embedding=True, has_bias=True)
         return EagleConfig(**both | changes)
+    if kind == "dflash":
+        both |= dict(
+            draft_vocab_size=48,
+            target_layers=(0, 1),
+            block_size=NUM_DRAFT + 1,
+            mask_token_id=2,
+            rms_norm_eps=torch_heads.EPSILON,
+            windows=(None, 6),
+            has_qk_norm=True,
+            has_lm_head=True,
+        )
+        return DFlashConfig(**both | changes)
     both |= dict(
         draft_vocab_size=48,
         target_layers=(0, 1, 2),
@@ -161,7 +180,8 @@ def replay(
     """Return the expected logits of drafts in the target's vocabulary.
 
     The logits of a draft depend on the tokens and drafts before it. They are computed
-    with the trainer's passes over whole texts, and indexed [draft][round, vocab].
+    with the trainer's passes over whole texts, those of DFlash in torch, and indexed
+    [draft][round, vocab].
 
     Args:
         rounds: For each round, the number of tokens known before it, and its drafts.
@@ -177,6 +197,8 @@ def replay(
         mesh=runner.mesh,
         dtype=jnp.dtype(engine.config.dtype),
     )
+    if config.kind == "dflash":
+        return _replay_blocks(config, params, target, rounds)
     method = METHODS[config.kind](config=config)
     length = max(len(known) + len(drafts) for known, drafts in rounds)
     length = -(-length // 16) * 16
@@ -203,6 +225,36 @@ def replay(
             some = whole
         made.append(some)
     return made
+
+
+def _replay_blocks(
+    config: DFlashConfig,
+    params: Any,
+    target: Target,
+    rounds: list[tuple[list[int], list[int]]],
+) -> list[np.ndarray]:
+    """Return `replay` of DFlash; drafts depend only on the text before a round."""
+    tensors = {
+        name: torch.tensor(np.asarray(values))
+        for name, values in tensors_of(dflash.param_specs(config), params).items()
+    }
+    ids = np.asarray(params[TOKEN_IDS])
+    embedding = torch.tensor(np.asarray(target.embedding.rows(jnp.arange(VOCAB))))
+    read = target.reader(config.target_layers)
+    every = np.full((config.max_draft_tokens, len(rounds), VOCAB), -np.inf)
+    length = -(-max(len(known) for known, _ in rounds) // 16) * 16
+    for index, (known, drafts) in enumerate(rounds):
+        tokens = np.zeros((1, length), np.int32)
+        tokens[0, : len(known)] = known
+        streams = np.array(read(tokens).streams)[0, : len(known) - 1]
+        context = torch.tensor(streams.reshape(len(known) - 1, -1))
+        block = [known[-1]] + [config.mask_token_id] * len(drafts)
+        rows = torch_heads.dflash_rows(
+            tensors, context, embedding[block], config.windows
+        )
+        logits = rows[1:] @ tensors["lm_head.weight"].T
+        every[: len(drafts), index, ids] = logits.numpy()
+    return list(every)
 
 
 def successors(model: Any) -> np.ndarray:

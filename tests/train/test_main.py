@@ -46,6 +46,9 @@ def test_every_method_has_the_common_flags(method):
         ("eagle3", ["--steps", "0"], "steps must be an integer of at least 1, got 0"),
         ("eagle3", ["--layers", "1,2,9"], r"eagle_aux.*has 2 layers"),
         ("eagle3", ["--draft-vocab-size", "9999"], "draft_vocab_size must be"),
+        ("dflash", ["--block-size", "1"], "block_size must be an integer of at least"),
+        ("dflash", ["--layers", "1,9"], r"after layers \[1, 9\].* has 2 layers"),
+        ("dflash", ["--mask-token", "8192"], "mask_token must be an integer from 0 to"),
         ("medusa", ["--heads", "0"], "num_heads must be an integer of at least 1"),
         ("pard", [], "needs start, an initial model, or its sizes: hidden_size"),
         (

@@ -48,7 +48,7 @@ def run_passes(target: Target, method: Any, params: Any) -> list[jax.Array]:
     return run(params, target.embedding, tokens, states)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "dflash"])
 def test_saved_head_equals_the_trained_one(tmp_path, kind):
     method, target = getattr(tiny, f"{kind}_method")(), tiny.make_target()
     ids = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxspec.models.heads import eagle3
+from jaxspec.models.heads import dflash, eagle3
 from jaxspec.models.weights import tensors_of
 from jaxspec.train import rows
 from jaxspec.train.target import States, target_states
@@ -68,6 +68,35 @@ def test_passes_over_rows_equal_chains_from_every_token(monkeypatch):
             )
             np.testing.assert_allclose(found[number][token], wanted[-1], atol=1e-4)
             hidden = torch.cat([hidden, wanted[-1:]])
+
+
+def test_blocks_over_rows_equal_blocks_after_every_token(monkeypatch):
+    monkeypatch.setattr(rows, "BLOCK", 4)
+    method, target = tiny.dflash_method(), tiny.make_target()
+    config = method.config
+    params = method.init(target, 1, np.arange(0, 2 * tiny.DRAFT_VOCAB, 2))
+    count, random = tiny.LENGTH, np.random.default_rng(2)
+    streams = random.normal(size=(1, count, 3, tiny.HIDDEN)).astype(np.float32)
+    tokens = random.integers(0, tiny.VOCAB, (1, count)).astype(np.int32)
+    nothing = jnp.zeros((1, count))
+    states = States(
+        jnp.asarray(streams), jnp.zeros((1, count, tiny.HIDDEN)), nothing, nothing
+    )
+    run = jax.jit(method.hidden)
+    found = run(params, target.embedding, jnp.asarray(tokens), states)
+    assert len(found) == method.num_passes
+
+    arrays = tensors_of(dflash.param_specs(config), params)
+    tensors = {name: torch.tensor(value) for name, value in arrays.items()}
+    embedding = torch.tensor(np.asarray(target.embedding.values))  # pyright: ignore[reportAttributeAccessIssue]
+    context = torch.tensor(streams[0].reshape(count, -1))
+    for token in (0, 5, count - 2):
+        block = [tokens[0, token + 1]] + [config.mask_token_id] * method.num_passes
+        wanted = theirs.dflash_rows(
+            tensors, context[: token + 1], embedding[block], config.windows
+        )
+        ours = np.stack([np.asarray(one)[token] for one in found])
+        np.testing.assert_allclose(ours, wanted[1:], atol=1e-4)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.train.methods import DraftMethod, Eagle3Method
+from jaxspec.train.methods import DFlashMethod, DraftMethod, Eagle3Method
 from jaxspec.train.target import logits_of
 from jaxspec.train.trainer import Schedule, Trainer
 from tests.support.oracles import hf_tensors
@@ -39,7 +39,7 @@ def make_trainer(method=None, target=None, work=None, **changes) -> Trainer:
         tiny.make_text(ROWS, seed=1),
         schedule=Schedule(**given),
         read_states=(read, read),
-        token_ids=IDS if isinstance(method, Eagle3Method) else None,
+        token_ids=IDS if isinstance(method, (DFlashMethod, Eagle3Method)) else None,
         work=work,
     )
 
@@ -96,7 +96,13 @@ def test_mesh_gives_the_same_parameters(method, matrix):
 
 
 @pytest.mark.parametrize(
-    "kind", ["eagle3", "medusa", pytest.param("eagle", marks=slow)]
+    "kind",
+    [
+        "eagle3",
+        "medusa",
+        pytest.param("eagle", marks=slow),
+        pytest.param("dflash", marks=slow),
+    ],
 )
 def test_held_out_acceptance_rises(kind):
     method = getattr(tiny, f"{kind}_method")()
@@ -106,7 +112,7 @@ def test_held_out_acceptance_rises(kind):
     assert len(first) == method.num_passes
     assert np.mean(last) > np.mean(first) + 0.02
     assert trainer.log[-1]["loss"] is not None
-    if kind == "eagle3":
+    if kind in ("eagle3", "dflash"):
         np.testing.assert_array_equal(trainer.params["token_ids"], IDS)
 
 

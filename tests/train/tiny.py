@@ -9,10 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.models.heads.config import Eagle3Config, EagleConfig, MedusaConfig
+from jaxspec.models.heads.config import (
+    DFlashConfig,
+    Eagle3Config,
+    EagleConfig,
+    MedusaConfig,
+)
 from jaxspec.models.weights import load_params
 from jaxspec.sharding import MESH_AXES
-from jaxspec.train.methods import Eagle3Method, EagleMethod, MedusaMethod
+from jaxspec.train.methods import (
+    DFlashMethod,
+    Eagle3Method,
+    EagleMethod,
+    MedusaMethod,
+)
 from jaxspec.train.target import Target
 from jaxspec.train.text import Text, pack
 from tests.support.oracles import TINY, hf_tensors, make_hf_model, model_config
@@ -77,6 +87,20 @@ def eagle3_method(**changes: Any) -> Eagle3Method:
     sizes: dict[str, Any] = LAYER | own
     config: Any = Eagle3Config(**sizes | changes)
     return Eagle3Method(config=config, num_passes=2)
+
+
+def dflash_method() -> DFlashMethod:
+    config = DFlashConfig(
+        **LAYER,
+        draft_vocab_size=DRAFT_VOCAB,
+        target_layers=(1, 2, 4),
+        block_size=4,
+        mask_token_id=3,
+        windows=(None, 5),
+        has_qk_norm=True,
+        has_lm_head=True,
+    )
+    return DFlashMethod(config=config)
 
 
 def medusa_method(*, lm_heads: int = 0) -> MedusaMethod:

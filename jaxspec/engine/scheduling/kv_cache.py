@@ -334,10 +334,10 @@ class PageTables:
             self._reach += config.max_draft_tokens - 1
         self.stats = stats
         self._is_shared = config.enable_prefix_caching
-        # With a head, a page also depends on the token after it: the head's keys and
-        # values come from a token's hidden state and the next token.
+        # With an EAGLE head, a page also depends on the token after it: the head's keys
+        # and values come from a token's hidden state and the next token.
         head = config.head_config
-        self._num_ahead = int(head is not None and head.has_pages)
+        self._num_ahead = int(head is not None and head.reads_next_token)
 
     def count(self, num_tokens: int) -> int:
         """Return the number of pages that hold `num_tokens`."""

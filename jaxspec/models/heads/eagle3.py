@@ -6,7 +6,8 @@ yet, the layer's own output replaces the target's hidden states. Its keys and va
 in pages like those of any layer, at the slot of the row.
 
 The layer is Llama's (SiLU, no caps, no post-norms) for any target: other engines train
-and run it like this. References: Li et al. 2025, arXiv:2503.01840.
+and run it like this. The library speculators also has Qwen3's, which normalizes queries
+and keys. References: Li et al. 2025, arXiv:2503.01840.
 """
 
 import functools
@@ -30,7 +31,7 @@ from jaxspec.models.layers import (
     rope_tables,
 )
 from jaxspec.models.matrices import Matrix
-from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import SILU, Norm
 
@@ -49,26 +50,31 @@ def param_specs(config: Eagle3Config) -> Specs:
         ("fc",): matrix_spec(model, fused, ("model", "model"), "fc"),
         # The layer's input is embedding and hidden state, concatenated.
         **layer_specs(config, 2 * model),
-        ("lm_head",): matrix_spec(
-            config.draft_vocab_size, model, ("vocab", "model"), "lm_head"
-        ),
     }
+    if config.has_lm_head:
+        specs["lm_head",] = matrix_spec(
+            config.draft_vocab_size, model, ("vocab", "model"), "lm_head"
+        )
     for path, name in _VECTORS.items():
         tensors = (f"{name}.weight",)
         specs[path] = ParamSpec(shape=(model,), axes=("model",), tensors=tensors)
     return specs
 
 
-def layer_specs(config: LayerConfig, width: int) -> Specs:
-    """Declare a Llama decoder layer, and its token embedding if it has one.
+def layer_specs(
+    config: LayerConfig, width: int, *, path: ParamPath = ("layer",), number: int = 0
+) -> Specs:
+    """Declare a decoder layer, and the head's token embedding if it has one.
 
     Args:
         width: Width of the rows that attention reads.
+        path: The layer's place in the tree.
+        number: The layer's number in the file.
     """
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
-    attention, mlp = ("layer", "attention"), ("layer", "feed_forward")
-    at = "layers.0."
+    attention, mlp = (*path, "attention"), (*path, "feed_forward")
+    at = f"layers.{number}."
     q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
     gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
     blocks = 2 * gate_block(hidden)
@@ -86,12 +92,16 @@ def layer_specs(config: LayerConfig, width: int) -> Specs:
             2 * hidden, model, ("hidden", "model"), gate, up, unit=blocks
         ),
         (*mlp, "down_proj"): matrix_spec(model, hidden, ("model", "hidden"), down),
-        ("layer", "post_attention_norm"): ParamSpec(
+        (*path, "post_attention_norm"): ParamSpec(
             shape=(model,),
             axes=("model",),
             tensors=(f"{at}post_attention_layernorm.weight",),
         ),
     }
+    if config.has_qk_norm:
+        for name in ("q_norm", "k_norm"):
+            tensors = (f"{at}self_attn.{name}.weight",)
+            specs[*path, name] = ParamSpec(shape=(head,), axes=(None,), tensors=tensors)
     if config.has_embedding:
         specs["embedding",] = matrix_spec(
             config.vocab_size, model, ("vocab", "model"), "embed_tokens"
@@ -155,6 +165,8 @@ def forward(
         batch=batch,
         tables=rope_tables(batch.positions, config.head_dim, config.rope_theta),
         num_q_heads=config.num_q_heads,
+        q_norm=norm(layer_params["q_norm"]) if config.has_qk_norm else None,
+        k_norm=norm(layer_params["k_norm"]) if config.has_qk_norm else None,
         scale=config.head_dim**-0.5,
         backend=backend,
     )
@@ -171,8 +183,17 @@ def forward(
 
 
 def logits(
-    config: Eagle3Config, params: Params, hidden: Float[Array, "row model"]
+    config: Eagle3Config,
+    params: Params,
+    hidden: Float[Array, "row model"],
+    target: Matrix | None = None,
 ) -> Float[Array, "row draft_vocab"]:
-    """Return logits of the layer's output, over the head's own vocabulary."""
+    """Return logits of the layer's output, over the head's own vocabulary.
+
+    Args:
+        target: The target's output matrix, for a head that has none.
+    """
     normed = normalise(Norm(params["norm"], config.rms_norm_eps), hidden)
-    return params["lm_head"].multiply(normed)
+    matrix = params["lm_head"] if config.has_lm_head else target
+    assert matrix is not None, "the target's output matrix is missing"
+    return matrix.multiply(normed)

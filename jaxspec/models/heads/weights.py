@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.errors import ConfigError
+from jaxspec.models.families import family_of
 from jaxspec.models.heads.config import (
     HeadConfig,
     LayerConfig,
@@ -34,11 +35,13 @@ from jaxspec.models.weights import (
 )
 from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, put
 from jaxspec_checkpoints import CheckpointError, Tensor
-from jaxspec_checkpoints.heads import EAGLE3, write_head
+from jaxspec_checkpoints.heads import DFLASH, EAGLE3, write_head
 
 # Tensors that map the head's token ids to the target's: as offsets from the head's ids,
 # or as the ids themselves.
 _OFFSETS, _IDS = "d2t", "token_map"
+# Kinds of heads that are written as the library speculators does.
+_SPECULATORS = (EAGLE3, DFLASH)
 
 
 def functions_of_head(config: HeadConfig) -> Any:
@@ -75,6 +78,7 @@ def load_head(
         NotImplementedError: A variant that the network does not compute.
     """
     config, tensors = read_head(folder)
+    config, tensors = _without_pads(config, target, tensors)
     config.check_target(target, target_name)
     specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
     try:
@@ -85,6 +89,21 @@ def load_head(
     except CheckpointError as error:
         message = f"{folder}: {error}"
         raise ConfigError(message, parameter="model", value=str(folder)) from error
+
+
+def _without_pads(
+    config: HeadConfig, target: ModelConfig, tensors: dict[str, Tensor]
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """Leave out rows after the target's vocabulary: see `HeadConfig.without_pads`."""
+    cut = config.without_pads(target, family_of(target).layout.pad_rows)
+    if cut == config:
+        return config, tensors
+    return cut, {
+        name: tensor.head(cut.vocab_size)
+        if tensor.shape[:1] == (config.vocab_size,)
+        else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _make_head(
@@ -106,10 +125,13 @@ def _make_head(
 def _read_token_ids(
     config: HeadConfig, tensors: dict[str, Tensor]
 ) -> np.ndarray | None:
-    """Remove the table of a trimmed vocabulary from the tensors and return its ids."""
-    name = _OFFSETS if config.kind == EAGLE3 else _IDS
+    """Remove the table of a trimmed vocabulary from the tensors and return its ids.
+
+    A head with the target's whole vocabulary may have a table that changes nothing.
+    """
+    name = _OFFSETS if config.kind in _SPECULATORS else _IDS
     table = tensors.pop(name, None)
-    if not config.is_trimmed:
+    if table is None and not config.is_trimmed:
         return None
     if table is None:
         raise CheckpointError(
@@ -132,7 +154,15 @@ def _read_token_ids(
         )
     if len(np.unique(ids)) < len(ids):
         raise CheckpointError(f"tensor {name!r} has a token id of the target twice")
-    return ids.astype(np.int32)
+    if config.is_trimmed:
+        return ids.astype(np.int32)
+    moved = np.flatnonzero(ids != np.arange(len(ids)))
+    if moved.size:
+        raise CheckpointError(
+            f"tensor {name!r} maps token {moved[0]} to {ids[moved[0]]}, but the head "
+            f"has all {config.vocab_size} tokens of the target in the target's order"
+        )
+    return None
 
 
 def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:
@@ -284,16 +314,17 @@ def save_head(
         name: values.astype(dtype) for name, values in tensors_of(specs, params).items()
     }
     content = config.to_file()
-    if config.kind == EAGLE3:
+    if config.kind in _SPECULATORS:
+        count = config.max_draft_tokens or 3
         content["speculators_config"] = dict(
-            algorithm=EAGLE3,
+            algorithm=config.kind,
             default_proposal_method="greedy",
-            proposal_methods=[dict(proposal_type="greedy", speculative_tokens=3)],
+            proposal_methods=[dict(proposal_type="greedy", speculative_tokens=count)],
             verifier=dict(name_or_path=target_name, architectures=[architecture]),
         )
     if config.is_trimmed:
         ids = np.asarray(params[TOKEN_IDS]).astype(np.int64)
-        if config.kind == EAGLE3:
+        if config.kind in _SPECULATORS:
             arrays[_OFFSETS] = ids - np.arange(len(ids))
             arrays["t2d"] = np.isin(np.arange(config.vocab_size), ids)
         else:

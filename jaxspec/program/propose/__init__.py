@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from jaxspec.config.engine import EngineConfig
+from jaxspec.program.propose.dflash import DFlash
 from jaxspec.program.propose.draft_model import DraftModel
 from jaxspec.program.propose.eagle import Eagle
 from jaxspec.program.propose.eagle3 import Eagle3
@@ -21,6 +22,7 @@ from jaxspec.program.propose.suffix import Suffix
 __all__ = [
     "PROPOSERS",
     "ProposerContext",
+    "DFlash",
     "DraftModel",
     "Eagle",
     "Eagle3",
@@ -44,6 +46,7 @@ PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
     "eagle": Eagle.of,
     "eagle3": Eagle3.of,
     "medusa": Medusa.of,
+    "dflash": DFlash.of,
 }
 
 

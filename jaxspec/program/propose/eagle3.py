@@ -23,7 +23,7 @@ from jaxspec.models.heads import eagle3
 from jaxspec.models.heads.config import Eagle3Config, LayerConfig
 from jaxspec.models.heads.weights import functions_of_head
 from jaxspec.models.params import Params
-from jaxspec.models.trimmed import to_target_vocab
+from jaxspec.models.trimmed import head_of, to_target_vocab
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.draft_sampling import DraftSampler, zero_broken_rows
 from jaxspec.program.propose.hidden_cache import (
@@ -213,8 +213,10 @@ class Eagle3(Head):
         """Return logits over the target's vocabulary."""
         assert isinstance(self.config, Eagle3Config)
         config, vocab_size = self.config, context.pool.vocab_size
+        assert context.target is not None, "the target's output matrix is missing"
+        shared = head_of(context.target)
         draft_logits = cpu.with_pads(
-            lambda rows: eagle3.logits(config, params, rows), hidden
+            lambda rows: eagle3.logits(config, params, rows, shared), hidden
         )
         return to_target_vocab(params, draft_logits, vocab_size)
 

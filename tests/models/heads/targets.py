@@ -13,7 +13,12 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.families import config_from_hf
 from jaxspec.models.heads import eagle, eagle3
-from jaxspec.models.heads.config import Eagle3Config, EagleConfig, MedusaConfig
+from jaxspec.models.heads.config import (
+    DFlashConfig,
+    Eagle3Config,
+    EagleConfig,
+    MedusaConfig,
+)
 from jaxspec.models.heads.weights import load_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.trimmed import LOWEST, to_target_vocab
@@ -45,6 +50,7 @@ HEADS = {
         draft_vocab_size=theirs.VOCAB,
         num_heads=3,
     ),
+    "dflash": DFlashConfig.from_file(theirs.dflash_speculators_config(), ()),
 }
 PAGE_SIZE, PASSES, COUNT = 4, 3, 7
 RANDOM = torch.Generator().manual_seed(2)
@@ -75,7 +81,7 @@ def eagle3_pass(config, params, batch, tokens, target, hidden, pages):
     embedded = eagle3.embed(params, tokens, target)
     given = batch, embedded, hidden, pages, Backend()
     hidden, pages = eagle3.forward(config, params, *given)
-    logits = eagle3.logits(config, params, hidden)
+    logits = eagle3.logits(config, params, hidden, target)
     return hidden, pages, to_target_vocab(params, logits, theirs.VOCAB)
 
 

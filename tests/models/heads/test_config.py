@@ -64,10 +64,50 @@ def test_default_layers_of_a_head(num_layers, layers):
             "num_hidden_layers must be 1, got 2",
         ),
         (
+            dict(model_type="gemma3_text"),
+            UnsupportedError,
+            "model_type must be 'llama' or 'qwen3', got 'gemma3_text'",
+        ),
+        (
+            dict(partial_rotary_factor=0.25),
+            UnsupportedError,
+            "partial_rotary_factor must be 1.0",
+        ),
+        (
             dict(rope_scaling=dict(rope_type="llama3")),
             UnsupportedError,
             "rope_type must be 'default'",
         ),
+        (
+            dict(rope_parameters=dict(partial_rotary_factor=0.25)),
+            UnsupportedError,
+            "partial_rotary_factor must be 1.0, got 0.25",
+        ),
+        *(
+            (
+                dict(rope_parameters={kind: dict(rope_theta=1e6)}),
+                UnsupportedError,
+                "rope_parameters must be one object for all layers",
+            )
+            for kind in ("full_attention", "sliding_attention")
+        ),
+        (
+            dict(layer_types=["sliding_attention"], sliding_window=4),
+            UnsupportedError,
+            "layer_types must be a list of num_hidden_layers=1 of 'full_attention'",
+        ),
+        (
+            dict(use_sliding_window=True, sliding_window=4),
+            ConfigError,
+            "layer_types must be .*, got None. use_sliding_window is true",
+        ),
+        (dict(layer_types=5), ConfigError, "layer_types must be a list of .*, got 5"),
+        (
+            dict(rms_norm_eps="a"),
+            ConfigError,
+            "rms_norm_eps must be a finite number of at least 0, got 'a'",
+        ),
+        (dict(head_dim="a"), ConfigError, "head_dim must be an integer"),
         (
             dict(eagle_config=dict(use_aux_hidden_state=False)),
             UnsupportedError,
@@ -88,6 +128,11 @@ def test_default_layers_of_a_head(num_layers, layers):
             for layers in ([1, 2], "all")
         ),
         (
+            dict(draft_vocab_size=50, target_hidden_size=32),
+            ConfigError,
+            "no embed_tokens.weight.* must be 32",
+        ),
+        (
             dict(target_hidden_size=32),
             ConfigError,
             "no embed_tokens.weight.* must be 32",
@@ -97,6 +142,46 @@ def test_default_layers_of_a_head(num_layers, layers):
 def test_unsupported_variants_and_wrong_numbers_are_named(change, error, named):
     with pytest.raises(error, match=named):
         Eagle3Config.from_file(theirs.specforge_config(**change), ())
+
+
+@pytest.mark.parametrize(
+    ("version", "is_read"),
+    [("0.1.0", True), ("0.7.0.dev80", True), ("0.9", True)]
+    + [(version, False) for version in ("0.10.0", "1.0.0", "test", 0)],
+)
+def test_unknown_format_versions_are_named(tmp_path, version, is_read):
+    config = theirs.speculators_config(speculators_version=version)
+    theirs.write(tmp_path, config, theirs.eagle3_tensors())
+    if is_read:
+        assert read_head(tmp_path)[0] == HEADS["eagle3"]
+        return
+    message = "speculators_version must be '0.1' to '0.9', got"
+    with pytest.raises(UnsupportedError, match=message):
+        read_head(tmp_path)
+
+
+def test_sizes_that_transformers_leaves_out_have_its_defaults():
+    """Files of speculators contain only values that differ from the model type's."""
+    sizes = dict(model_type="qwen3", hidden_size=5376, num_key_value_heads=16)
+    content = dict(
+        architectures=["Eagle3Speculator"],
+        transformer_layer_config=sizes | dict(vocab_size=262208, intermediate_size=9),
+    )
+    config = Eagle3Config.from_file(content, ())
+    found = config.num_q_heads, config.num_kv_heads, config.head_dim
+    assert found == (32, 16, 128)
+    assert config.rope_theta == 10000
+    assert config.rms_norm_eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"]
+)
+def test_files_of_other_writers_need_all_sizes(name):
+    content = theirs.specforge_config()
+    del content[name]
+    with pytest.raises(ConfigError, match=f"{name} must be an integer.*got None"):
+        Eagle3Config.from_file(content, ())
 
 
 def test_errors_name_the_folder(tmp_path):

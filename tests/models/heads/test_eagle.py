@@ -2,7 +2,9 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -10,6 +12,9 @@ import torch
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.heads import eagle, eagle3
 from jaxspec.models.heads.config import Eagle3Config, EagleConfig, read_head
+from jaxspec.models.heads.weights import load_head
+from jaxspec.models.network import build_network
+from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
 from tests.models.heads.targets import (
     COUNT,
@@ -21,6 +26,13 @@ from tests.models.heads.targets import (
     eagle_pass,
     load,
     target_config,
+)
+from tests.support.oracles import (
+    init_kv_pages,
+    load_ours,
+    make_gemma3,
+    model_config,
+    sequence_batch,
 )
 
 
@@ -59,6 +71,7 @@ def test_prompt_and_later_passes_equal_torch(tmp_path, form, has_bias, has_embed
     [
         ("speculators", True, False),
         ("specforge", False, True),
+        ("qwen3", True, False),
         pytest.param("speculators", False, True, marks=pytest.mark.slow),
         pytest.param("specforge", True, False, marks=pytest.mark.slow),
     ],
@@ -70,14 +83,20 @@ def test_passes_of_eagle3_equal_torch(
     layer, config_of = "layers.0.", theirs.speculators_config
     if form == "specforge":
         layer, config_of = "midlayer.", theirs.specforge_config
-    tensors, own_embedding = theirs.eagle3_tensors(layer), EMBEDDING
+    is_qwen3 = form == "qwen3"
+    tensors = theirs.eagle3_tensors(layer, has_qk_norm=is_qwen3)
+    own_embedding = EMBEDDING
     if has_embedding:
         own_embedding = EMBEDDING.flip(0).contiguous()
         tensors["embed_tokens.weight"] = own_embedding
     norm = dict(norm_before_residual=norm_before_residual)
-    theirs.write(tmp_path, config_of(**norm), tensors)
+    content = config_of(**norm)
+    if is_qwen3:
+        content["transformer_layer_config"]["model_type"] = "qwen3"
+    theirs.write(tmp_path, content, tensors)
     config, params = load(tmp_path)
     assert isinstance(config, Eagle3Config)
+    assert config.has_qk_norm == is_qwen3
     assert config.layers_of(target_config()) == (2, 3, 5)
     streams = torch.randn(3, COUNT, theirs.HIDDEN, generator=RANDOM)
     check_passes(
@@ -87,6 +106,61 @@ def test_passes_of_eagle3_equal_torch(
         own_embedding,
         partial(theirs.eagle3_rows, tensors, layer=layer, **norm),
         partial(theirs.eagle3_logits, tensors),
+    )
+
+
+@pytest.mark.parametrize(("pad_rows", "is_trimmed"), [(1, True), (64, False)])
+def test_specforge_head_reads_hidden_states_of_gemma3(tmp_path, pad_rows, is_trimmed):
+    """Files for the 1B trim the vocabulary, those for 27B use the target's matrix."""
+    model = make_gemma3(
+        vocab_size=theirs.VOCAB, hidden_size=theirs.HIDDEN, num_hidden_layers=6
+    )
+    vocab_size = theirs.VOCAB + pad_rows
+    sizes = dict(vocab_size=vocab_size)
+    tensors = theirs.eagle3_tensors("midlayer.", pad_rows=pad_rows)
+    if not is_trimmed:
+        sizes |= dict(draft_vocab_size=vocab_size, reuse_target_lm_head=True)
+        for name in ("lm_head.weight", "d2t", "t2d"):
+            del tensors[name]
+        tensors["embed_tokens.weight"] = torch.cat(
+            [EMBEDDING, torch.full((pad_rows, theirs.HIDDEN), torch.nan)]
+        )
+    theirs.write(tmp_path, theirs.gemma3_config(**sizes), tensors)
+    target = model_config(model)
+    options: Any = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
+    config, params = load_head(tmp_path, target, **options)
+    assert isinstance(config, Eagle3Config)
+    assert config.vocab_size == theirs.VOCAB
+    layers = config.layers_of(target)
+    assert layers == (1, 3, 5)
+    RANDOM.manual_seed(2)
+    tokens = torch.randint(theirs.VOCAB, (COUNT,), generator=RANDOM)
+    with torch.no_grad():
+        states = model.model(tokens[None], output_hidden_states=True).hidden_states
+    wanted = torch.cat([states[layer][0] for layer in layers], -1)
+    network = jax.jit(
+        lambda params, *given: build_network(target, params).forward(*given)[0].streams
+    )
+    streams = network(
+        load_ours(model),
+        sequence_batch(tokens.numpy(), [5, 2]),
+        init_kv_pages(target, 8, 4, jnp.float32),
+    )
+
+    def logits_of(wanted: torch.Tensor) -> torch.Tensor:
+        if is_trimmed:
+            return theirs.eagle3_logits(tensors, wanted)
+        return theirs.rms_norm(wanted, tensors["norm.weight"]) @ EMBEDDING.T
+
+    check_passes(
+        partial(eagle3_pass, config, params),
+        eagle3.fuse(config, params, [streams[layer] for layer in layers]),
+        wanted @ tensors["fc.weight"].T,
+        EMBEDDING,
+        partial(
+            theirs.eagle3_rows, tensors, layer="midlayer.", norm_before_residual=False
+        ),
+        logits_of,
     )
 
 

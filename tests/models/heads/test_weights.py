@@ -1,5 +1,6 @@
 """A head's tensors are read completely, on any mesh, and written unchanged."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -73,6 +74,17 @@ def test_tensor_names_survive_a_round_trip(folder, tmp_path):
         np.testing.assert_array_equal(again[name], values, err_msg=name, strict=True)
 
 
+def test_width_need_not_be_a_multiple_of_head_dim(tmp_path):
+    """Gemma 3 270M has a width of 640, and heads of 256."""
+    config = replace(HEADS["eagle3"], head_dim=16)
+    params = init_head(config, seed=1, mesh=make_mesh(1), token_ids=np.arange(20))
+    save_head(tmp_path / "head", config, params, dtype=FLOAT32, **NAMES)
+    _, found = load(tmp_path / "head")
+    for name in ("q_proj", "kv_proj", "o_proj"):
+        ours, again = (one["layer"]["attention"][name] for one in (params, found))
+        np.testing.assert_array_equal(again.values, ours.values)
+
+
 def test_a_head_is_split_over_devices(folder):
     _, whole = load(folder)
     _, split = load(folder, mesh=make_mesh(2))
@@ -126,6 +138,32 @@ def test_a_wrong_tensor_is_named(folder, name, value, message):
     theirs.write(folder, theirs.speculators_config(), present)
     with pytest.raises(ConfigError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "extra", "message"),
+    [
+        (0, 0, {}, None),
+        (49, -1, {}, "'d2t' maps token 0 to 49, but the head has all 50 tokens"),
+        (0, 0, {"scale": torch.tensor(1.0)}, "'scale' is not part of a eagle3 head"),
+    ],
+)
+def test_table_of_a_whole_vocabulary_must_change_nothing(
+    folder, first, others, extra, message
+):
+    """A vocabulary trimmed to the target's is whole without the file's pad rows."""
+    sizes = dict(vocab_size=theirs.VOCAB + 1, draft_vocab_size=theirs.VOCAB)
+    tensors = theirs.eagle3_tensors("midlayer.", pad_rows=1) | extra
+    tensors["lm_head.weight"] = torch.ones(theirs.VOCAB, theirs.HIDDEN)
+    tensors["d2t"] = torch.tensor([first] + [others] * (theirs.VOCAB - 1))
+    theirs.write(folder, theirs.gemma3_config(**sizes), tensors)
+    target = target_config(model_type="gemma3_text")
+    options: Any = dict(dtype=FLOAT32, mesh=make_mesh(1))
+    if message is None:
+        assert not load_head(folder, target, **options)[0].is_trimmed
+        return
+    with pytest.raises(ConfigError, match=message):
+        load_head(folder, target, **options)
 
 
 def test_another_target_is_rejected_before_reading(folder):

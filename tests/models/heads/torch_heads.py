@@ -53,19 +53,27 @@ def layer_shapes(layer: str, width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def eagle3_tensors(layer: str = "layers.0.") -> dict[str, torch.Tensor]:
+def eagle3_tensors(
+    layer: str = "layers.0.", *, has_qk_norm: bool = False, pad_rows: int = 0
+) -> dict[str, torch.Tensor]:
     """Return tensors of an EAGLE-3 head with names that begin with `layer`.
 
     In files of SafeAILab and SpecForge, `layer` is `midlayer.`.
+
+    Args:
+        pad_rows: Rows after the target's vocabulary, which the files count.
     """
     shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), **layer_shapes(layer, 2 * HIDDEN)}
     for name in (layer + "hidden_norm", layer + "input_layernorm", "norm"):
         shapes[f"{name}.weight"] = (HIDDEN,)
+    if has_qk_norm:
+        for name in ("q_norm", "k_norm"):
+            shapes[f"{layer}self_attn.{name}.weight"] = (HEAD_DIM,)
     tensors = random_tensors(shapes | {"lm_head.weight": (DRAFT_VOCAB, HIDDEN)})
     generator = torch.Generator().manual_seed(1)
     kept = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
     tensors["d2t"] = kept - torch.arange(DRAFT_VOCAB)
-    tensors["t2d"] = torch.isin(torch.arange(VOCAB), kept)
+    tensors["t2d"] = torch.isin(torch.arange(VOCAB + pad_rows), kept)
     return tensors
 
 
@@ -109,6 +117,32 @@ def specforge_config(**changes: Any) -> dict[str, Any]:
         eagle_config=dict(
             eagle_aux_hidden_state_layer_ids=[1, 2, 4], use_aux_hidden_state=True
         ),
+    )
+    return content | changes
+
+
+def gemma3_config(**changes: Any) -> dict[str, Any]:
+    """Return a config with the keys of SpecForge's files for Gemma 3.
+
+    These count the image token (1B) or all rows (27B) after Gemma's vocabulary.
+    """
+    content = specforge_config(
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.02,
+        max_position_embeddings=32768,
+        rope_scaling=None,
+        sliding_window=512,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        transformers_version="4.50.0",
+        use_cache=True,
+        use_sliding_window=False,
+        target_model_type="gemma3_text",
+        eagle_config=dict(eagle_aux_hidden_state_layer_ids=[0, 2, 4]),
     )
     return content | changes
 
@@ -193,13 +227,21 @@ def eagle3_rows(
     return after_attention(own, residual, attention(own, both))
 
 
+def projected(
+    own: dict[str, torch.Tensor], name: str, rows: torch.Tensor
+) -> torch.Tensor:
+    """Return a layer's queries, keys or values: [token, head, head_dim]."""
+    found = rows @ own[f"self_attn.{name}_proj.weight"].T
+    return found.view(len(rows), -1, HEAD_DIM)
+
+
 def attention(own: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
     """Return the causal attention of a Llama layer."""
-    count, positions = len(rows), torch.arange(len(rows))
-    query, key, value = (
-        (rows @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, HEAD_DIM)
-        for name in "qkv"
-    )
+    positions = torch.arange(len(rows))
+    query, key, value = (projected(own, name, rows) for name in "qkv")
+    if "self_attn.q_norm.weight" in own:
+        query = rms_norm(query, own["self_attn.q_norm.weight"])
+        key = rms_norm(key, own["self_attn.k_norm.weight"])
     query, key = rotated(query, positions), rotated(key, positions)
     group = Q_HEADS // KV_HEADS
     key, value = (part.repeat_interleave(group, 1) for part in (key, value))
@@ -227,6 +269,127 @@ def eagle3_logits(
     whole = torch.full((len(own), VOCAB), -math.inf)
     whole[:, torch.arange(DRAFT_VOCAB) + tensors["d2t"]] = own
     return whole
+
+
+# DFlash
+
+# The window of the last layer, which sees only earlier rows of the block.
+BLOCK, MASK, WINDOW = 5, 7, 6
+
+
+def dflash_tensors(*, has_lm_head: bool = False) -> dict[str, torch.Tensor]:
+    """Return tensors of a drafter of two layers over three of the target's."""
+    shapes: dict[str, Any] = {"fc.weight": (HIDDEN, 3 * HIDDEN)}
+    for number in range(2):
+        layer = f"layers.{number}."
+        shapes |= layer_shapes(layer, HIDDEN)
+        shapes[layer + "input_layernorm.weight"] = (HIDDEN,)
+        for name in ("q_norm", "k_norm"):
+            shapes[f"{layer}self_attn.{name}.weight"] = (HEAD_DIM,)
+    shapes |= {"hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    if not has_lm_head:
+        return random_tensors(shapes)
+    head = eagle3_tensors()
+    kept = {name: head[name] for name in ("d2t", "t2d", "lm_head.weight")}
+    return random_tensors(shapes) | kept
+
+
+def zlab_config(**changes: Any) -> dict[str, Any]:
+    """Return a config with the keys of z-lab's and SpecForge's files.
+
+    They count layers from 0.
+    """
+    content = layer_config() | dict(
+        architectures=["DFlashDraftModel"],
+        auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+        attention_bias=False,
+        block_size=BLOCK,
+        dflash_config=dict(mask_token_id=MASK, target_layer_ids=[1, 2, 4]),
+        dtype="bfloat16",
+        layer_types=["full_attention", "sliding_attention"],
+        max_position_embeddings=40960,
+        max_window_layers=2,
+        model_type="qwen3",
+        num_hidden_layers=2,
+        num_target_layers=LAYERS,
+        rope_scaling=None,
+        sliding_window=WINDOW,
+        tie_word_embeddings=False,
+        use_sliding_window=True,
+    )
+    return content | changes
+
+
+def dflash_speculators_config(**changes: Any) -> dict[str, Any]:
+    layer = layer_config() | dict(
+        model_type="qwen3",
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=WINDOW,
+    )
+    content: dict[str, Any] = dict(
+        architectures=["DFlashDraftModel"],
+        speculators_model_type="dflash",
+        speculators_version="0.9.0",
+        transformer_layer_config=layer,
+        draft_vocab_size=DRAFT_VOCAB,
+        block_size=BLOCK,
+        aux_hidden_state_layer_ids=[2, 3, 5],
+        mask_token_id=MASK,
+        sliding_window_non_causal=False,
+        target_hidden_size=None,
+        projector_type="dflash",
+        shift_label=False,
+        speculators_config=dict(
+            algorithm="dflash",
+            proposal_methods=[dict(speculative_tokens=BLOCK - 1)],
+        ),
+    )
+    return content | changes
+
+
+def dflash_rows(
+    tensors: dict[str, torch.Tensor],
+    context: torch.Tensor,
+    embedded: torch.Tensor,
+    windows: tuple[int | None, ...] = (None, WINDOW),
+) -> torch.Tensor:
+    """Return the normalized outputs of a block, after a whole text.
+
+    Args:
+        context: The target's hidden states of several layers, joined: [token, model].
+        embedded: The block's tokens.
+    """
+    fused = rms_norm(context @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    stream, start = embedded, len(context)
+    positions = torch.arange(start + len(embedded))
+    own_positions = positions[start:]
+    distance = own_positions[:, None] - positions
+    for number, window in enumerate(windows):
+        layer = f"layers.{number}."
+        own = {
+            name.removeprefix(layer): value
+            for name, value in tensors.items()
+            if name.startswith(layer)
+        }
+        normed = rms_norm(stream, own["input_layernorm.weight"])
+        both = torch.cat([fused, normed])
+        query = projected(own, "q", normed)
+        key, value = projected(own, "k", both), projected(own, "v", both)
+        query = rms_norm(query, own["self_attn.q_norm.weight"])
+        key = rms_norm(key, own["self_attn.k_norm.weight"])
+        query, key = rotated(query, own_positions), rotated(key, positions)
+        key, value = (
+            part.repeat_interleave(query.shape[1] // part.shape[1], 1)
+            for part in (key, value)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD_DIM**0.5
+        if window is not None:
+            is_seen = (distance >= 0) & (distance < window)
+            scores = scores.masked_fill(~is_seen, -math.inf)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+        stream = after_attention(own, stream, mixed)
+    return rms_norm(stream, tensors["norm.weight"])
 
 
 # Medusa
