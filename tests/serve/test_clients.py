@@ -105,7 +105,7 @@ def test_curl(site: Site):
 @needs_clients
 def test_locust_streams():
     words: list[Any] = [CLIENTS / "locust", "-f", HERE / "locust_streams.py"]
-    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "12s"]
+    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "16s"]
     words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
     with site_of(ENGINE) as site:
         # The device is so slow that it is the bottleneck, not this machine.

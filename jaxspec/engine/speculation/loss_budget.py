@@ -9,9 +9,10 @@ class LossBudget:
     The budget earns a share of the device's time. Rounds with drafts that lose against
     plain decoding add to a deficit; rounds that win reduce it. Earnings repay the
     deficit first. The rest pays for explorations: each is paid in full before it
-    begins, as if it produced no tokens. A deficit of more than `loss_rounds` plain
-    rounds closes the budget: the deficit is subtracted from the balance, and nothing is
-    drafted until the balance is no longer negative.
+    begins, as if it produced no tokens; what it loses beyond that is charged later. A
+    deficit of more than `loss_rounds` plain rounds closes the budget: the deficit is
+    subtracted from the balance, and nothing is drafted until the balance is no longer
+    negative.
 
     Attributes:
         is_closed: Drafts have lost too much.
@@ -37,6 +38,10 @@ class LossBudget:
     def pay(self, price_s: float) -> None:
         """Pay for an exploration; the rest of the balance is dropped."""
         self._balance_s = min(self._balance_s - price_s, 0.0)
+
+    def charge(self, seconds: float) -> None:
+        """Subtract what an exploration has lost beyond its price."""
+        self._balance_s -= seconds
 
     def add(self, won_s: float, plain_s: float) -> None:
         """Record seconds won against plain decoding; negative are lost.

@@ -164,6 +164,7 @@ class SpeculationPolicy:
         # The alternative that is being measured, and the number of its rounds left.
         self._explored: Choice | None = None
         self._explore_left = 0
+        self._paid_s = 0.0  # by the loss budget for each of these rounds
         # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
         self._rounds_left = 0
@@ -303,6 +304,7 @@ class SpeculationPolicy:
         price_s = CONSTANTS.explore_rounds * seconds
         if self._budget.can_pay(price_s):
             self._budget.pay(price_s)
+            self._paid_s = seconds
             self._explored = chosen
             self._explore_left = CONSTANTS.explore_rounds
             self._last_run_s[self._key(chosen)] = self._device_s
@@ -382,7 +384,11 @@ class SpeculationPolicy:
             self.saved_s += won
         else:
             self.lost_s -= won
-        if not self.is_adaptive or is_exploring:
+        if not self.is_adaptive:
+            return
+        if is_exploring:
+            # The estimated time, which was paid, may have been too short.
+            self._budget.charge(max(-won - self._paid_s, 0.0))
             return
         budget = self._budgets[num_seqs.bit_length()]
         budget.add(won, plain_s)

@@ -282,6 +282,14 @@ def test_loss_is_bounded_for_any_estimates(data):
     assert saved == pytest.approx(world.plain_s - world.now, abs=1e-6)
 
 
+def test_explorations_with_wrong_times_lose_at_most_one_percent():
+    """A round with three drafts takes 4.5 times as long as estimated."""
+    world = World([0.002, 0.004, 0.006, 0.009], 0.0)
+    world.estimated_times = [0.002] * 4
+    world.run_until(100, is_observable=False)
+    assert world.now / world.plain_s <= 1 + 1.2 * CONSTANTS.max_loss
+
+
 @pytest.mark.parametrize("has_budget", [True, False])
 def test_wrong_estimates_lose_at_most_one_percent(has_budget, monkeypatch):
     """The estimates say that all drafts will be accepted, but none is."""
