@@ -211,7 +211,7 @@ async def answer(
         EngineDeadError: The engine has died.
     """
     config = engine.engine.config
-    # As in vLLM: twice the engine's batch size, so that the batch stays full.
+    # As in vLLM: twice the engine's batch size, so that the batch is always full.
     places = asyncio.Semaphore(2 * config.max_num_seqs * config.data_parallel_size)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     num_errors = 0
