@@ -240,7 +240,7 @@ class DraftPrefill:
                 known = probabilities[probabilities >= 0]
                 self._acceptance.record_probabilities(request.row, known)
         self._is_probing &= not launch.is_probe
-        self._policy.record_draft_prefill(launch.seconds, is_probe=launch.is_probe)
+        self._policy.record_draft_prefill(launch.counted_s, is_probe=launch.is_probe)
 
     def restart(self) -> None:
         """Reset after a failed launch: launches in flight are lost."""

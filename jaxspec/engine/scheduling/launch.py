@@ -68,8 +68,9 @@ class Launch:
             made.
         charged_s: Seconds that `Pacer` has charged for it.
         expected_s: Expected seconds of a round; None if unknown.
-        seconds: Seconds that each round kept the device busy, once it has been read.
-        is_measure: `seconds` is typical of such rounds: the previous launch was of the
+        counted_s: Seconds that each round kept the device busy, once it has been read;
+            at most `MAX_RISE` times the expected ones.
+        is_measure: Its time is typical of such rounds: the previous launch was of the
             same kind. Otherwise it may include host work for another program, for which
             the device had to wait.
         round_kind: Its program and K, which determine the time of a round.
@@ -86,7 +87,7 @@ class Launch:
     is_probe: bool = False
     charged_s: float | None = None
     expected_s: float | None = None
-    seconds: float = 0.0
+    counted_s: float = 0.0
     is_measure: bool = True
     round_kind: RoundKind = field(init=False)
 

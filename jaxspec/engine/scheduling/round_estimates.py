@@ -210,5 +210,5 @@ class RoundEstimator:
                 fill = count / plain.shape.num_seqs
                 plain_s = self._step_times.expected(RoundKind(plain.shape), fill)
         self._policy.record_round(
-            count, num_draft_tokens, num_emitted, launch.seconds, plain_s
+            count, num_draft_tokens, num_emitted, launch.counted_s, plain_s
         )

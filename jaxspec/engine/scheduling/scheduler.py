@@ -49,7 +49,7 @@ from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
-from jaxspec.engine.speculation.step_times import StepTimes
+from jaxspec.engine.speculation.step_times import MAX_RISE, StepTimes
 from jaxspec.program.plan import TILE, StepShape
 from jaxspec.program.wire import DraftPrefillResult, StepResult
 
@@ -433,11 +433,13 @@ class Scheduler:
 
     def record_time(self, launch: Launch, seconds: float) -> None:
         """Record how long a round of a launch kept the device busy."""
-        shape, launch.seconds = launch.shape, seconds
+        shape, fill = launch.shape, launch.fill
         self.stats.busy_s += seconds
         self.policy.record_time(seconds)
-        fill = launch.fill
-        launch.expected_s = self.step_times.expected(launch.round_kind, fill)
+        expected_s = self.step_times.expected(launch.round_kind, fill)
+        launch.expected_s, launch.counted_s = expected_s, seconds
+        if expected_s is not None:
+            launch.counted_s = min(seconds, MAX_RISE * expected_s)
         # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
         work = shape, launch.has_drafts

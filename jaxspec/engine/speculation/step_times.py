@@ -12,8 +12,11 @@ NEWEST = 0.25
 # Times are limited to this multiple of the expected one: longer ones are suspensions of
 # the machine.
 STALL = 4.0
-# In the average, a time is limited to this multiple of the known one: otherwise one
-# slow round in a hundred would change the choice of K.
+# In the average, and where drafts are charged for what they lose, a time is limited to
+# this multiple of the known one. Otherwise one slow round in a hundred would change the
+# choice of K, and a few suspensions of the machine would stop drafts for seconds: in a
+# benchmark, eight rounds that took 3 to 9 times the expected time. A round that is
+# always slower is soon expected to be.
 MAX_RISE = 1.5
 # With products in C++, a round leaves out padding rows. This share of a full round's
 # time does not depend on the rows: reading weights, host work. With the bundled pair,

@@ -16,6 +16,7 @@ import pytest
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.scheduling.draft_prefill import MAX_IN_A_ROW, DraftPrefillPlan
+from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.scheduling.programs import EveryProgram
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.scheduler import Scheduler
@@ -447,6 +448,34 @@ def test_draft_prefill_does_not_delay_streams():
         if one.shape.is_draft_prefill
     ]
     assert sizes == [64] * 7
+
+
+@pytest.mark.parametrize("num_slow", [10, 1000])
+def test_drafts_stop_if_rounds_stay_slow_but_not_for_a_suspension(num_slow):
+    config = make_config(
+        max_num_seqs=1, num_pages=200, max_model_len=500, controller=ADAPTIVE
+    )
+    loop, slow = Loop(config, seed=0), list[Launch]()
+
+    def cost(launch: Launch) -> float:
+        is_slow = launch.has_drafts and 40 < len(loop.launches)
+        if not is_slow or len(slow) == num_slow:
+            return 1.1 if launch.has_drafts else 1.0
+        slow.append(launch)
+        return 9.0
+
+    loop.cost = cost
+    plain, request = make_requests(config, 2, max_draft_tokens=3)
+    plain.max_draft_tokens, request.max_total = 0, 490
+    loop.run([plain])
+    loop.run([request])
+    newest = {launch.has_drafts for launch in loop.launches[-20:]}
+    if num_slow == 10:
+        assert len(slow) == 10 and newest == {True}
+        assert not loop.scheduler.policy.num_stops
+    else:
+        assert len(slow) < 24 and newest == {False}
+    loop.assert_said_the_truth(request)
 
 
 def test_draft_model_is_unused_without_its_program():
