@@ -112,6 +112,14 @@ class RoundEstimates:
             rates[0, 1:-1] = 0
         return rates
 
+    def could_win(self) -> bool:
+        """Return whether drafts would be faster than none if they took no time."""
+        times = self.times()
+        seconds = [times[0, 0]] * len(times[0])
+        free = replace(self, seconds=seconds, chain_seconds=None, draft_prefill_s=0.0)
+        rates = free.rates(0)
+        return bool(rates.max() > CONSTANTS.hysteresis * rates[0, 0])
+
     def trial_drafts(self, *, is_chain: bool) -> int:
         """Return the largest K whose round takes about as long as one with K = 1."""
         times = self.times()[int(is_chain)]
@@ -278,15 +286,16 @@ class SpeculationPolicy:
 
     def _explore(self, estimates: RoundEstimates) -> None:
         """Begin to measure the alternative that ran least recently, if affordable."""
-        choice, times = self.choice, estimates.times()
-        max_draft_tokens = times.shape[1] - 1
-        is_chain = not choice.has_side_branches
+        choice = self.choice
+        rates = estimates.rates(choice.num_draft_tokens)
+        is_chain = len(rates) > 1 and not choice.has_side_branches
+        max_draft_tokens = rates.shape[1] - 1
         alternatives = list[Choice]()
         if choice.num_draft_tokens:
             alternatives.append(replace(choice, num_draft_tokens=0))
             if choice.num_draft_tokens < max_draft_tokens:
                 alternatives.append(replace(choice, num_draft_tokens=max_draft_tokens))
-            if is_chain:
+            if not choice.has_side_branches:
                 k = choice.num_draft_tokens
                 if estimates.is_whole_tree:
                     k = max_draft_tokens
@@ -294,13 +303,21 @@ class SpeculationPolicy:
                     replace(choice, num_draft_tokens=k, has_side_branches=True)
                 )
         elif not estimates.is_observable:
-            k = estimates.trial_drafts(is_chain=is_chain and len(times) > 1)
+            k = estimates.trial_drafts(is_chain=is_chain)
+            alternatives.append(replace(choice, num_draft_tokens=k))
+        elif estimates.could_win():
+            k = 1 + int(rates[int(is_chain), 1:].argmax())
             alternatives.append(replace(choice, num_draft_tokens=k))
         if not alternatives:
             return
         chosen = min(alternatives, key=self._last_run)
-        is_chain = len(times) > 1 and not chosen.has_side_branches
-        seconds = float(times[int(is_chain), chosen.num_draft_tokens])
+        row = int(len(rates) > 1 and not chosen.has_side_branches)
+        k = chosen.num_draft_tokens
+        seconds = float(estimates.times()[row, k])
+        if choice.num_draft_tokens or estimates.is_observable:
+            present = rates[int(is_chain), choice.num_draft_tokens]
+            share = float(1 - rates[row, k] / present)  # that is expected to be lost
+            seconds *= max(share, CONSTANTS.hysteresis - 1)
         price_s = CONSTANTS.explore_rounds * seconds
         if self._budget.can_pay(price_s):
             self._budget.pay(price_s)
