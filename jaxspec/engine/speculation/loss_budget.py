@@ -8,8 +8,8 @@ class LossBudget:
 
     The budget earns a share of the device's time. Rounds with drafts that lose against
     plain decoding add to a deficit; rounds that win reduce it. Earnings repay the
-    deficit first. The rest pays for explorations: each is paid in full before it
-    begins, as if it produced no tokens; what it loses beyond that is charged later. A
+    deficit first. The rest pays for explorations: what each is expected to lose is paid
+    before it begins, and what it loses beyond that is charged later. A
     deficit of more than `loss_rounds` plain rounds closes the budget: the deficit is
     subtracted from the balance, and nothing is drafted until the balance is no longer
     negative.

@@ -12,8 +12,9 @@ of `hysteresis`.
 
 Estimates can be wrong or old. When a `LossBudget` can pay, the alternative that ran
 least recently is run for a few rounds. Alternatives are plain decoding, the largest K,
-and the other draft shape; with K = 0, also a few drafts, if acceptance cannot be
-estimated otherwise. The same budget stops drafts that lose against plain decoding.
+and the other draft shape; with K = 0, the best K above it if drafts would win if they
+took no time, or a few drafts, if acceptance cannot be estimated otherwise. The same
+budget stops drafts that lose against plain decoding.
 
 The choice does not change the distribution of the text. Greedy and seeded text does not
 depend on K, and a choice depends only on tokens read before the round samples.

@@ -364,8 +364,10 @@ def test_trial_has_a_whole_tree_or_drafts_that_take_no_more_time(
 def test_plain_rounds_are_timed_for_a_share_of_the_time():
     world = World(TIMES, 0.9)
     world.run_until(100)
-    share = world.chosen.count(0) / len(world.chosen)
-    assert 0.3 * CONSTANTS.max_loss < share < 2.5 * CONSTANTS.max_loss
+    share = world.chosen.count(0) * TIMES[0] / world.now
+    fastest = max(estimates(0.9, TIMES).rates(5)[0])
+    lost = share * (1 - 1 / TIMES[0] / fastest)
+    assert 0.3 * CONSTANTS.max_loss < lost <= CONSTANTS.max_loss
     assert world.policy.choice.num_draft_tokens == 5
     runs = np.flatnonzero(np.diff([5, *world.chosen]) < 0)
     ends = np.flatnonzero(np.diff([*world.chosen, 5]) > 0)
@@ -379,6 +381,19 @@ def test_wrong_time_of_the_most_drafts_is_measured_again():
     assert world.policy.choice.num_draft_tokens == 1
     assert 5 in world.chosen[100:]
     assert world.chosen.count(5) < 0.02 * len(world.chosen)
+
+
+def test_drafts_that_were_too_slow_are_measured_again():
+    """While nothing is drafted, as their acceptance is known without drafting."""
+    world = World(TIMES, 0.7)
+    world.estimated_times = [TIMES[0], *[0.04] * 5]
+    world.run_until(30)
+    assert world.policy.choice.num_draft_tokens == 0
+    assert 0 < np.count_nonzero(world.chosen[20:]) < 0.02 * len(world.chosen)
+    assert world.now / world.plain_s < 1 + CONSTANTS.max_loss
+    world.estimated_times = TIMES
+    world.run_until(40)
+    assert world.policy.choice.num_draft_tokens in {3, 4}
 
 
 def test_prompts_end_an_exploration():
