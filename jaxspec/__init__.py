@@ -36,7 +36,7 @@ from jaxspec.inputs import PromptType, TextPrompt, TokensPrompt
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CompletionOutput",
