@@ -14,11 +14,16 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, envs
 from jaxspec.benchmarks.datasets import add_dataset_parser, get_samples
+from jaxspec.config.profiler import ProfilerConfig
 from jaxspec.distributed import cleanup_dist_env_and_memory
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.stat_loggers import check_stat_loggers
+from jaxspec.engine.vllm_arguments import (
+    VLLM_ENGINE_ARGUMENTS,
+    check_vllm_arguments,
+)
 from jaxspec.entrypoints.chat_utils import load_chat_template
 from jaxspec.errors import UnsupportedError
 from jaxspec.exceptions import VLLMValidationError
@@ -220,6 +225,12 @@ def test_chat_template_is_read_from_its_file(tmp_path: Path):
     for given in (path, str(path), "{{ messages }}"):
         assert load_chat_template(given) == "{{ messages }}"
     assert load_chat_template(None) is None
+
+
+def test_profiler_settings_have_no_effect():
+    given: Any = {"profiler_config": ProfilerConfig(torch_profiler_dir="profile")}
+    (warning,) = check_vllm_arguments(VLLM_ENGINE_ARGUMENTS, given)
+    assert warning.startswith("profiler_config=ProfilerConfig(")
 
 
 def test_own_loggers_of_statistics_are_refused():
