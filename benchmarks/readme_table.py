@@ -1,4 +1,4 @@
-"""Writes tables of results into README.md, docs/drafts.md and benchmarks/README.md.
+"""Writes tables of results into README.md, benchmarks/README.md and pages of docs/.
 
 `--check` changes nothing, and fails if a page does not show the current table.
 """
@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.peers.cells import peers_table
+from benchmarks.training import training_table
 
 HERE = Path(__file__).parent
 MIB = 2**20
@@ -24,6 +25,11 @@ METHODS_BEGIN = "<!-- methods: written by benchmarks/readme_table.py -->"
 METHODS_END = "<!-- end of methods -->"
 REAL_BEGIN = "<!-- real: written by benchmarks/readme_table.py -->"
 REAL_END = "<!-- end of real -->"
+TRAINING_BEGIN = "<!-- training: written by benchmarks/readme_table.py -->"
+TRAINING_END = "<!-- end of training -->"
+NO_TRAINING = (
+    "Not measured yet: train as above, and run `python -m benchmarks.training`."
+)
 NO_REAL = (
     "Not measured yet: run `python -m benchmarks.peers --real` on a quiet machine."
 )
@@ -326,10 +332,15 @@ def main() -> None:
     real = peers_result(results, "peers-real-cpu.json")
     drafts = readme_table(newest_result(results))
     peers = peers_table(peers_result(results))
+    path = results / "training-270m.json"
+    training = NO_TRAINING
+    if path.exists():
+        training = training_table(json.loads(path.read_text()))
     forms, methods = (spec_table(results, kind) for kind in ("forms", "methods"))
     tables = [
         ("README.md", real_table(real), REAL_BEGIN, REAL_END),
         ("docs/drafts.md", drafts, BEGIN, END),
+        ("docs/training.md", training, TRAINING_BEGIN, TRAINING_END),
         ("benchmarks/README.md", real_tables(real), REAL_BEGIN, REAL_END),
         ("benchmarks/README.md", peers, PEERS_BEGIN, PEERS_END),
         ("benchmarks/README.md", forms, FORMS_BEGIN, FORMS_END),

@@ -32,6 +32,13 @@ METHOD_MARKS = (
 REAL_MARKS = (
     "<!-- real: written by benchmarks/readme_table.py -->\n{}<!-- end of real -->"
 )
+TRAINING_MARKS = (
+    "<!-- training: written by benchmarks/readme_table.py -->\n{}"
+    "<!-- end of training -->"
+)
+NO_TRAINING = (
+    "Not measured yet: train as above, and run `python -m benchmarks.training`."
+)
 NO_REAL = (
     "Not measured yet: run `python -m benchmarks.peers --real` on a quiet machine.\n"
 )
@@ -92,6 +99,7 @@ def result(**changes: Any) -> dict[str, Any]:
 PAGES = {
     "README.md": REAL_MARKS,
     "docs/drafts.md": MARKS,
+    "docs/training.md": TRAINING_MARKS,
     "benchmarks/README.md": REAL_MARKS + PEER_MARKS + FORM_MARKS + METHOD_MARKS,
 }
 
@@ -123,6 +131,7 @@ def test_pages_report_missing_results(tmp_path):
     for name, marks in {
         "README.md": real,
         "docs/drafts.md": MARKS.format(no_bench),
+        "docs/training.md": TRAINING_MARKS.format(f"{NO_TRAINING}\n"),
         "benchmarks/README.md": real + PEER_MARKS.format(NO_PEERS) + spec,
     }.items():
         assert (tmp_path / name).read_text() == f"above\n{marks}\nbelow\n"

@@ -131,6 +131,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the rows held out to measure acceptance (default: %(default)s)",
     )
+    _number(
+        text,
+        "--held-out-rows",
+        None,
+        "with --texts: number of held-out rows to evaluate (default: all)",
+    )
     text.add_argument(
         "--states",
         choices=("recomputed", "cached"),

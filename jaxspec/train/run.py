@@ -90,6 +90,8 @@ def run(options: argparse.Namespace) -> Trainer:
     schedule = Schedule(**given)
     for name, low in (("length", 8), ("tokens", 1), ("tensor_parallel_size", 1)):
         check_integer(ConfigError, name, getattr(options, name), low=low)
+    if options.held_out_rows is not None:
+        check_integer(ConfigError, "held_out_rows", options.held_out_rows, low=1)
     check_number(
         ConfigError, "held_out", options.held_out, low=0, high=0.5, open_low=True
     )
@@ -115,6 +117,8 @@ def run(options: argparse.Namespace) -> Trainer:
     else:
         trained, held_out = texts.trained, texts.held_out
         states = texts.folder
+        if options.held_out_rows is not None:
+            held_out = held_out.rows(slice(options.held_out_rows))
         work.mkdir(parents=True, exist_ok=True)
         replace_text(work / SETTINGS, json.dumps(settings, indent=2) + "\n")
     _log.info(
@@ -138,10 +142,8 @@ def run(options: argparse.Namespace) -> Trainer:
         held_out,
         schedule=schedule,
         read_states=(
-            _states(options, target, method, trained, states / "states", settings),
-            _states(
-                options, target, method, held_out, states / "states-held-out", settings
-            ),
+            _states(options, target, method, trained, states, settings["model"]),
+            _states(options, target, method, held_out, states, settings["model"]),
         ),
         token_ids=token_ids,
         work=work,
@@ -511,11 +513,11 @@ def _states(
     method: Method,
     text: Text,
     folder: Path,
-    settings: Mapping[str, Any],
+    model: str,
 ) -> ReadStates:
+    """Return the reader of a text's states, which may be cached in a folder."""
     if options.states == "cached":
-        source = f"{settings['model']}, {text_digest(text)}"
-        files = StateFiles(folder, target, method.layers, source)
+        files = StateFiles(folder, target, method.layers, text_digest(text), model)
         files.fill(text.tokens, options.rows)
         return lambda numbers, tokens: files.read(numbers)
     read = target.reader(method.layers)

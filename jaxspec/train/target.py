@@ -155,28 +155,32 @@ class StateFiles:
     """
 
     def __init__(
-        self, folder: Path, target: Target, layers: Sequence[int], source: str = ""
+        self,
+        folder: Path,
+        target: Target,
+        layers: Sequence[int],
+        text: str = "",
+        model: str = "",
     ):
-        """Open the folder; it need not exist yet.
+        """Choose the folder of these states inside `folder`; it need not exist yet.
 
         Args:
-            source: Identifies the model and the text, for `fill`.
+            text: Digest of the text, for the folder's name.
+            model: Digest of the model's files, for `fill`.
         """
-        self._folder, self._target, self._layers = folder, target, tuple(layers)
-        self._source = source
+        self._target, self._layers = target, tuple(layers)
+        dtype = jnp.dtype(target.dtype).name
+        self._folder = folder / f"states-{text[:12]}-{dtype}"
+        self._source = f"{model}, {text}"
         self._files: dict[str, np.ndarray] = {}
 
     def fill(self, tokens: np.ndarray, batch_rows: int) -> None:
         """Compute the states of every row, except those that are on disk already.
 
         Raises:
-            ConfigError: The folder holds states of another model, text or type.
+            ConfigError: The folder holds states of another model or text.
         """
-        about = {
-            "source": self._source,
-            "dtype": jnp.dtype(self._target.dtype).name,
-            "shape": list(tokens.shape),
-        }
+        about = {"source": self._source, "shape": list(tokens.shape)}
         path = self._folder / _ABOUT
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -185,7 +189,7 @@ class StateFiles:
                     raise ConfigError(
                         f"{self._folder} holds hidden states with {name}="
                         f"{found.get(name)!r}, got {value!r}: delete the folder, or "
-                        "use the model, text and type that they were computed with",
+                        "use the model and the text that they were computed with",
                         parameter=name,
                         value=value,
                     )

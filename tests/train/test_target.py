@@ -35,8 +35,9 @@ def test_cached_states_are_read_in_any_order(tmp_path, monkeypatch):
     np.testing.assert_array_equal(
         again.read(numbers).streams[:, :, 0], found[0][:, :, 1]
     )
-    with pytest.raises(ConfigError, match="hidden states with source='', got 'other'"):
-        StateFiles(tmp_path / "states", target, LAYERS, "other").fill(text.tokens, 2)
+    with pytest.raises(ConfigError, match="with source=', ', got 'other, '"):
+        other = StateFiles(tmp_path / "states", target, LAYERS, model="other")
+        other.fill(text.tokens, 2)
 
 
 def test_interrupted_cache_is_continued(tmp_path, monkeypatch):
@@ -63,7 +64,7 @@ def test_interrupted_cache_is_continued(tmp_path, monkeypatch):
         parts.read(np.arange(6)), whole.read(np.arange(6)), strict=True
     ):
         np.testing.assert_array_equal(one, other)
-    assert not list((tmp_path / "parts").glob("*partial*"))
+    assert not list((tmp_path / "parts").rglob("*partial*"))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
