@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.train.__main__ import make_parser
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.support.notebooks import (
@@ -276,14 +277,45 @@ def test_how_it_works_runs(tmp_path):
     assert num_pictures(book) == 6
 
 
-@pytest.mark.slow
-def test_train_a_head_runs(tmp_path):
-    book = execute(
-        "train_a_head",
-        tmp_path,
-        **dict(NUM_TOKENS=6_000, LENGTH=48, STEPS=16, MAX_TOKENS=24),
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_head_is_trained_for_the_published_model_if_installed(
+    is_installed, monkeypatch, capsys
+):
+    package = types.ModuleType(REAL_MODULE) if is_installed else None
+    monkeypatch.setitem(sys.modules, REAL_MODULE, package)
+    space = run_cells("train_a_head", "model", importlib=importlib)
+    real, tiny = "jaxspec/gemma-3-270m", "jaxspec/tiny-gemma2"
+    assert space["MODEL"] == (real if is_installed else tiny)
+    shown = capsys.readouterr().out
+    assert ("a head for the bundled target instead" in shown) is not is_installed
+
+
+def test_trained_head_reads_the_notebooks_prompts(tmp_path, monkeypatch):
+    """The cells before the training make prompts and arguments that it accepts."""
+    monkeypatch.chdir(tmp_path)
+    given = []
+    monkeypatch.setattr(
+        "jaxspec.train.__main__.main", lambda arguments: given.extend(arguments) or 0
     )
+    run_cells("train_a_head", "prompts", "train", MODEL="jaxspec/tiny-gemma2")
+    options = make_parser().parse_args(given)
+    assert (options.method, options.states, options.passes) == ("eagle3", "cached", 3)
+    assert options.draft_vocab_size == 4096
+    prompts = [line for line in Path(options.data).read_text().splitlines() if line]
+    assert len(prompts) > 700
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_real", [False, True])
+def test_train_a_head_runs(is_real: bool, tmp_path):
+    sizes: dict[str, Any] = dict(MODEL="jaxspec/tiny-gemma2")
+    sizes |= dict(NUM_TOKENS=6_000, LENGTH=48, STEPS=16, MAX_TOKENS=24)
+    if is_real:
+        pytest.importorskip(REAL_MODULE)
+        sizes |= dict(MODEL="", NUM_TOKENS=3_000, STEPS=24)
+    book = execute("train_a_head", tmp_path, **sizes)
     text = printed(book)
+    assert ("a head for jaxspec/gemma-3-270m" in text) is is_real
     before, after = (
         [float(rate) for rate in rates.split(", ")]
         for rates in re.findall(
