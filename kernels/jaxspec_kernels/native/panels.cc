@@ -286,13 +286,16 @@ void multiply_panels(const typename Layout::Value* panels, const float* scales,
                               (panel * groups + group) * (row_sums ? 2 : 1) * kWidth +
                               vector * kLanes;
           const Floats scale = load(from);
-          for (int row = 0; row < Rows; ++row)
-            sums[row][at] = add_product(sums[row][at], own[row][at], scale);
-          if (!row_sums) continue;
+          if (!row_sums) {
+            for (int row = 0; row < Rows; ++row)
+              sums[row][at] = add_product(sums[row][at], own[row][at], scale);
+            continue;
+          }
           const Floats minimum = load(from + kWidth);
           for (int row = 0; row < Rows; ++row)
-            sums[row][at] = add_product(sums[row][at],
-                                        splat(row_sums[row * groups + group]), minimum);
+            sums[row][at] =
+                add_product(add_product(sums[row][at], own[row][at], scale),
+                            splat(row_sums[row * groups + group]), minimum);
         }
     }
   } else {
