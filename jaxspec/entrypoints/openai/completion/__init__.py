@@ -1,1 +1,0 @@
-"""Names of vLLM's `entrypoints.openai.completion`."""

@@ -1,1 +1,0 @@
-"""Names of vLLM's `v1.core`."""
