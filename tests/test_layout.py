@@ -42,7 +42,6 @@ LEAVES = (
 # Modules without a test file of their own: each is a part of another module, whose
 # test file tests both.
 TESTED_ELSEWHERE = {
-    "tests/cli/test_chat_backends.py": ("cli/chat_backend", "cli/chat_server"),
     "tests/bench/test_main.py": ("bench/flags", "bench/offline"),
     "tests/bench/test_serve.py": (
         *("bench/scrape", "bench/serve_report", "bench/traffic"),

@@ -8,12 +8,12 @@ import logging
 import os
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.errors import ConfigError, escaped, wrong_argument
-from jaxspec.extras import needs_extra
 
 _log = logging.getLogger(__name__)
 
@@ -177,11 +177,15 @@ def _acceptance(request: Request) -> dict[str, float | int]:
     }
 
 
-def _needs_packages(endpoint: str) -> AbstractContextManager[None]:
-    return needs_extra(
-        "otel",
-        "Sending traces",
-        hint=f"Or leave out {NAME}.",
-        parameter=NAME,
-        value=endpoint,
-    )
+@contextmanager
+def _needs_packages(endpoint: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"Traces need OpenTelemetry, which is not installed ({error}): install the "
+            "extra `otel` (from the checkout, pip install '.[otel]'), or leave out "
+            f"{NAME}.",
+            parameter=NAME,
+            value=endpoint,
+        ) from error
