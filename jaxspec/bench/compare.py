@@ -40,6 +40,7 @@ from jaxspec.config.token_tree import (
     count_ranks,
     read_paths,
 )
+from jaxspec.engine.arg_utils import engine_args
 from jaxspec.engine.model_folders import BUNDLED_HEADS, BUNDLED_TARGET, model_folder
 from jaxspec.engine.speculative_args import (
     SPECULATIVE_NAMES,
@@ -49,7 +50,6 @@ from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.config import read_dummy
 from jaxspec.program.tree.tree import template_of
-from jaxspec.serve.flags import engine_args
 from jaxspec_checkpoints import read_config
 from jaxspec_checkpoints.heads import KINDS, kind_of_head
 
