@@ -17,7 +17,7 @@ Reading order, from a user's call down to the device:
 7. `jaxspec.engine.runner`: the interface between host and device.
 8. `jaxspec.program.step`: the program; then `jaxspec.program.propose`,
    `jaxspec.program.target_pass`, `jaxspec.program.verify` and
-   `jaxspec.program.tree.verify`.
+   `jaxspec.program.tree.side_branches`.
 9. `jaxspec.models.gemma.network`: the network. `jaxspec.sharding`: its placement on
    devices. `jaxspec.jax_settings`: the jax settings under which it is traced.
 
