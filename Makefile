@@ -117,7 +117,7 @@ build_native = echo "Building what CPUs run in C++ (once; some ten seconds)"; \
 
 $(installed): pyproject.toml | $(bin)/python
 	@echo "Installing jaxspec into $(VENV) (once; a few minutes)"
-	@$(call pip_install,.)
+	@$(call pip_install,.[serve])
 	@$(build_native)
 	@touch $@
 
@@ -158,8 +158,10 @@ $(installed_test): pyproject.toml $(gemma) $(client_requirements) | $(bin)/pytho
 
 # Ray has its own environment: it has many requirements, and only slow tests run it.
 ray := $(VENV)/ray
-extra = $$($(bin)/python -c 'import tomllib; print(*tomllib.load(open( \
-  "pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])')
+# Without other extras of jaxspec, which are in $(VENV).
+extra = $$($(bin)/python -c 'import tomllib; extras = tomllib.load(open( \
+  "pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+  print(*(one for one in extras["$(1)"] if not one.startswith("jaxspec")))')
 site = import sysconfig; print(sysconfig.get_path("purelib"))
 
 $(installed_ray): pyproject.toml | $(installed_test)

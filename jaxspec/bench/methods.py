@@ -50,6 +50,7 @@ from jaxspec.config.methods import (
     method_of,
     with_draft_model,
 )
+from jaxspec.engine.arg_utils import engine_args
 from jaxspec.engine.loader import read_tokenizer
 from jaxspec.engine.model_folders import BUNDLED_HEADS, BUNDLED_TARGET, model_folder
 from jaxspec.engine.speculative_args import (
@@ -59,7 +60,6 @@ from jaxspec.engine.speculative_args import (
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.config import read_dummy
-from jaxspec.serve.flags import engine_args
 from jaxspec_checkpoints import read_config
 from jaxspec_checkpoints.heads import KINDS, kind_of_head
 

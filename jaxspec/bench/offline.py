@@ -23,6 +23,7 @@ from jaxspec.bench.parts import (
 )
 from jaxspec.bench.report import check_writable, forced_line, header
 from jaxspec.config.engine import EngineConfig
+from jaxspec.engine.arg_utils import engine_args
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loader import read_tokenizer
 from jaxspec.errors import (
@@ -34,7 +35,6 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.sampling_params import SAMPLING_FIELDS, RequestOutputKind, SamplingParams
-from jaxspec.serve.flags import engine_args
 from jaxspec.text.tokenizer import Tokenizer
 
 PLAIN, SPECULATIVE = "plain", "speculative"

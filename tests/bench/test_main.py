@@ -16,9 +16,9 @@ from jaxspec.bench.flags import MODULES, dataset, make_parser
 from jaxspec.bench.offline import open_offline, sampling
 from jaxspec.bench.report import BenchError
 from jaxspec.config.engine import EngineConfig
+from jaxspec.engine.arg_utils import engine_args
 from jaxspec.engine.model_folders import BUNDLED_TARGET
 from jaxspec.sampling_params import RequestOutputKind
-from jaxspec.serve.flags import engine_args
 from tests.bench.workloads import flags, use_fake_engine
 from tests.support.fake_engines import make_fake_engine
 
