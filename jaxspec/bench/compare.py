@@ -33,11 +33,6 @@ from jaxspec.config.token_tree import (
 from jaxspec.engine.arg_utils import engine_args
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.tree.tree import template_of
-<<<<<<< HEAD
-=======
-from jaxspec_checkpoints import read_config
-from jaxspec_checkpoints.heads import KINDS, kind_of_head
->>>>>>> main
 
 CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
 # Default number of each shape, as in `chain=K`. 0 for a chain means the K of the other
