@@ -65,9 +65,13 @@ from jaxspec_checkpoints.heads import KINDS, kind_of_head
 
 # Options that every method with a draft model takes from the command line.
 _OF_MODEL = ("model", "draft_tensor_parallel_size")
+# Arguments with the number of draft tokens, and all arguments of speculation.
+_COUNT = "num_speculative_tokens"
+_COUNTS = [name for name, key in SPECULATIVE_NAMES.items() if key == _COUNT]
+_SPECULATIVE = ("speculative_config", *SPECULATIVE_NAMES)
 # Arguments that may differ when a result is resumed: they name methods and cells, each
 # of which is in the result by itself.
-_RESUMABLE = ("all_methods", "resume", "speculative_config", *SPECULATIVE_NAMES)
+_RESUMABLE = ("all_methods", "resume", *_SPECULATIVE)
 _RESUMABLE += ("batch_sizes", "temperatures", "temperature", "parts")
 # Fields of a summary that a result by category keeps: it has hundreds of cells.
 _KEPT = ("elapsed_s", "decode_tokens_per_s", "round_s", "num_output_tokens")
@@ -464,8 +468,15 @@ def methods_of(options: argparse.Namespace) -> list[Method]:
         ConfigError: A folder has neither a head nor a draft model.
     """
     args = vars(engine_args(dict(vars(options))))
-    given = merge_speculative_arguments(args) or {}
-    count = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
+    given = {
+        SPECULATIVE_NAMES[name]: args[name]
+        for name in _COUNTS
+        if args[name] is not None
+    }
+    # Lookups need no model, so a number of drafts may be given alone.
+    if any(args[name] is not None for name in _SPECULATIVE if name not in _COUNTS):
+        given = merge_speculative_arguments(args) or {}
+    count = given.get(_COUNT, DEFAULT_DRAFT_TOKENS)
     own = {name: given[name] for name in _OF_MODEL if name in given}
     method = method_of(given.get("method", DRAFT_MODEL))
     is_model = method.has_draft_model and not method.has_one_pass

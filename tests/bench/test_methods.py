@@ -77,6 +77,8 @@ def test_all_methods_of_a_target_are_found(folders, tmp_path):
     }
     alone = ("--model", folders["plain"], "--all-methods")
     assert list(found_methods(*alone)) == names[:2]
+    few = found_methods(*alone, "--num-speculative-tokens", 2)
+    assert few == {name: (name, 2) for name in names[:2]}
     config = json.dumps({"method": "medusa", "model": folders["medusa"]})
     found = found_methods(*alone, "--speculative-config", config)
     assert found["medusa medusa"] == ("medusa", 2)
