@@ -132,8 +132,10 @@ class RoundEstimates:
 def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     """Return the choice with the most expected tokens per second.
 
-    The current one remains unless another is better by a factor of `hysteresis`. If a
-    time is unknown: the configured K, with side branches.
+    The current one remains unless another is better by a factor of `hysteresis`. K is 0
+    if drafts could not win even without taking time: a longer plain round was measured
+    while the machine was slow. If a time is unknown: the configured K, with side
+    branches.
     """
     if not estimates.are_times_known:
         k = len(estimates.seconds) - 1
@@ -142,7 +144,9 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     is_chain = len(rates) > 1 and not current.has_side_branches
     k = min(current.num_draft_tokens, rates.shape[1] - 1)
     best = np.unravel_index(int(rates.argmax()), rates.shape)
-    if rates[best] > CONSTANTS.hysteresis * rates[int(is_chain), k]:
+    if not estimates.could_win():
+        k = 0
+    elif rates[best] > CONSTANTS.hysteresis * rates[int(is_chain), k]:
         is_chain, k = bool(best[0]), int(best[1])
     gain = float(rates[int(is_chain), k] / rates[0, 0] - 1)
     return replace(

@@ -215,6 +215,14 @@ def test_sampling_values_and_tools_are_passed_on():
     assert functions[1].description == "Tells it."
 
 
+def test_format_of_the_output_is_passed_on():
+    wanted = {"type": "json_schema", "schema": CITY}
+    found = chat_of(MESSAGES, output_config={"format": wanted, "effort": "low"})
+    assert found.response_format.json_schema.json_schema == CITY
+    found = chat_of(MESSAGES, output_config={"effort": "low"})
+    assert found.response_format is None
+
+
 def test_tools_of_the_provider_are_left_out():
     search = {"type": "web_search_20250305", "name": "web_search"}
     found = chat_of(MESSAGES, tools=[search])
@@ -251,6 +259,19 @@ def test_counts_the_tokens_of_the_prompt(http: Client):
         ),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "JSON schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "'any'"),
+        (
+            {"output_config": {"format": {"type": "x"}}},
+            "output_config.format",
+            "schema",
+        ),
+        (
+            {
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+                "response_format": {"type": "text"},
+            },
+            "output_config",
+            "leave one out",
+        ),
         ({"tool_choice": {"type": "any"}}, "tools", "must be set"),
     ],
 )
