@@ -39,7 +39,7 @@ _SECRET = re.compile(
 )
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 HIDDEN = "(set, not shown)"
-# Seconds until a process that looks for devices is ended: a TPU may be in use.
+# Seconds until the search for devices is ended: a TPU may be in use.
 DEVICES_LIMIT_S = 120
 # Prints a JSON object, after anything that libraries print.
 _DEVICES = """
