@@ -64,7 +64,7 @@ docs: $(installed) $(installed_docs)
 # The wheel is built from the source archive. auditwheel names the oldest glibc that has
 # what the libraries need; elsewhere than on Linux it is not needed.
 wheel: $(installed_build)
-	@rm -rf build/wheel && mkdir -p build/wheel dist
+	@rm -rf build/wheel dist && mkdir -p build/wheel dist
 	@HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(build)/bin/python -m build -o build/wheel .
 	@if [ "$$(uname)" = Linux ]; then \
 	  PATH="$(abspath $(build))/bin:$$PATH" $(build)/bin/python -m auditwheel repair \
