@@ -3,13 +3,16 @@
 import fnmatch
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import yaml
+
+import jaxspec
 from tests.release.check import artifacts, find_pythons, steps
 from tests.release.smoke import LICENSES
-from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jaxspec", "kernels/jaxspec_kernels", "checkpoints/jaxspec_checkpoints")
@@ -73,6 +76,47 @@ def test_license_texts_are_declared_and_named_in_the_notice():
     assert texts == set(re.findall(r"[\w.-]+\.txt", NOTICE.split("| texts |")[1]))
 
 
-def test_smoke_test_fails_without_an_installed_program():
-    done = run_python("tests/release/smoke.py", "--help")
-    assert done.returncode == 0 and "--native" in done.stdout
+def test_wheels_are_compiled_for_the_oldest_jaxlib():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    values = tomllib.loads(text)
+    (jax,) = (one for one in values["project"]["dependencies"] if one[:4] == "jax>")
+    targets = values["tool"]["hatch"]["build"]["targets"]
+    (jaxlib,) = targets["wheel"]["hooks"]["custom"]["dependencies"]
+    assert jaxlib.removeprefix("jaxlib==") == jax.removeprefix("jax>=")
+    # PyPI's classifiers and the wheels' tests name the same versions of Python.
+    listed = re.findall(r"Python :: (3\.\d+)", text)
+    builds = re.findall(r"cp3(\d+)-", values["tool"]["cibuildwheel"]["build"])
+    assert [f"3.{minor}" for minor in builds] == listed
+    assert values["project"]["requires-python"] == f">={listed[0]}"
+
+
+def commands_of(workflow: str) -> list[str]:
+    path = ROOT / ".github" / "workflows" / workflow
+    jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+    return [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+
+
+def test_workflows_run_what_runs_anywhere():
+    assert ".ci/run" in commands_of("ci.yml")
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    commands = commands_of("release.yml")
+    assert any(one.startswith("make release-check") for one in commands)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^release-check: wheel$", makefile, re.MULTILINE)
+    # The condition on the tag reads the line where the version is.
+    (condition,) = (one for one in commands if one.startswith("grep"))
+    script = condition.replace("${GITHUB_REF_NAME#v}", jaxspec.__version__)
+    assert subprocess.run(script, shell=True, cwd=ROOT).returncode == 0
+    wrong = condition.replace("${GITHUB_REF_NAME#v}", "9.9")
+    assert subprocess.run(wrong, shell=True, cwd=ROOT).returncode == 1
+
+
+def test_smoke_test_fails_if_nothing_is_installed(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True
+    )
+    smoke = ROOT / "tests" / "release" / "smoke.py"
+    command = [tmp_path / "bin" / "python", smoke]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "jaxspec is not installed here" in done.stderr
