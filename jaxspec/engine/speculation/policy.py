@@ -172,6 +172,7 @@ class SpeculationPolicy:
         self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
         self.stop_reason: str | None = None
         self.choice = Choice(num_draft_tokens=configured)
+        self._set_aside = self.choice  # see `set_adaptive`
         self.saved_s = self.lost_s = 0.0
         self.num_probes = 0
         # The alternative that is being measured, and the number of its rounds left.
@@ -206,6 +207,19 @@ class SpeculationPolicy:
             self.stop_reason = reason
             self.choice, self._explored = replace(self.choice, num_draft_tokens=0), None
             _log.error("Speculation is disabled: %s", reason)
+
+    def set_adaptive(self, is_adaptive: bool) -> None:
+        """Choose K from the next round on, or draft the configured K.
+
+        Benchmarks compare both in one engine. Estimates, loss budgets and the latest
+        choice of either kind remain.
+        """
+        if is_adaptive == self.is_adaptive:
+            return
+        self.is_adaptive = is_adaptive
+        self.choice, self._set_aside = self._set_aside, self.choice
+        self.end_exploration()
+        self.reconsider()
 
     def max_draft_tokens(self, num_running: int) -> int:
         """Return the maximum K with this many requests; 0 if drafting is off."""

@@ -95,6 +95,18 @@ def test_fixed_k_is_never_reconsidered():
     assert not policy.can_probe()
 
 
+def test_fixed_k_may_be_drafted_between_choices():
+    policy = make_policy(5)
+    policy.choose(estimates(rate=0.0))
+    assert policy.num_draft_tokens == 0
+    policy.set_adaptive(False)
+    assert policy.num_draft_tokens == 5
+    assert not policy.is_due(1, 5)
+    policy.set_adaptive(True)
+    assert policy.num_draft_tokens == 0, "the latest choice"
+    assert policy.is_due(1, 5)
+
+
 # The expected rates by the formula of `rates`.
 
 
