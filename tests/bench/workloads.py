@@ -62,6 +62,7 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
         num_prompts: int,
         num_seqs: int | None,
         change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+        prompts: Any = None,
     ) -> Offline:
         sizes: dict[str, Any] = {"max_num_seqs": num_seqs or 3, "num_pages": 512}
         keys = sizes | {"num_draft_tokens": 3} | changes
@@ -69,7 +70,7 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
         opened.append(engine)
         return Offline(options=options, engine=engine, prompts=[PROMPT] * num_prompts)
 
-    for module_name in ("whole", "spec", "compare"):
+    for module_name in ("whole", "spec", "compare", "methods"):
         patch.setattr(f"jaxspec.bench.{module_name}.open_offline", open_fake)
     patch.setattr(Offline, "device", lambda self: DEVICE)
     patch.setattr(module, "measure_parts", made_parts)

@@ -68,6 +68,16 @@ _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)", re.DOTALL)
 _FUSED = "attn_qkv.weight"
 
 
+def stored_name(name: str) -> str:
+    """Return llama.cpp's name of a tensor, given its canonical name."""
+    for stored, canonical in _NAMES.items():
+        if name == canonical:
+            return stored
+    _, _, number, part = name.split(".", 3)
+    (stored,) = (one for one, other in _LAYER_NAMES.items() if other == part)
+    return f"blk.{number}.{stored}"
+
+
 def find_gguf(path: Path) -> Path | None:
     """Return the GGUF file at a path, or in a folder with one model; else None.
 
