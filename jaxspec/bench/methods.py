@@ -27,14 +27,14 @@ from jaxspec.bench.flags import dataset
 from jaxspec.bench.measure import Batch, Bench, Measured, Run
 from jaxspec.bench.method_report import CHOSEN
 from jaxspec.bench.offline import (
-    PLAIN,
-    SPECULATIVE,
     Offline,
     engine_config,
     open_offline,
     sweep_of,
 )
 from jaxspec.bench.report import (
+    PLAIN,
+    SPECULATIVE,
     check_writable,
     commit,
     forced_line,
