@@ -26,6 +26,7 @@ _OWN = {
     "compile": "jaxspec.cli.compile",
     "quality": "jaxspec.cli.quality",
     "bench": "jaxspec.bench.__main__",
+    "collect-env": "jaxspec.cli.collect_env",
 }
 PROG = "python -m jaxspec"
 # Keys of --speculative-config that name a proposer, and keys that set the number of
@@ -72,6 +73,9 @@ def make_parser(prog: str = PROG) -> CommandParser:
     )
     commands.add_parser("quality", help="measure the effect of quantization on texts")
     commands.add_parser("bench", help="measure plain decoding and speculation")
+    commands.add_parser(
+        "collect-env", help="print versions, devices and settings for a bug report"
+    )
     for name, subparser in commands.choices.items():
         subparser.set_defaults(module=_MODULES.get(name))
     return parser

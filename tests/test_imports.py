@@ -40,6 +40,7 @@ NEED_AN_EXTRA = {
     "jaxspec/cli/chat_server.py": "serve",
     "jaxspec/cli/run_batch.py": "serve",
     "jaxspec/entrypoints/openai/chat_completion/protocol.py": "serve",
+    "jaxspec/entrypoints/openai/completion/protocol.py": "serve",
     "jaxspec/entrypoints/openai/engine/protocol.py": "serve",
     "jaxspec/serve/": "serve",
     "jaxspec/serve/__init__.py": None,

@@ -8,7 +8,8 @@ import argparse
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxspec.command_line import CommandParser, run_command
 from jaxspec.exit import end
@@ -26,6 +27,8 @@ def make_parser(prog: str = PROG) -> CommandParser:
         "the same arguments to resume an interrupted run.",
     )
     methods = parser.add_subparsers(title="methods", metavar="METHOD", dest="method")
+    text = methods.add_parser(TEXT, help=_TEXT_HELP, description=_TEXT_HELP)
+    _add_text(text)
     for name, (help_text, add_own) in METHODS.items():
         method = methods.add_parser(name, help=help_text, description=help_text)
         _add_common(method)
@@ -33,12 +36,65 @@ def make_parser(prog: str = PROG) -> CommandParser:
     return parser
 
 
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    lines = ".jsonl or .jsonl.xz with a 'prompt' or 'text' in each line"
+    for flag, use in (
+        ("--data", "prompts of texts to train on"),
+        ("--held-out-data", "prompts of held-out texts, none of them also in --data"),
+    ):
+        parser.add_argument(flag, required=True, metavar="FILE", help=f"{use}: {lines}")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for the texts"
+    )
+    _number(parser, "--tokens", 300_000, "tokens to train on")
+    _number(parser, "--held-out-tokens", 15_000, "held-out tokens")
+    _add_writing(parser)
+    parser.add_argument(
+        "--temperatures",
+        type=_numbers_of(float),
+        default=(0.7, 1.0),
+        metavar="LOW,HIGH",
+        help="each text has a temperature between these (default: 0.7,1.0)",
+    )
+    _number(parser, "--seed", 0, "seed of all random numbers")
+    _add_devices(parser)
+
+
+def _add_target(parser: Any) -> None:
+    parser.add_argument(
+        "--target", required=True, help="the target: a folder or a name"
+    )
+
+
+def _add_writing(group: Any) -> None:
+    _number(group, "--length", 256, "tokens of a row: a prompt and its answer")
+    _number(group, "--max-num-seqs", 16, "sequences generated at a time")
+
+
+def _add_devices(group: Any) -> None:
+    _number(
+        group,
+        "--tensor-parallel-size",
+        1,
+        "devices that share a copy of the models; the others share the rows of a step",
+    )
+    group.add_argument(
+        "--dtype", default="auto", help="type of the target: auto, bfloat16 or float32"
+    )
+
+
 def _add_common(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("files")
-    files.add_argument("--target", required=True, help="the target: a folder or a name")
-    files.add_argument(
+    _add_target(files)
+    source = files.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--texts",
+        metavar="DIR",
+        help="folder of texts that `text` wrote; the flags of texts have no effect",
+    )
+    source.add_argument(
         "--data",
-        required=True,
         metavar="FILE",
         help=".jsonl or .jsonl.xz with a 'text' or 'prompt' in each line; the prompt "
         "of a text in Gemma's turns is the part before the first answer",
@@ -49,6 +105,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for text and state (default: DIR.work next to --out)",
     )
+    files.add_argument(
+        "--export",
+        choices=("safetensors", "specforge", "gguf"),
+        default="safetensors",
+        help="safetensors (default): a HuggingFace folder, heads in the form of the "
+        "library speculators; specforge: an EAGLE-3 head as SGLang reads it; gguf: a "
+        "draft model that llama.cpp reads too",
+    )
     text = parser.add_argument_group("text")
     text.add_argument(
         "--text",
@@ -58,8 +122,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "own text",
     )
     _number(text, "--tokens", 300_000, "tokens that the target generates")
-    _number(text, "--length", 256, "tokens of a row: a prompt and its answer")
-    _number(text, "--max-num-seqs", 16, "sequences generated at a time")
+    _add_writing(text)
     text.add_argument(
         "--held-out",
         type=float,
@@ -113,29 +176,23 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     _number(steps, "--eval-every", 100, "steps between evaluations")
     _number(steps, "--save-every", 100, "steps between checkpoints")
     _number(steps, "--seed", 0, "seed of all random numbers")
-    devices = parser.add_argument_group("devices")
-    _number(
-        devices,
-        "--tensor-parallel-size",
-        1,
-        "devices that share a copy of the models; the others share the rows of a step",
-    )
-    devices.add_argument(
-        "--dtype", default="auto", help="type of the target: auto, bfloat16 or float32"
-    )
+    _add_devices(parser.add_argument_group("devices"))
 
 
-def _number(
-    group: argparse._ArgumentGroup, flag: str, default: int | None, help_text: str
-) -> None:
+def _number(group: Any, flag: str, default: int | None, help_text: str) -> None:
     suffix = "" if default is None else " (default: %(default)s)"
     group.add_argument(
         flag, type=int, default=default, metavar="N", help=f"{help_text}{suffix}"
     )
 
 
-def _layers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _numbers_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return a parser of numbers that commas separate."""
+
+    def numbers(text: str) -> tuple[Any, ...]:
+        return tuple(kind(part) for part in text.split(","))
+
+    return numbers
 
 
 def _add_eagle(group: argparse._ArgumentGroup) -> None:
@@ -188,7 +245,7 @@ def _add_dflash(group: argparse._ArgumentGroup) -> None:
 def _add_target_layers(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--layers",
-        type=_layers,
+        type=_numbers_of(int),
         metavar="A,B,C",
         help="target layers whose output the head reads (default, as in vLLM: 2, "
         "half of all layers, and all layers but 3)",
@@ -218,6 +275,20 @@ def _add_draft(group: argparse._ArgumentGroup) -> None:
         "num-key-value-heads",
     ):
         _number(group, f"--{name}", None, f"{name.replace('-', ' ')} of a new model")
+    group.add_argument(
+        "--keep-layers",
+        type=_numbers_of(int),
+        metavar="A,B,C",
+        help="start with these layers of the target, counted from 0, and its embedding "
+        "and output matrix, which are not trained",
+    )
+    _number(
+        group,
+        "--draft-vocab-size",
+        None,
+        "with --keep-layers: number of tokens that the draft can propose, the most "
+        "frequent ones (default: all)",
+    )
 
 
 def _add_pard(group: argparse._ArgumentGroup) -> None:
@@ -226,6 +297,9 @@ def _add_pard(group: argparse._ArgumentGroup) -> None:
     _add_draft(group)
 
 
+# The command that writes texts for all methods.
+TEXT = "text"
+_TEXT_HELP = "texts for training, which the target writes"
 METHODS = {
     "eagle": (
         "an EAGLE head: one layer over the target's last hidden state",
@@ -265,6 +339,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     def run() -> None:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         logging.getLogger("absl").setLevel(logging.WARNING)
+        if options.method == TEXT:
+            importlib.import_module("jaxspec.train.texts").write_texts(options)
+            return
         with needs_extra("train", "Training"):
             training = importlib.import_module("jaxspec.train.run")
         training.run(options)

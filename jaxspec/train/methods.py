@@ -6,7 +6,8 @@ folder. Pass i, at token t, proposes the token at t + `offset` + i + 1.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -36,7 +37,13 @@ from jaxspec.models.heads.weights import (
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
-from jaxspec.models.trimmed import TOKEN_IDS, head_of
+from jaxspec.models.trimmed import (
+    EMBEDDING,
+    HEAD,
+    TOKEN_IDS,
+    head_of,
+    put_token_ids,
+)
 from jaxspec.models.weights import load_params, tensors_of
 from jaxspec.sharding import TARGET_MESH_AXES
 from jaxspec.train.rows import (
@@ -48,14 +55,20 @@ from jaxspec.train.rows import (
 )
 from jaxspec.train.target import States, Target
 from jaxspec_checkpoints import Checkpoint, Tensor, in_memory, model_files
+from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from jaxspec_checkpoints.gguf.file import read_gguf
 from jaxspec_checkpoints.gguf.reading import tokenizer_files
+from jaxspec_checkpoints.gguf.writing import tokenizer_metadata, write_gguf
 from jaxspec_checkpoints.reading import GGUF
+from jaxspec_checkpoints.trimming import IDS
 from jaxspec_checkpoints.writing import write_checkpoint
 
 # Types of the parameters: first during training, then in the folder that an engine
 # loads.
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+# Formats of the trained model's files.
+SAFETENSORS, SPECFORGE, GGUF_FILE = "safetensors", "specforge", "gguf"
+EXPORTS = (SAFETENSORS, SPECFORGE, GGUF_FILE)
 
 
 @runtime_checkable
@@ -99,8 +112,21 @@ class Method(Protocol):
         """Return logits of a pass's output."""
         ...
 
-    def save(self, folder: Path, params: Params, target: Target) -> None:
-        """Write a folder that an engine loads."""
+    def save(
+        self,
+        folder: Path,
+        params: Params,
+        target: Target,
+        *,
+        token_ids: np.ndarray | None,
+        export: str,
+    ) -> None:
+        """Write a folder that an engine loads.
+
+        Args:
+            token_ids: The tokens of a trimmed vocabulary, most frequent first.
+            export: One of `EXPORTS`.
+        """
         ...
 
 
@@ -135,7 +161,16 @@ class _Head:
         network = functions_of_head(self.config)
         return network.logits(self.config, params, hidden, head)
 
-    def save(self, folder: Path, params: Params, target: Target) -> None:
+    def save(
+        self,
+        folder: Path,
+        params: Params,
+        target: Target,
+        *,
+        token_ids: np.ndarray | None = None,
+        export: str = SAFETENSORS,
+    ) -> None:
+        assert export in (SAFETENSORS, SPECFORGE), export
         save_head(
             folder,
             self.config,
@@ -143,6 +178,7 @@ class _Head:
             dtype=BFLOAT16,
             target_name=target.name,
             architecture=family_of(target.config).architecture,
+            is_specforge=export == SPECFORGE,
         )
 
 
@@ -316,6 +352,10 @@ class DraftMethod:
     Attributes:
         hf_config: Content of its config.json.
         start: Initial canonical tensors; None draws random ones.
+        is_embedding_shared: Whether embedding and output matrix are the target's, and
+            are not trained.
+        draft_vocab_size: Number of tokens that it can propose, the most frequent ones,
+            if it shares the target's embedding; None for all.
         num_passes: Drafts that it proposes at once; if more than one, the config has a
             mask token.
 
@@ -325,6 +365,8 @@ class DraftMethod:
     config: ModelConfig
     hf_config: Mapping[str, Any]
     start: Mapping[str, Tensor] | None = None
+    is_embedding_shared: bool = False
+    draft_vocab_size: int | None = None
     num_passes: int = 1
 
     offset: ClassVar[int] = 0
@@ -338,9 +380,9 @@ class DraftMethod:
 
         The embedding is the target's, projected onto its main directions.
         """
-        assert token_ids is None, "a draft model has the target's vocabulary"
+        assert (token_ids is None) == (self.draft_vocab_size is None)
         if self.start is not None:
-            return _dense(
+            params = _dense(
                 load_params(
                     self.config,
                     self.start,
@@ -349,6 +391,15 @@ class DraftMethod:
                     is_trained=True,
                 )
             )
+            if self.is_embedding_shared:
+                params = {
+                    name: part
+                    for name, part in params.items()
+                    if name not in (EMBEDDING, HEAD)
+                }
+            if token_ids is not None:
+                put_token_ids(params, np.sort(token_ids), target.mesh)
+            return params
         random, flat = np.random.default_rng(seed), {}
         for path, spec in functions_of(self.config).param_specs(self.config).items():
             if len(spec.shape) == 1:
@@ -375,6 +426,8 @@ class DraftMethod:
         states: States,
     ) -> list[Float[Array, "row_token model"]]:
         config, count = self.config, self.num_passes
+        if self.is_embedding_shared:
+            params = {**params, EMBEDDING: embedding}
         keys = no_keys(
             tokens, config.num_kv_heads, config.head_dim, FLOAT32, num_passes=count
         )
@@ -395,26 +448,71 @@ class DraftMethod:
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        return build_network(self.config, params, RowsBackend()).logits(hidden)
+        if self.is_embedding_shared:
+            params = {EMBEDDING: head, HEAD: head}
+        return functions_of(self.config).logits(self.config, params, hidden)
 
-    def save(self, folder: Path, params: Params, target: Target) -> None:
-        """Write a HuggingFace folder with the target's tokenizer and chat template."""
-        specs = functions_of(self.config).param_specs(self.config)
+    def save(
+        self,
+        folder: Path,
+        params: Params,
+        target: Target,
+        *,
+        token_ids: np.ndarray | None = None,
+        export: str = SAFETENSORS,
+    ) -> None:
+        """Write a model with the target's tokenizer and chat template.
+
+        `safetensors` is a HuggingFace folder, `gguf` a folder with a file that
+        llama.cpp reads too. Both have the token map of a trimmed vocabulary.
+        """
+        tensors = self._tensors(params)
+        made = {} if token_ids is None else {TOKEN_MAP: token_map(token_ids)}
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if export == GGUF_FILE:
+            write_gguf(
+                folder,
+                self.hf_config,
+                tensors,
+                tokenizer=tokenizer_metadata(target.folder),
+                made_files=made,
+            )
+            return
         files = dict(model_files(target.folder))
         files.pop("config.json", None)
         gguf = files.pop(GGUF, None)
+        if gguf is not None:
+            made |= tokenizer_files(read_gguf(gguf))
         checkpoint = Checkpoint(
             format="hf",
             layout=family_of(self.config).layout,
             folder=target.folder,
             config=self.hf_config,
             generation_config={},
-            tensors=in_memory(tensors_of(specs, params)),
-            side_files=files,
-            made_files={} if gguf is None else tokenizer_files(read_gguf(gguf)),
+            tensors=tensors,
+            side_files={name: path for name, path in files.items() if name not in made},
+            made_files=made,
         )
-        folder.parent.mkdir(parents=True, exist_ok=True)
         write_checkpoint(checkpoint, folder, to="hf", dtype="bfloat16", progress=False)
+
+    def _tensors(self, params: Params) -> dict[str, Tensor]:
+        """Return canonical tensors, including those that are shared and not trained."""
+        specs = functions_of(self.config).param_specs(self.config)
+        if not self.is_embedding_shared:
+            return in_memory(tensors_of(specs, params))
+        assert self.start is not None
+        own = {path: spec for path, spec in specs.items() if path[0] in params}
+        shared = (spec for path, spec in specs.items() if path not in own)
+        names = [name for spec in shared for name in spec.tensors]
+        return {
+            **in_memory(tensors_of(own, params)),
+            **{name: self.start[name] for name in names},
+        }
+
+
+def token_map(token_ids: np.ndarray) -> Callable[[], bytes]:
+    """Return a function that makes a token map's file, most frequent first."""
+    return lambda: (json.dumps({IDS: token_ids.tolist()}) + "\n").encode()
 
 
 def _streams(states: States) -> list[Float[Array, "row_token model"]]:

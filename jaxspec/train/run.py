@@ -34,6 +34,9 @@ from jaxspec.models.weights import load_params
 from jaxspec.sharding import MESH_AXES
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.methods import (
+    GGUF_FILE,
+    SAFETENSORS,
+    SPECFORGE,
     DFlashMethod,
     DraftMethod,
     Eagle3Method,
@@ -41,23 +44,32 @@ from jaxspec.train.methods import (
     MedusaMethod,
     Method,
 )
-from jaxspec.train.target import StateFiles, Target
+from jaxspec.train.target import StateFiles, Target, replace_text
 from jaxspec.train.text import (
     Text,
     frequent_tokens,
     given_text,
     read_prompts,
+    split_rows,
     write_text,
 )
+from jaxspec.train.texts import (
+    SETTINGS,
+    Texts,
+    check_same,
+    model_digest,
+    open_texts,
+    text_digest,
+)
 from jaxspec.train.trainer import ReadStates, Schedule, Trainer
-from jaxspec_checkpoints import open_checkpoint, read_config
+from jaxspec_checkpoints import CheckpointError, open_checkpoint, read_config
+from jaxspec_checkpoints.gguf.writing import model_metadata, tokenizer_metadata
 from jaxspec_checkpoints.layout import TIE
 
 _log = logging.getLogger(__name__)
 
 # Options that may differ between a run and the run that resumes it.
-_FREE = {"out", "work", "eval_every", "save_every", "method_name", "run"}
-SETTINGS = "settings.json"
+_FREE = {"out", "work", "eval_every", "save_every", "export", "texts"}
 # Default number of the target's tokens that a head can propose.
 DRAFT_VOCAB = 32_000
 
@@ -84,23 +96,41 @@ def run(options: argparse.Namespace) -> Trainer:
     folder = model_folder(options.target, "target")
     config = config_from_folder(folder)
     method = make_method(options, config, folder)
+    tokenizer = Tokenizer.from_folder(str(folder))
+    _check_export(options, method, folder)
     work = Path(options.work or f"{out}.work")
-    _check_same(work, options)
+    settings = _settings(options, folder)
+    texts = None
+    if options.texts is not None:
+        texts = open_texts(Path(options.texts))
+        _check_texts(texts, settings["model"])
+        settings["texts"] = texts.digest
+    check_same(work / SETTINGS, settings, "a run")
     _mesh_and_dtype(options)
 
-    text = _text(options, folder, work)
-    count = max(1, round(len(text) * options.held_out))
-    trained, held_out = text.rows(slice(count, None)), text.rows(slice(count))
+    if texts is None:
+        text = _text(options, folder, work, settings, tokenizer)
+        trained, held_out = split_rows(text, options.held_out)
+        states = work
+    else:
+        trained, held_out = texts.trained, texts.held_out
+        states = texts.folder
+        work.mkdir(parents=True, exist_ok=True)
+        replace_text(work / SETTINGS, json.dumps(settings, indent=2) + "\n")
     _log.info(
-        "%d rows of text, of which %d are held out; the loss uses %d tokens",
-        *(len(text), count, text.num_written),
+        "%d rows of text, and %d held out; the loss uses %d tokens",
+        *(len(trained), len(held_out), trained.num_written),
     )
     target = load_target(options, folder, config)
-    token_ids = None
-    if isinstance(getattr(method, "config", None), HeadConfig):
-        if method.config.is_trimmed:  # pyright: ignore[reportAttributeAccessIssue]
-            size = method.config.draft_vocab_size  # pyright: ignore[reportAttributeAccessIssue]
-            token_ids = frequent_tokens(trained, size, config.vocab_size)
+    token_ids, size = None, trimmed_size(method)
+    if size is not None:
+        special = [
+            config.pad_token_id,
+            config.bos_token_id,
+            *config.eos_token_ids,
+            *tokenizer.special_tokens.values(),
+        ]
+        token_ids = frequent_tokens(trained, size, config.vocab_size, special)
     trainer = Trainer(
         method,
         target,
@@ -108,14 +138,16 @@ def run(options: argparse.Namespace) -> Trainer:
         held_out,
         schedule=schedule,
         read_states=(
-            _states(options, target, method, trained, work / "states"),
-            _states(options, target, method, held_out, work / "states-held-out"),
+            _states(options, target, method, trained, states / "states", settings),
+            _states(
+                options, target, method, held_out, states / "states-held-out", settings
+            ),
         ),
         token_ids=token_ids,
         work=work,
     )
     trainer.run()
-    method.save(out, trainer.params, target)
+    method.save(out, trainer.params, target, token_ids=token_ids, export=options.export)
     print(f"{options.method}: {trainer.step} steps, {out}")
     return trainer
 
@@ -230,33 +262,33 @@ _DRAFT_SIZES = (
 
 def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
     sizes = {name: getattr(options, name) for name in _DRAFT_SIZES}
-    if options.start is not None:
-        wrong = [name for name, size in sizes.items() if size is not None]
-        if wrong:
-            raise ConfigError(
-                f"{wrong[0]} and start exclude each other: start sets the sizes. "
-                "Give one of them.",
-                parameter=wrong[0],
-                value=sizes[wrong[0]],
-            )
-        start = model_folder(options.start, "start")
-        checkpoint = open_checkpoint(start, layouts()).resolved()
-        found = config_from_folder(start)
-        if found.vocab_size != config.vocab_size:
-            raise ConfigError(
-                f"start has vocab_size={found.vocab_size}, but the target has "
-                f"{config.vocab_size}: a draft model needs the target's vocabulary.",
-                parameter="start",
-                value=options.start,
-            )
-        return DraftMethod(
-            config=found, hf_config=checkpoint.config, start=checkpoint.tensors
+    given = [name for name, size in sizes.items() if size is not None]
+    sources = {"start": options.start, "keep_layers": options.keep_layers}
+    named = [name for name, value in sources.items() if value is not None]
+    if len(named) == 2 or (named and given):
+        other = named[1] if len(named) == 2 else given[0]
+        raise ConfigError(
+            f"{other} and {named[0]} exclude each other: {named[0]} sets the sizes. "
+            "Give one of them.",
+            parameter=other,
+            value=getattr(options, other),
         )
+    if options.draft_vocab_size is not None and options.keep_layers is None:
+        raise ConfigError(
+            "draft_vocab_size needs keep_layers: only a draft that shares the target's "
+            "output matrix is trained with a part of it.",
+            parameter="draft_vocab_size",
+            value=options.draft_vocab_size,
+        )
+    if options.keep_layers is not None:
+        return _kept_layers(options, config, folder)
+    if options.start is not None:
+        return _started(options, config)
     missing = [name for name, size in sizes.items() if size is None]
     if missing:
         raise ConfigError(
-            f"A draft model needs start, an initial model, or its sizes: {missing[0]} "
-            "is not given.",
+            "A draft model needs start, an initial model, keep_layers, or its sizes: "
+            f"{missing[0]} is not given.",
             parameter=missing[0],
         )
     check_integer(
@@ -268,6 +300,64 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     # draft's LM head.
     new |= sizes | {TIE: True}
     return DraftMethod(config=config_from_hf(new), hf_config=new)
+
+
+def _started(options: argparse.Namespace, config: Any) -> DraftMethod:
+    """Make a draft that starts as the model that the options name."""
+    start = model_folder(options.start, "start")
+    checkpoint = open_checkpoint(start, layouts()).resolved()
+    found = config_from_folder(start)
+    if found.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"start has vocab_size={found.vocab_size}, but the target has "
+            f"{config.vocab_size}: a draft model needs the target's vocabulary.",
+            parameter="start",
+            value=options.start,
+        )
+    return DraftMethod(
+        config=found, hf_config=checkpoint.config, start=checkpoint.tensors
+    )
+
+
+def _kept_layers(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
+    """Make a draft that starts as some of the target's layers, with its embedding."""
+    layers = options.keep_layers
+    for layer in layers:
+        check_integer(
+            ConfigError, "keep_layers", layer, low=0, high=config.num_layers - 1
+        )
+    if list(layers) != sorted(set(layers)):
+        allowed = "ascending numbers of layers, each once"
+        raise wrong_argument(ConfigError, "keep_layers", allowed, list(layers))
+    size = options.draft_vocab_size
+    if size is not None:
+        high = config.vocab_size
+        check_integer(ConfigError, "draft_vocab_size", size, low=1, high=high)
+    checkpoint = open_checkpoint(folder, layouts()).resolved()
+    ignored = "sliding_window_pattern", "_sliding_window_pattern", "quantization_config"
+    flat = checkpoint.layout.text_config(checkpoint.config)
+    content = {name: value for name, value in flat.items() if name not in ignored}
+    content["num_hidden_layers"] = len(layers)
+    content["layer_types"] = [
+        "full_attention" if config.window(layer) is None else "sliding_attention"
+        for layer in layers
+    ]
+    number_of = {str(layer): str(number) for number, layer in enumerate(layers)}
+    start: dict[str, Any] = {}
+    for name, tensor in checkpoint.tensors.items():
+        parts = name.split(".")
+        if parts[:2] == ["model", "layers"]:
+            if parts[2] not in number_of:
+                continue
+            parts[2] = number_of[parts[2]]
+        start[".".join(parts)] = tensor
+    return DraftMethod(
+        config=config_from_hf(content),
+        hf_config=content,
+        start=start,
+        is_embedding_shared=True,
+        draft_vocab_size=None if size == config.vocab_size else size,
+    )
 
 
 def _pard(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
@@ -320,12 +410,72 @@ def _mesh_and_dtype(options: argparse.Namespace) -> tuple[Mesh, Any]:
     return mesh, choose_dtype(options.dtype, mesh)
 
 
-def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
+def trimmed_size(method: Method) -> int | None:
+    """Return the size of a method's trimmed vocabulary; None if it has all tokens."""
+    if isinstance(method, DraftMethod):
+        return method.draft_vocab_size
+    config: Any = getattr(method, "config", None)
+    is_trimmed = isinstance(config, HeadConfig) and config.is_trimmed
+    return config.draft_vocab_size if is_trimmed else None
+
+
+def _check_export(options: argparse.Namespace, method: Method, folder: Path) -> None:
+    """Reject a format that the trained model does not have.
+
+    Raises:
+        ConfigError: It would be found only after training otherwise.
+    """
+    reason = None
+    if options.export == SPECFORGE:
+        if isinstance(method, Eagle3Method):
+            method.config.to_specforge()
+        else:
+            reason = "only EAGLE-3 heads are written in SpecForge's form"
+    elif options.export == GGUF_FILE:
+        reason = _without_gguf(method, folder)
+    if reason is not None:
+        raise ConfigError(
+            f"export must be {SAFETENSORS!r} here, got {options.export!r}: {reason}.",
+            parameter="export",
+            value=options.export,
+        )
+
+
+def _without_gguf(method: Method, folder: Path) -> str | None:
+    """Return why a trained model has no GGUF form; None if it has one."""
+    if not isinstance(method, DraftMethod):
+        return "heads have no GGUF form that jaxspec reads"
+    if method.num_passes > 1:
+        return "GGUF has no key for the mask token of a parallel draft"
+    try:
+        model_metadata(method.hf_config)
+        tokenizer_metadata(folder)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _check_texts(texts: Texts, model: str) -> None:
+    if texts.settings["target"] != model:
+        raise ConfigError(
+            f"{texts.folder} holds texts of {texts.settings['target_name']}, whose "
+            "files differ from the target's: let this target write its own texts.",
+            parameter="texts",
+            value=str(texts.folder),
+        )
+
+
+def _text(
+    options: argparse.Namespace,
+    folder: Path,
+    work: Path,
+    settings: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> Text:
     """Load the work folder's text; if it has none, make and save text and settings."""
     path = work / "text.npz"
     if path.exists():
         return Text.load(path)
-    tokenizer = Tokenizer.from_folder(str(folder))
     prompts = read_prompts(
         Path(options.data), tokenizer, length=options.length, seed=options.seed
     )
@@ -350,8 +500,7 @@ def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
     # Settings are saved only now, so that a run that failed before this point can be
     # repeated with other settings.
     work.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps(_settings(options), indent=2)
-    (work / SETTINGS).write_text(f"{settings}\n", encoding="utf-8")
+    replace_text(work / SETTINGS, json.dumps(settings, indent=2) + "\n")
     text.save(path)
     return text
 
@@ -362,36 +511,21 @@ def _states(
     method: Method,
     text: Text,
     folder: Path,
+    settings: Mapping[str, Any],
 ) -> ReadStates:
     if options.states == "cached":
-        files = StateFiles(folder, target, method.layers)
+        source = f"{settings['model']}, {text_digest(text)}"
+        files = StateFiles(folder, target, method.layers, source)
         files.fill(text.tokens, options.rows)
         return lambda numbers, tokens: files.read(numbers)
     read = target.reader(method.layers)
     return lambda numbers, tokens: read(tokens)
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return options that a resumed run must match, as JSON stores them."""
+def _settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return what a resumed run must match: options, and digests of the models."""
     given = {name: value for name, value in vars(options).items() if name not in _FREE}
+    given["model"] = model_digest(folder)
+    if getattr(options, "start", None) is not None:
+        given["start_model"] = model_digest(model_folder(options.start, "start"))
     return json.loads(json.dumps(given))
-
-
-def _check_same(work: Path, options: argparse.Namespace) -> None:
-    """Check that a resumed run has the same settings as when it was started.
-
-    Raises:
-        ConfigError: A setting differs.
-    """
-    given, path = _settings(options), work / SETTINGS
-    if not path.exists():
-        return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    for name in sorted(given.keys() | before.keys()):
-        if given.get(name) != before.get(name):
-            raise ConfigError(
-                f"{work} holds a run with {name}={before.get(name)!r}, got "
-                f"{given.get(name)!r}: give the same value, or another work folder.",
-                parameter=name,
-                value=given.get(name),
-            )

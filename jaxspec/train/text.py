@@ -6,12 +6,13 @@ A row is one document: a prompt with its continuation, cut or padded to a length
 
 import json
 import lzma
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, no_type_check, runtime_checkable
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from jaxspec.errors import ConfigError, EngineGenerateError, wrong_argument
 from jaxspec.sampling_params import SamplingParams
@@ -23,6 +24,8 @@ ANSWER = "<start_of_turn>model\n"
 PROMPT_TOKENS = 16, 64
 # Sampling of continuations: (share of the documents, temperature, top_p).
 WAYS = ((0.4, 0.0, 1.0), (0.4, 0.8, 0.95), (0.2, 1.0, 1.0))
+# Number of texts in a part of a text that is written in parts.
+PART_ROWS = 64
 
 
 @no_type_check
@@ -166,6 +169,23 @@ class Writer(Protocol):
     def generate(self, prompts: Any, sampling_params: Any) -> Any: ...
 
 
+# Draws (temperature, top_p) for a number of texts.
+Draw = Callable[[np.random.Generator, int], list[tuple[float, float]]]
+
+
+def mixed_ways(random: np.random.Generator, count: int) -> list[tuple[float, float]]:
+    """Draw greedy and sampled texts in the shares of `WAYS`."""
+    ways = random.choice(len(WAYS), size=count, p=[way[0] for way in WAYS])
+    return [WAYS[way][1:] for way in ways]
+
+
+def temperatures_between(low: float, high: float) -> Draw:
+    """Draw temperatures with equal probability between two."""
+    return lambda random, count: [
+        (float(one), 1.0) for one in random.uniform(low, high, count)
+    ]
+
+
 def write_text(
     llm: Writer,
     prompts: Sequence[tuple[list[int], list[int]]],
@@ -173,50 +193,125 @@ def write_text(
     length: int,
     num_tokens: int,
     seed: int,
+    draw: Draw = mixed_ways,
+    parts: Path | None = None,
 ) -> Text:
     """Let the target continue prompts until it has written `num_tokens` tokens.
 
-    Texts are greedy and sampled in the shares of `WAYS`, because a head serves both
-    kinds of requests.
+    By default texts are greedy and sampled, because a head serves both kinds of
+    requests.
+
+    Args:
+        parts: Folder in which each call's rows are saved, so that an interrupted run
+            continues there.
 
     Raises:
         EngineGenerateError: A request ended with an error.
     """
-    random = np.random.default_rng(seed)
-    shares, documents, written = [way[0] for way in WAYS], [], 0
-    # Prompts per call: enough to write all missing tokens if every answer fills half a
-    # row.
-    count = max(64, 2 * num_tokens // length)
-    for start in range(0, len(prompts), count):
-        some = prompts[start : start + count]
-        ways = random.choice(len(WAYS), size=len(some), p=shares)
-        params = [
-            SamplingParams(
-                temperature=WAYS[way][1],
-                top_p=WAYS[way][2],
-                seed=seed + start + number,
-                max_tokens=length - len(head),
-                detokenize=False,
-            )
-            for number, ((head, _), way) in enumerate(zip(some, ways, strict=True))
-        ]
-        outputs = llm.generate([head for head, _ in some], params)
-        for (head, _), output in zip(some, outputs, strict=True):
-            (completion,) = output.outputs
-            if completion.finish_reason == "error":
-                raise EngineGenerateError(completion.stop_reason)
-            answer = list(completion.token_ids)
-            documents.append((head + answer, len(head)))
-            written += len(answer)
-        if written >= num_tokens:
-            break
+    found: list[Text] = []
+    # Prompts per call. Without `parts`: enough to write all missing tokens if every
+    # answer fills half a row.
+    count = PART_ROWS if parts is not None else max(64, 2 * num_tokens // length)
+    bar = tqdm(
+        total=num_tokens,
+        desc="Target's texts",
+        unit="tok",
+        unit_scale=True,
+        disable=parts is None,
+    )
+    with bar:
+        for number, start in enumerate(range(0, len(prompts), count)):
+            path = None if parts is None else parts / f"part-{number:05}.npz"
+            if path is not None and path.exists():
+                rows = Text.load(path)
+            else:
+                random = np.random.default_rng((seed, number))
+                some = prompts[start : start + count]
+                ways = draw(random, len(some))
+                rows = _write_rows(llm, some, ways, length=length, seed=seed + start)
+                if path is not None:
+                    rows.save(path)
+            found.append(rows)
+            bar.update(rows.num_written)
+            if sum(one.num_written for one in found) >= num_tokens:
+                break
+    return joined(found)
+
+
+def _write_rows(
+    llm: Writer,
+    prompts: Sequence[tuple[list[int], list[int]]],
+    ways: Sequence[tuple[float, float]],
+    *,
+    length: int,
+    seed: int,
+) -> Text:
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed + number,
+            max_tokens=length - len(head),
+            detokenize=False,
+        )
+        for number, ((head, _), (temperature, top_p)) in enumerate(
+            zip(prompts, ways, strict=True)
+        )
+    ]
+    documents = []
+    outputs = llm.generate([head for head, _ in prompts], params)
+    for (head, _), output in zip(prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        if completion.finish_reason == "error":
+            raise EngineGenerateError(completion.stop_reason)
+        documents.append((head + list(completion.token_ids), len(head)))
     return pack(documents, length)
 
 
-def frequent_tokens(text: Text, count: int, vocab_size: int) -> np.ndarray:
-    """Return the target's most frequent tokens, for a trimmed vocabulary."""
+def joined(texts: Sequence[Text]) -> Text:
+    """Join the rows of several texts of one length."""
+    return Text(
+        tokens=np.concatenate([text.tokens for text in texts]),
+        sizes=np.concatenate([text.sizes for text in texts]),
+        starts=np.concatenate([text.starts for text in texts]),
+    )
+
+
+def split_rows(text: Text, share: float) -> tuple[Text, Text]:
+    """Split into rows to train on, and held-out rows with other prompts.
+
+    The first rows are held out, and so are all rows with one of their prompts. The
+    prompt of a row that counts from its first token is the whole row.
+
+    Args:
+        share: Share of the rows to hold out, at least one row.
+    """
+    prompts = [
+        row[: start or size].tobytes()
+        for row, start, size in zip(text.tokens, text.starts, text.sizes, strict=True)
+    ]
+    count = max(1, round(len(text) * share))
+    held_out = set(prompts[:count])
+    is_held_out = np.array([prompt in held_out for prompt in prompts])
+    return text.rows(~is_held_out), text.rows(is_held_out)
+
+
+def frequent_tokens(
+    text: Text, count: int, vocab_size: int, first: Sequence[int] = ()
+) -> np.ndarray:
+    """Return tokens for a trimmed vocabulary, most frequent first, as maps list them.
+
+    The order: `first`, then the target's tokens by descending frequency, the lower id
+    first among equals; so tokens that do not occur follow in order of their ids, as
+    lower ids are shorter pieces.
+
+    Args:
+        first: Tokens that every trimmed vocabulary has, such as the end of a text.
+    """
     place = np.arange(text.tokens.shape[1])[None]
     counts = (place >= text.starts[:, None]) & (place < text.sizes[:, None])
     frequency = np.bincount(text.tokens[counts], minlength=vocab_size)
-    # Among tokens that do not occur, the lowest ids: they are the shortest pieces.
-    return np.sort(np.argsort(-frequency, kind="stable")[:count])
+    ranked = np.argsort(-frequency, kind="stable")
+    special = list(dict.fromkeys(token for token in first if 0 <= token < vocab_size))
+    rest = ranked[~np.isin(ranked, special)]
+    return np.concatenate([np.array(special, ranked.dtype), rest])[:count]

@@ -35,7 +35,7 @@ from jaxspec.sharding import replicated
 from jaxspec.train.losses import LOSSES, Comparison, compare, loss_of, mean
 from jaxspec.train.methods import Method
 from jaxspec.train.rows import shifted
-from jaxspec.train.target import States, Target, logits_of
+from jaxspec.train.target import States, Target, kept_rows, logits_of
 from jaxspec.train.text import Text
 
 # (numbers of rows in the text, their tokens) -> their states
@@ -115,20 +115,28 @@ def compare_passes(
     """
     length = batch.tokens.shape[1]
     place = jnp.arange(length, dtype=jnp.int32)[None]
-    width = states.rows.shape[-1]
+    rows, head = states.rows, head_of(shared)
+    if token_ids is not None:
+        # All passes read the same logits, which are few.
+        head = kept_rows(head, token_ids)
+        flat = rows.reshape(-1, rows.shape[-1]).astype(jnp.float32)
+        rows = logits_of(target_config, head, flat).reshape(*rows.shape[:2], -1)
 
-    @partial(jax.checkpoint, static_argnums=(0,))  # logits are recomputed
+    # The gradient recomputes logits, unless the vocabulary is trimmed: these are few
+    # enough to keep.
+    policy = None if token_ids is None else jax.checkpoint_policies.dots_saveable
+
+    @partial(jax.checkpoint, static_argnums=(0,), policy=policy)
     def compare_one(number: int, params: Params, hidden: Array, rows: Array):
         ahead = method.offset + number
-        wanted = shifted(rows, ahead).reshape(-1, width).astype(jnp.float32)
+        wanted = shifted(rows, ahead).reshape(-1, rows.shape[-1]).astype(jnp.float32)
+        if token_ids is None:
+            wanted = logits_of(target_config, head, wanted)
         log_sum, best = (
             shifted(part, ahead).reshape(-1) for part in (states.log_sum, states.best)
         )
         return compare(
-            method.logits(params, head_of(shared), number, hidden),
-            logits_of(target_config, head_of(shared), wanted, token_ids),
-            log_sum,
-            best,
+            method.logits(params, head, number, hidden), wanted, log_sum, best
         )
 
     found = []
@@ -138,7 +146,7 @@ def compare_passes(
         proposed = place + method.offset + number + 1
         is_counted = proposed >= batch.starts[:, None]
         is_counted &= proposed < batch.sizes[:, None]
-        one = compare_one(number, params, hidden, states.rows)
+        one = compare_one(number, params, hidden, rows)
         found.append((one, is_counted.reshape(-1)))
     return found
 

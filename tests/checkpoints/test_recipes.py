@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import lzma
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ card, corpus, decode, distill, evaluate, export = map(
 loops, network, sample, train_pair, training = map(
     importlib.import_module, "loops network sample train_pair training".split()
 )
+
+drafter_prompts = importlib.import_module("drafter_prompts")
 
 slow = pytest.mark.slow
 
@@ -522,3 +525,37 @@ def test_bundled_model_card_has_the_measured_figures() -> None:
         assert f"\n\n{made}\n\n" in text
     for path, digest in export.hashes(folder).items():
         assert f"| `{path}` | `{digest}` |" in text
+
+
+def test_prompts_of_drafters_are_held_out_by_document(tmp_path, monkeypatch):
+    chat = "<start_of_turn>user\n{0} and {0}?<end_of_turn>\n<start_of_turn>model\n{1}"
+    module = "def double(number):\n    '''Return {0}.'''\n    return 2 * number\n"
+    for split in ("train", "valid"):
+        story = f"A {split} story. It is long. " + "The end came. " * 20
+        texts = {domain: story for domain in ("stories", "fiction")}
+        texts["code"] = module.format(split) + f"{split} = 1\n" * 40
+        texts |= {d: chat.format(split, story) for d in ("math", "shell")}
+        lines = (
+            json.dumps(dict(domain=domain, text=text)) for domain, text in texts.items()
+        )
+        with lzma.open(tmp_path / f"{split}.jsonl.xz", "wt") as out:
+            out.write("\n".join(lines))
+    arguments = ["drafter_prompts", "--corpus", str(tmp_path), "--out", str(tmp_path)]
+    arguments += ["--per-domain", "6", "--held-out-per-domain", "3"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    drafter_prompts.main()
+    found = {
+        name: [
+            json.loads(line)
+            for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        ]
+        for name in ("train", "held_out")
+    }
+    domains = {name: {one["domain"] for one in lines} for name, lines in found.items()}
+    assert domains["train"] >= {"stories", "functions", "math", "writing", "copying"}
+    trained = {one["prompt"] for one in found["train"]}
+    held_out = {one["prompt"] for one in found["held_out"]}
+    assert held_out and not trained & held_out
+    subjects = drafter_prompts.SUBJECTS[-drafter_prompts.NUM_HELD_OUT_SUBJECTS :]
+    written = [one["prompt"] for one in found["train"] if one["domain"] == "writing"]
+    assert not any(subject in prompt for prompt in written for subject in subjects)

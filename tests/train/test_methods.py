@@ -15,10 +15,16 @@ from jaxspec.config.model import MASK_TOKEN
 from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.weights import functions_of_head, load_head
 from jaxspec.models.matrices import DenseMatrix
+from jaxspec.models.trimmed import TOKEN_IDS
+from jaxspec.models.weights import load_params
 from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.train.__main__ import make_parser
 from jaxspec.train.methods import DraftMethod
-from jaxspec.train.target import Target
+from jaxspec.train.run import make_method
+from jaxspec.train.target import Target, kept_rows
 from jaxspec_checkpoints import bundled_target, open_checkpoint
+from jaxspec_checkpoints.checkpoint import TOKEN_MAP
+from jaxspec_checkpoints.trimming import read_token_map
 from tests.checkpoints.gguf_files import write_gguf
 from tests.support.oracles import (
     TINY,
@@ -48,8 +54,17 @@ def run_passes(target: Target, method: Any, params: Any) -> list[jax.Array]:
     return run(params, target.embedding, tokens, states)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "dflash"])
-def test_saved_head_equals_the_trained_one(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "export"),
+    [
+        ("eagle", "safetensors"),
+        ("eagle3", "safetensors"),
+        ("eagle3", "specforge"),
+        ("medusa", "safetensors"),
+        ("dflash", "safetensors"),
+    ],
+)
+def test_saved_head_equals_the_trained_one(tmp_path, kind, export):
     method, target = getattr(tiny, f"{kind}_method")(), tiny.make_target()
     ids = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
     params = method.init(target, 3, ids if method.config.is_trimmed else None)
@@ -61,7 +76,7 @@ def test_saved_head_equals_the_trained_one(tmp_path, kind):
         return (leaf + 0.1).astype(jnp.bfloat16).astype(jnp.float32)
 
     params = jax.tree.map(moved, params)
-    method.save(tmp_path / "head", params, target)
+    method.save(tmp_path / "head", params, target, export=export)
     options: Any = dict(dtype=jnp.dtype(jnp.float32), mesh=target.mesh)
     config, loaded = load_head(tmp_path / "head", target.config, **options)
     assert config == method.config
@@ -70,7 +85,12 @@ def test_saved_head_equals_the_trained_one(tmp_path, kind):
         # EAGLE has no norm before its logits, so they are in the thousands.
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     content = json.loads((tmp_path / "head" / "config.json").read_text())
-    if kind == "eagle3":
+    if export == "specforge":
+        # These layers count from 0, ours from the embedding.
+        layers = content["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        assert layers == [0, 1, 3]
+        assert content["architectures"] == ["LlamaForCausalLMEagle3"]
+    elif kind == "eagle3":
         verifier = content["speculators_config"]["verifier"]
         assert verifier["name_or_path"] == "tiny"
     assert functions_of_head(config).param_specs(config)
@@ -136,6 +156,75 @@ def test_saved_draft_equals_huggingface(tmp_path, is_tied):
         found = Tokenizer.from_folder(tmp_path / "own")
         assert found.digest == Tokenizer.from_folder(path).digest
         assert not (tmp_path / "own" / "model.gguf").exists()
+
+
+@pytest.mark.parametrize("export", ["safetensors", "gguf"])
+def test_draft_of_the_targets_layers_shares_its_embedding(tmp_path, export):
+    """A draft starts as two of the target's layers, and proposes some tokens only."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    shutil.copy(bundled_target() / "tokenizer.model", folder)
+    # The attention scale is the one that llama.cpp derives.
+    changes: dict[str, Any] = dict(vocab_size=8192, query_pre_attn_scalar=8)
+    reference = make_hf_model(**changes)
+    reference.save_pretrained(folder)
+    options = make_parser().parse_args(
+        ["draft", "--target", "t", "--data", "d", "--out", "o"]
+        + ["--keep-layers", "0,3", "--draft-vocab-size", "40", "--export", export]
+    )
+    config = model_config(reference)
+    method = make_method(options, config, folder)
+    assert isinstance(method, DraftMethod)
+    mesh = tiny.make_target().mesh
+    target = Target(
+        name="t",
+        folder=folder,
+        config=config,
+        params=load_params(
+            config,
+            hf_tensors(reference),
+            dtype=jnp.dtype(jnp.float32),
+            mesh=mesh,
+            is_trained=True,
+        ),
+        mesh=mesh,
+        dtype=jnp.dtype(jnp.float32),
+    )
+    # A map is most frequent first; the rows of a head are in order of their ids.
+    ranked = np.array([1, 2, 0, *range(90, 53, -1)])
+    params = method.init(target, 0, ranked)
+    ids = params.pop(TOKEN_IDS)
+    np.testing.assert_array_equal(ids, np.sort(ranked))
+    assert params.keys() == {"layers", "final_norm"}, "only these are trained"
+    tokens = jnp.asarray(TEXT.tokens)
+    states = target.reader(())(tokens)
+    (hidden,) = method.hidden(params, target.embedding, tokens, states)
+    head = kept_rows(target.embedding, ids)
+    found = method.logits(params, head, 0, hidden)
+    small = make_hf_model(num_hidden_layers=2, **changes)
+    kept = {"embed_tokens": "embed_tokens", "norm": "norm"}
+    for ours, theirs in (
+        kept | {"layers.0": "layers.0", "layers.1": "layers.3"}
+    ).items():
+        weights = reference.model.get_submodule(theirs).state_dict()
+        small.model.get_submodule(ours).load_state_dict(weights)
+    wanted = hf_logits(small, TEXT.tokens[0])[:, ids]
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+    made = tmp_path / "made"
+    params[TOKEN_IDS] = ids
+    method.save(made, params, target, token_ids=ranked, export=export)
+    assert (made / "made.gguf").is_file() == (export == "gguf")
+    assert read_token_map(made / TOKEN_MAP, 8192) == ranked.tolist()
+    stored = open_checkpoint(made).tensors
+    for name, tensor in hf_tensors(small).items():
+        wanted = np.asarray(tensor.whole(), np.float32)
+        values = stored[name].whole().astype(np.float32)
+        np.testing.assert_allclose(values, wanted, rtol=2**-7, atol=1e-6)
+    assert config_from_folder(made).num_layers == 2
+    text = "Two dogs"
+    tokenizers = [Tokenizer.from_folder(one) for one in (made, folder)]
+    assert tokenizers[0].encode(text) == tokenizers[1].encode(text)
 
 
 def test_parallel_draft_is_trained_on_an_engines_inputs(tmp_path):

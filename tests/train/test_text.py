@@ -3,6 +3,7 @@
 import json
 import lzma
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from jaxspec.errors import ConfigError, EngineGenerateError
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.text import (
     ANSWER,
+    PART_ROWS,
     PROMPT_TOKENS,
     WAYS,
     Text,
@@ -18,6 +20,8 @@ from jaxspec.train.text import (
     given_text,
     pack,
     read_prompts,
+    split_rows,
+    temperatures_between,
     write_text,
 )
 from jaxspec_checkpoints import bundled_target
@@ -125,7 +129,47 @@ def test_rows_are_saved_and_cut(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["text.npz"]
 
 
-def test_frequent_tokens_count_generated_tokens():
+def test_written_text_is_continued(tmp_path):
+    prompts = [([number] * 7, [9]) for number in range(1, 401)]
+
+    def write(writer, folder):
+        sizes: dict[str, Any] = dict(length=10, num_tokens=500, seed=3, parts=folder)
+        draw = temperatures_between(0.7, 1.0)
+        return write_text(writer, prompts, draw=draw, **sizes)
+
+    class Interrupted(Echo):
+        def generate(self, prompts, sampling_params):
+            if self.params:
+                raise KeyboardInterrupt
+            return super().generate(prompts, sampling_params)
+
+    whole, again = Echo(), Echo()
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    text = write(whole, tmp_path / "whole")
+    # A part has 64 rows of three tokens each; the third part exceeds 500 tokens.
+    assert len(text) == 3 * PART_ROWS
+    assert all(0.7 <= params.temperature <= 1.0 for params in whole.params)
+    with pytest.raises(KeyboardInterrupt):
+        write(Interrupted(), tmp_path / "parts")
+    resumed = write(again, tmp_path / "parts")
+    np.testing.assert_array_equal(resumed.tokens, text.tokens)
+    assert [params.seed for params in again.params] == [
+        params.seed for params in whole.params[PART_ROWS:]
+    ]
+
+
+def test_held_out_rows_share_no_prompt_with_training():
+    documents = [([1, 2, 3], 2), ([4, 5, 6], 2), ([1, 2, 9], 2), ([4, 5, 8], 2)]
+    trained, held_out = split_rows(pack(documents, 4), 0.25)
+    assert held_out.tokens[:, :3].tolist() == [[1, 2, 3], [1, 2, 9]]
+    assert trained.tokens[:, :3].tolist() == [[4, 5, 6], [4, 5, 8]]
+
+
+def test_frequent_tokens_are_ordered_for_a_map():
     text = pack([([7, 7, 7, 3, 3, 5], 3), ([9, 5, 5], 0)], 6)
-    np.testing.assert_array_equal(frequent_tokens(text, 2, 20), [3, 5])
-    np.testing.assert_array_equal(frequent_tokens(text, 5, 20), [0, 1, 3, 5, 9])
+    np.testing.assert_array_equal(frequent_tokens(text, 2, 20), [5, 3])
+    # Then the tokens that do not occur, in order of their ids.
+    np.testing.assert_array_equal(frequent_tokens(text, 5, 20), [5, 3, 9, 0, 1])
+    found = frequent_tokens(text, 5, 20, first=[1, 9, 1, 30])
+    np.testing.assert_array_equal(found, [1, 9, 5, 3, 0])

@@ -135,7 +135,7 @@ class Oracle:
         ]
 
     def logits(self, params, head, number, hidden):
-        return logits_of(self.config, head, hidden, None)
+        return logits_of(self.config, head, hidden)
 
     def save(self, folder, params, target): ...
 

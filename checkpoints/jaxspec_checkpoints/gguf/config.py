@@ -115,8 +115,6 @@ def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         name = f"{metadata.architecture}.attention.value_length"
         raise metadata.wrong(name, f"{head_dim}, as key_length", value_dim)
     num_layers = metadata.size(".block_count")
-    # llama.cpp stores no attention scale; it recognizes 27B by the number of layers.
-    is_27b = num_layers == _LAYERS_27B[metadata.architecture]
     return {
         "vocab_size": _vocab_size(file),
         "hidden_size": width,
@@ -125,7 +123,13 @@ def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.size(".attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "query_pre_attn_scalar": width // num_heads if is_27b else head_dim,
+        "query_pre_attn_scalar": attention_scalar(
+            metadata.architecture,
+            num_layers=num_layers,
+            hidden_size=width,
+            num_heads=num_heads,
+            head_dim=head_dim,
+        ),
         "max_position_embeddings": metadata.size(".context_length"),
         "rms_norm_eps": metadata.number(".attention.layer_norm_rms_epsilon"),
         "hidden_activation": "gelu_pytorch_tanh",
@@ -133,6 +137,19 @@ def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_scaling": _rope_scaling(metadata),
     }
+
+
+def attention_scalar(
+    architecture: str,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    head_dim: int,
+) -> int:
+    """Return `query_pre_attn_scalar` as llama.cpp derives it; files do not store it."""
+    is_27b = num_layers == _LAYERS_27B[architecture]
+    return hidden_size // num_heads if is_27b else head_dim
 
 
 def _vocab_size(file: GgufFile) -> int:

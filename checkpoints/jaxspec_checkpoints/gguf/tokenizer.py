@@ -1,4 +1,4 @@
-"""Rebuilds the tokenizer and the chat template from GGUF metadata.
+"""Converts tokenizers: GGUF metadata to a `tokenizer.model`, and the reverse.
 
 The metadata list the pieces of a SentencePiece model, their scores and types. They are
 written as a `tokenizer.model`, which loads in a tenth of a second; another library
@@ -7,6 +7,8 @@ Source: sentencepiece_model.proto; `_set_vocab_sentencepiece` of llama.cpp's con
 """
 
 import re
+import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,86 @@ def tokenizer_model(file: GgufFile) -> bytes:
             _message(_NORMALIZER, _normalizer(has_prefix)),
         ]
     )
+
+
+def tokenizer_metadata(model: bytes) -> dict[str, Any]:
+    """Return the metadata of a `tokenizer.model`: the inverse of `tokenizer_model`.
+
+    Raises:
+        CheckpointError: It is no SentencePiece model.
+    """
+    tokens, scores, kinds = [], [], []
+    trainer: dict[int, Any] = {}
+    normalizer: dict[int, Any] = {}
+    for number, content in _fields(model):
+        if number == 1:
+            piece = dict(_fields(content))
+            text, kind = bytes(piece.get(1, b"")).decode(), piece.get(3, _NORMAL)
+            if kind == _USER_DEFINED:
+                # llama.cpp finds these pieces in the text itself, which has spaces.
+                text = text.replace("\u2581", " ")
+            tokens.append(text)
+            scores.append(struct.unpack("<f", piece.get(2, bytes(4)))[0])
+            kinds.append(kind)
+        elif number == 2:
+            trainer = dict(_fields(content))
+        elif number == 3:
+            normalizer = dict(_fields(content))
+    if not tokens:
+        raise CheckpointError("tokenizer.model has no pieces: it is damaged")
+    # Defaults of TrainerSpec.
+    defaults = {"unk": 0, "bos": 1, "eos": 2, "pad": -1}
+    ids = {}
+    for offset, (name, key) in enumerate(_SPECIAL.items()):
+        token = trainer.get(40 + offset, defaults[name])
+        if 0 <= token < len(tokens):  # -1 is stored as 2**64 - 1
+            ids[f"tokenizer.ggml.{key}_token_id"] = token
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        _TOKENS: tokens,
+        "tokenizer.ggml.scores": np.array(scores, np.float32),
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
+        **ids,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
+    }
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the fields of a message: varints as int, others as bytes."""
+    position = 0
+    try:
+        while position < len(content):
+            tag, position = _read_varint(content, position)
+            kind = tag & 7
+            if kind == 0:
+                value, position = _read_varint(content, position)
+                yield tag >> 3, value
+                continue
+            size = {1: 8, 5: 4}.get(kind)
+            if size is None:
+                if kind != 2:
+                    raise CheckpointError(
+                        f"tokenizer.model has a field of type {kind}: it is damaged"
+                    )
+                size, position = _read_varint(content, position)
+            yield tag >> 3, content[position : position + size]
+            position += size
+    except IndexError as error:
+        raise CheckpointError("tokenizer.model is truncated: fetch it again") from error
+
+
+def _read_varint(content: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = content[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
 
 
 def chat_template(file: GgufFile) -> str | None:

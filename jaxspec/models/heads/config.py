@@ -405,6 +405,37 @@ class Eagle3Config(LayerConfig):
             content[_LAYER_IDS] = list(self.target_layers)
         return content
 
+    def to_specforge(self) -> dict[str, Any]:
+        """Return the `config.json` that SpecForge writes and SGLang reads.
+
+        Raises:
+            NotImplementedError: The form has no key for a property of the head.
+        """
+        layers = self.target_layers
+        if layers is not None and 0 in layers:
+            hint = "The form numbers layers by their outputs; 0 is the embedding."
+            allowed = "numbers of at least 1"
+            raise wrong_argument(
+                UnsupportedError, _LAYER_IDS, allowed, list(layers), hint
+            )
+        fixed = {"has_qk_norm": False, "norm_before_residual": False}
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
+                raise wrong_argument(UnsupportedError, name, repr(value), not value)
+        content = self.layer_to_file() | dict(
+            architectures=["LlamaForCausalLMEagle3"],
+            draft_vocab_size=self.draft_vocab_size,
+            target_hidden_size=self.target_hidden_size,
+        )
+        if layers is not None:
+            # Layers count from 0 here: see `_target_layers`.
+            numbers = [layer - 1 for layer in layers]
+            content["eagle_config"] = {
+                _LAYER_IDS: numbers,
+                "use_aux_hidden_state": True,
+            }
+        return content
+
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
         """Return numbers of target layers after which the residual stream is read."""
         if self.target_layers is not None:

@@ -19,6 +19,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import family_of
 from jaxspec.models.heads.config import (
+    Eagle3Config,
     HeadConfig,
     LayerConfig,
     read_head,
@@ -299,10 +300,12 @@ def save_head(
     dtype: jnp.dtype,
     target_name: str,
     architecture: str,
+    is_specforge: bool = False,
 ) -> None:
     """Write a head of plain matrices as vLLM reads it; `load_head` reads it back.
 
     Args:
+        is_specforge: Write an EAGLE-3 head as SpecForge does, which SGLang reads.
         target_name: Name of the target, recorded in the config.
         architecture: HuggingFace's class name of the target.
 
@@ -314,7 +317,14 @@ def save_head(
         name: values.astype(dtype) for name, values in tensors_of(specs, params).items()
     }
     content = config.to_file()
-    if config.kind in _SPECULATORS:
+    if is_specforge:
+        assert isinstance(config, Eagle3Config), config.kind
+        content = config.to_specforge()
+        arrays = {
+            name.replace("layers.0.", "midlayer."): array
+            for name, array in arrays.items()
+        }
+    elif config.kind in _SPECULATORS:
         count = config.max_draft_tokens or 3
         content["speculators_config"] = dict(
             algorithm=config.kind,
