@@ -796,7 +796,8 @@ void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* i
       function_for<Unpacked, Arithmetic, Layout::kIsScaled>(
           rows.size(group), std::make_integer_sequence<int, kMaxRows>())(
           from, panels.scales, row_sums ? row_sums + start * stored.groups : nullptr,
-          stored.groups, per_group, first, last, packed + start * steps, outputs + start * panels.outputs, panels.outputs);
+          stored.groups, per_group, first, last, packed + start * steps,
+          outputs + start * panels.outputs, panels.outputs);
     }
   };
   auto run = [&](int64_t first, int64_t last) {
