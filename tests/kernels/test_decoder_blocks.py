@@ -232,8 +232,17 @@ def check_attention(layer: Layer, batch: Batch, least: float = 0.0, **changes) -
     return found
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("is_tree", [False, True])
+# Masks do not depend on most settings of a layer, so `make test` has few trees.
+@pytest.mark.parametrize(
+    ("layer", "is_tree"),
+    [
+        *((layer, False) for layer in LAYERS),
+        *(
+            pytest.param(layer, True, marks=[pytest.mark.slow] * (number % 3 > 0))
+            for number, layer in enumerate(LAYERS)
+        ),
+    ],
+)
 def test_attention_equals_the_reference(layer, is_tree):
     masks = None
     if is_tree:  # both drafts are children of the newest token

@@ -42,9 +42,14 @@ constexpr int kVectors = kWidth / kLanes;  // of one panel
 constexpr int most_rows(bool is_widened) {
   return kLanes < 16 ? 4 : is_widened ? 6 : 9;
 }
+// The same if there are several groups of features. Registers also hold the sums of all
+// groups.
+constexpr int kMaxRowsOfGroups = 6;
 // Panels multiplied at once. Few rows take several: independent additions overlap.
-constexpr int panels_at_once(int rows, int sums) {
-  return kLanes < 16 ? 1 : rows * sums <= 2 ? 4 / sums : rows <= 6 ? 2 / sums : 1;
+constexpr int panels_at_once(int rows, int sums, bool is_scaled) {
+  if (kLanes < 16) return 1;
+  if (is_scaled) return rows == 1 ? 4 / sums : rows == 2 ? 2 / sums : 1;
+  return rows * sums <= 2 ? 4 / sums : rows <= 6 ? 2 / sums : 1;
 }
 // Rows that are multiplied with quantized panels in registers. More rows are faster with
 // panels that are unpacked first, or in tiles.
@@ -166,22 +171,40 @@ struct InPairs {
   template <int Rows, int Vectors>
   static inline void add(const typename Layout::Value* panels, int64_t size,
                          const Input* inputs, int64_t steps, Floats (*sums)[Vectors]) {
-    for (int64_t step = 0; step < steps; ++step)
-      for (int vector = 0; vector < Vectors; ++vector) {
-        const auto* from =
-            panels + vector / kVectors * size + step * Layout::kValues * kWidth;
-        if (Rows <= kMaxInRegisters) prefetch<Layout>(from, vector % kVectors);
+    auto add_to = [](Floats& sum, __m512i pairs, __m512i input) {
+      sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)input);
+    };
+    for (int64_t step = 0; step < steps; ++step) {
+      auto from = [&](int vector) {
+        return panels + vector / kVectors * size + step * Layout::kValues * kWidth;
+      };
+      auto input = [&](int row, int pair) {
+        return _mm512_set1_epi32(inputs[step * Rows + row].pairs[pair]);
+      };
+      if constexpr (Rows <= kMaxInRegisters) {
+        for (int vector = 0; vector < Vectors; ++vector) {
+          prefetch<Layout>(from(vector), vector % kVectors);
 #pragma GCC unroll 4
+          for (int pair = 0; pair < Layout::kFeatures / 2; ++pair) {
+            const __m512i pairs = Layout::pairs(from(vector), vector % kVectors, pair);
+            for (int row = 0; row < Rows; ++row)
+              add_to(sums[row][vector], pairs, input(row, pair));
+          }
+        }
+      } else {
+        // Registers hold the input of one row at a time.
         for (int pair = 0; pair < Layout::kFeatures / 2; ++pair) {
-          const __m512i pairs = Layout::pairs(from, vector % kVectors, pair);
+          __m512i pairs[Vectors];
+          for (int vector = 0; vector < Vectors; ++vector)
+            pairs[vector] = Layout::pairs(from(vector), vector % kVectors, pair);
           for (int row = 0; row < Rows; ++row) {
-            Floats& sum = sums[row][vector];
-            const uint32_t input = inputs[step * Rows + row].pairs[pair];
-            sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs,
-                                           (__m512bh)_mm512_set1_epi32(input));
+            const __m512i own = input(row, pair);
+            for (int vector = 0; vector < Vectors; ++vector)
+              add_to(sums[row][vector], pairs[vector], own);
           }
         }
       }
+    }
   }
 };
 
@@ -316,7 +339,7 @@ void multiply_rows(const typename Layout::Value* panels, const float* scales,
                    int64_t first, int64_t last,
                    const typename Arithmetic::Input* inputs, float* outputs,
                    int64_t num_outputs) {
-  constexpr int kPanels = panels_at_once(Rows, Arithmetic::kSums);
+  constexpr int kPanels = panels_at_once(Rows, Arithmetic::kSums, IsScaled);
   const int64_t size = groups * per_group * Layout::kValues * kWidth;
   int64_t panel = first;
   auto run = [&](auto function, int count) {
@@ -755,8 +778,10 @@ void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* i
       kIsUnpacked || std::is_same_v<Unpacked, typename Arithmetic::Unpacked>
           ? Arithmetic::kMaxRows
           : kMaxInRegisters;
-  const Groups rows(num_rows, kMaxRows);
   const Steps<Layout> stored(panels);
+  // A single pass over the panels is faster for up to kMaxRows rows, whatever the groups.
+  const bool is_split = stored.groups > 1 && num_rows > kMaxRows;
+  const Groups rows(num_rows, is_split ? std::min(kMaxRows, kMaxRowsOfGroups) : kMaxRows);
   const int64_t per_group = stored.per_group * Layout::kFeatures / Unpacked::kFeatures;
   const int64_t steps = stored.groups * per_group;
   const int64_t num_panels = (panels.outputs + kWidth - 1) / kWidth;
