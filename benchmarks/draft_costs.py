@@ -3,7 +3,7 @@
 `python -m benchmarks.draft_costs` asks the memory plan (`python -m jaxspec plan`) for
 the bytes that a round reads, for draft models, an EAGLE-3 head, a DFlash drafter and
 lookups, and writes `results/draft-costs.json`. Nothing runs on such devices.
-`benchmarks/readme_table.py` writes the tables in `docs/drafts.md` from it.
+`benchmarks/readme_table.py` writes the table in `docs/drafts.md` from it.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.drawing import Result
+from benchmarks.draft_tables import COSTS_FILE, Result, cost_table
 from jaxspec.bench.report import commit, now, write_whole
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.memory.device_descriptions import named_devices
@@ -21,7 +21,7 @@ from jaxspec.engine.memory.probe import plan_for
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
 
-RESULT = Path(__file__).with_name("results") / "draft-costs.json"
+RESULT = Path(__file__).with_name("results") / COSTS_FILE
 # Devices for each size of the target: the smallest on which its bfloat16 weights fit.
 DEVICES = {
     "4b": ("v5e-1", "v6e-1", "h100"),
@@ -149,68 +149,10 @@ def compute() -> Result:
     return {"date": now(), **commit(), "acceptances": CURVE, "rows": rows}
 
 
-def memory_table(result: Result) -> str:
-    """Return the table of drafters at batch 1, with break-even acceptance."""
-    lines = [
-        "| target, devices | drafter | weights, GB | cost of a draft pass | break-even "
-        "acceptance | speed-up at acceptance 0.5 | 0.7 | 0.8 | 0.9 |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in result["rows"]:
-        if not row["fits"]:
-            place = f"{row['target']}, {row['device']} | {row['drafter']}"
-            lines.append(f"| {place} | does not fit | | | | | | |")
-            continue
-        best = row["best"]["1"]
-        shown = [_best(best[a]) for a in ("0.5", "0.7", "0.8", "0.9")]
-        lines.append(
-            f"| {row['target']}, {row['device']} | {row['drafter']} "
-            f"| {row['weight_bytes'] / 1e9:.2f} | {row['cost_ratio']:.3f} "
-            f"| {_acceptance(row['break_even']['1'])} | {' | '.join(shown)} |"
-        )
-    lines += ["", _note(result)]
-    return "\n".join(lines)
-
-
-def batch_table(result: Result) -> str:
-    """Return the table of speed-ups by batch size, at acceptance 0.7."""
-    columns = [f"batch {n}" for n in BATCHES]
-    lines = [
-        f"| target, devices | drafter | {' | '.join(columns)} |",
-        "|---|---" + "|--:" * len(columns) + "|",
-    ]
-    for row in (one for one in result["rows"] if one["fits"]):
-        shown = [_best(row["best"][str(n)]["0.7"]) for n in BATCHES]
-        lines.append(
-            f"| {row['target']}, {row['device']} | {row['drafter']} "
-            f"| {' | '.join(shown)} |"
-        )
-    return "\n".join(lines)
-
-
-def _best(best: tuple[int, float]) -> str:
-    k, speed = best
-    return f"{speed:.2f} (K = {k})" if k else "1.00"
-
-
-def _acceptance(value: float | None) -> str:
-    return "none" if value is None else f"{value:.2f}"
-
-
-def _note(result: Result) -> str:
-    context = result["rows"][0]["context"]
-    return (
-        f"Computed by `python -m benchmarks.draft_costs`: bfloat16, {context:,} tokens "
-        "per sequence; the weights of a drafter are those on all devices together. The "
-        "cost of a draft pass is relative to a plain round; for DFlash, it is that of "
-        "the pass for the whole block."
-    )
-
-
 def main() -> None:
     result = compute()
     write_whole(json.dumps(result) + "\n", RESULT)
-    print(memory_table(result), batch_table(result), sep="\n\n")
+    print(cost_table(result))
 
 
 if __name__ == "__main__":

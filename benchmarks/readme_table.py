@@ -10,6 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.draft_tables import (
+    COSTS_FILE,
+    REAL_DRAFTS_FILE,
+    cost_table,
+    real_drafts_table,
+)
 from benchmarks.peers.cells import peers_table
 
 HERE = Path(__file__).parent
@@ -24,6 +30,10 @@ METHODS_BEGIN = "<!-- methods: written by benchmarks/readme_table.py -->"
 METHODS_END = "<!-- end of methods -->"
 REAL_BEGIN = "<!-- real: written by benchmarks/readme_table.py -->"
 REAL_END = "<!-- end of real -->"
+COSTS_BEGIN = "<!-- costs: written by benchmarks/readme_table.py -->"
+COSTS_END = "<!-- end of costs -->"
+DRAFTS_BEGIN = "<!-- real drafts: written by benchmarks/readme_table.py -->"
+DRAFTS_END = "<!-- end of real drafts -->"
 NO_REAL = (
     "Not measured yet: run `python -m benchmarks.peers --real` on a quiet machine."
 )
@@ -327,7 +337,12 @@ def main() -> None:
     drafts = readme_table(newest_result(results))
     peers = peers_table(peers_result(results))
     forms, methods = (spec_table(results, kind) for kind in ("forms", "methods"))
+    costs, acceptance = (
+        peers_result(results, name) for name in (COSTS_FILE, REAL_DRAFTS_FILE)
+    )
     tables = [
+        ("docs/drafts.md", cost_table(costs), COSTS_BEGIN, COSTS_END),
+        ("docs/drafts.md", real_drafts_table(acceptance), DRAFTS_BEGIN, DRAFTS_END),
         ("README.md", real_table(real), REAL_BEGIN, REAL_END),
         ("docs/drafts.md", drafts, BEGIN, END),
         ("benchmarks/README.md", real_tables(real), REAL_BEGIN, REAL_END),

@@ -77,6 +77,7 @@ from vllm.utils.network_utils import get_ip, get_open_port
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 from vllm.v1.metrics.loggers import AggregatedLoggingStatLogger
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
+from vllm.v1.metrics.stats import RequestStateStats
 from vllm.version import __version__
 """
 

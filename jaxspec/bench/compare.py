@@ -15,9 +15,16 @@ import numpy as np
 
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured
-from jaxspec.bench.offline import PLAIN, SPECULATIVE, Offline, open_offline, sweep_of
+from jaxspec.bench.offline import Offline, open_offline, sweep_of
 from jaxspec.bench.parts import Parts
-from jaxspec.bench.report import forced_line, milliseconds, table, write
+from jaxspec.bench.report import (
+    PLAIN,
+    SPECULATIVE,
+    forced_line,
+    milliseconds,
+    table,
+    write,
+)
 from jaxspec.bench.summary import is_equal, parts_table, speed_ups, summarize
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculativeConfig

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.offline import PLAIN, SPECULATIVE
-from jaxspec.bench.report import markdown, milliseconds
+from jaxspec.bench.report import PLAIN, SPECULATIVE, markdown, milliseconds
 
 CHOSEN = "chosen"  # K is chosen by the engine
 Entry = Mapping[str, Any]

@@ -27,16 +27,19 @@ from jaxspec.bench.flags import dataset
 from jaxspec.bench.measure import Batch, Bench, Measured, Run
 from jaxspec.bench.method_report import CHOSEN
 from jaxspec.bench.offline import (
-    PLAIN,
-    SPECULATIVE,
     Offline,
     engine_config,
     open_offline,
     sweep_of,
 )
 from jaxspec.bench.report import (
+    PLAIN,
+    SPECULATIVE,
     check_writable,
+    commit,
     forced_line,
+    machine,
+    now,
     recorded_arguments,
     write_whole,
 )
@@ -161,6 +164,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     identities = [method.identity() for method in methods]
     result: dict[str, Any] = {}
     entries: list[dict[str, Any]] = []
+    has_run = False
     before = _read_earlier(options, identities)
     if before is not None:
         result, entries = before, before["methods"]
@@ -184,7 +188,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         offline.options = options  # as given on the command line
         if not result:
-            result = _new_result(offline) | {"methods": entries}
+            result = _new_result(offline) | {"runs": [], "methods": entries}
+        if not has_run:
+            result["runs"].append({"date": now(), **commit(), "machine": machine()})
+            has_run = True
         if entry is None:
             entry = _new_entry(offline, identity, result["device"])
             entries.append(entry)
@@ -441,7 +448,16 @@ def _point(offline: Offline, place: Place, measured: Measured) -> dict[str, Any]
             point["by_num_draft_tokens"][name] = found
     if offline.must_agree(place.temperature):
         point["is_equal"] = all(is_equal(measured, name) for name in runs)
-    return point
+    return _rounded(point) if is_brief else point
+
+
+def _rounded(value: Any) -> Any:
+    """Round all numbers of a point, for a smaller file."""
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _summary(runs: Sequence[Run], *, is_brief: bool) -> dict[str, Any]:

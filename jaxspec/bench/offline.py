@@ -37,8 +37,6 @@ from jaxspec.errors import (
 from jaxspec.sampling_params import SAMPLING_FIELDS, RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
-PLAIN, SPECULATIVE = "plain", "speculative"
-
 
 @dataclass(kw_only=True)
 class Offline:

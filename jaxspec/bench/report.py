@@ -17,6 +17,8 @@ import jaxspec
 from jaxspec.command_line import CommandError
 from jaxspec.errors import ConfigError
 
+# Names of runs without and with drafts, in results.
+PLAIN, SPECULATIVE = "plain", "speculative"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 # Processor features that determine the speed of bfloat16.
 WIDE_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")

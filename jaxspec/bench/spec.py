@@ -13,8 +13,8 @@ from typing import Any
 from jaxspec.bench import compare, methods
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured
-from jaxspec.bench.offline import PLAIN, Offline, open_offline, sweep_of
-from jaxspec.bench.report import forced_line, table, write
+from jaxspec.bench.offline import Offline, open_offline, sweep_of
+from jaxspec.bench.report import PLAIN, forced_line, table, write
 from jaxspec.bench.summary import (
     against_ceiling,
     ceiling_lines,

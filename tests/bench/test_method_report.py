@@ -1,32 +1,7 @@
 """Table and sentences on a comparison of methods."""
 
-from typing import Any
-
 from jaxspec.bench.method_report import method_table, verdict
-
-
-def cell(category: str, chosen: float, fixed: float, **changes: Any) -> dict[str, Any]:
-    """Make a point of a result."""
-
-    def speeds(median: float) -> dict[str, Any]:
-        return {"median": median, "least": median - 0.1, "most": median + 0.1}
-
-    point: dict[str, Any] = {
-        "category": category,
-        "temperature": 0.0,
-        "batch_size": 1,
-        "plain": {"round_s": {"median": 0.02}},
-        "speculative": {
-            "round_s": {"median": 0.025},
-            "acceptance": {"acceptance_rate_per_position": [0.9, 0.5]},
-        },
-        "decode_speed_up": speeds(fixed),
-        "tokens_per_round": 2.4,
-        "by_num_draft_tokens": {"1": {"decode_speed_up": speeds(1.1)}},
-        "chosen": {"decode_speed_up": speeds(chosen)},
-        "is_equal": True,
-    }
-    return point | changes
+from tests.bench.workloads import cell
 
 
 def test_table_and_verdict_of_methods():

@@ -83,3 +83,29 @@ def line_in(path: Path, printed: str) -> str:
     line = path.read_text(encoding="utf-8")
     assert not [one for one in printed.splitlines() if one.startswith("{")]
     return line
+
+
+def cell(category: str, chosen: float, fixed: float, **changes: Any) -> dict[str, Any]:
+    """Make a point of a result of `spec --all-methods`."""
+
+    def speeds(median: float) -> dict[str, Any]:
+        return {"median": median, "least": median - 0.1, "most": median + 0.1}
+
+    point: dict[str, Any] = {
+        "category": category,
+        "temperature": 0.0,
+        "batch_size": 1,
+        "plain": {"round_s": {"median": 0.02}},
+        "speculative": {
+            "round_s": {"median": 0.025},
+            "acceptance": {"acceptance_rate_per_position": [0.9, 0.5]},
+        },
+        "decode_speed_up": speeds(fixed),
+        "tokens_per_round": 2.4,
+        "by_num_draft_tokens": {
+            "1": {"decode_speed_up": speeds(1.1), "round_s": {"median": 0.022}}
+        },
+        "chosen": {"decode_speed_up": speeds(chosen)},
+        "is_equal": True,
+    }
+    return point | changes

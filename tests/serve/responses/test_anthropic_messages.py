@@ -12,7 +12,7 @@ from tests.serve.test_clients import CLIENTS, needs_clients, run
 from tests.serve.test_tool_calls import AUTO, CITY, NOW, ROME, Stage
 from tests.serve.test_tool_calls import said as calls_said
 from tests.support.fake_engines import letters, said
-from tests.support.serving import MESSAGES, Client, server
+from tests.support.serving import MESSAGES, PROMPT, Client, server
 
 HERE = Path(__file__).parent
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -107,6 +107,7 @@ def test_message_has_anthropics_fields(http, given, words, reason, sequence, is_
     assert found.pop("id").startswith("msg_")
     usage = found.pop("usage")
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 3
+    assert usage["cache_creation_input_tokens"] == 0
     assert usage["output_tokens"] == len(words) + (sequence is not None)
     assert found == {
         "type": "message",
@@ -170,6 +171,16 @@ def test_calls_become_tool_use_blocks(
 
 def chat_of(messages: list[Any], **given: Any) -> Any:
     return as_chat(MessagesBody(messages=messages, max_tokens=9, **given))
+
+
+def test_usage_counts_tokens_of_the_prefix_cache():
+    content = PROMPT * 6
+    with server() as http:
+        asked = ASKED | {"messages": [{"role": "user", "content": content}]}
+        first, second = (http.ask(PATH, **asked)["usage"] for _ in range(2))
+    parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert [first[name] for name in parts] == [2, 16, 0]
+    assert [second[name] for name in parts] == [2, 0, 16]
 
 
 def test_blocks_become_chat_messages():
