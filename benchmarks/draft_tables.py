@@ -11,6 +11,7 @@ from jaxspec.bench.method_report import (
     speeds_by_k,
     verdict,
 )
+from jaxspec.bench.report import PLAIN, SPECULATIVE
 
 COSTS_FILE = "draft-costs.json"  # of `COSTS_COMMAND`
 COSTS_COMMAND = "python -m benchmarks.draft_costs"
@@ -18,6 +19,17 @@ COSTS_COMMAND = "python -m benchmarks.draft_costs"
 REAL_DRAFTS_FILE = "drafts-270m-cpu.json"
 # Goals for the best method at batch 1, greedy: prompts whose answers copy, and others.
 COPYING, COPY_GOAL, GOAL = "copying", 2.5, 1.4
+# Weights that a pass of Gemma 3 270M multiplies, and a pass of drafters for it: layers
+# of 640 x 2,048 feed-forward and 4 heads of 256, an output matrix of 16,384 tokens, and
+# the matrices of an EAGLE-3 head that read two or three vectors of the target.
+LAYER = 640 * (2 * 1024 + 2 * 256) + 3 * 640 * 2048
+OUTPUT = 16_384 * 640
+WEIGHTS = {
+    "a lookup": 0,
+    "EAGLE-3, 16,384 tokens": LAYER + 640 * (1024 + 2 * 256) + 3 * 640**2 + OUTPUT,
+    "4 layers of the target, 16,384 tokens": 4 * LAYER + OUTPUT,
+}
+TARGET_WEIGHTS = 268_098_176
 
 Result = Mapping[str, Any]
 
@@ -103,9 +115,13 @@ def real_drafts_table(result: Result | None) -> str:
         f"{result['device']['dtype']} on {machine['cpu']}, {machine['cores']} cores, "
         f"load {min(loads):g} to {max(loads):g} at the start of a run; jax "
         f"{result['versions']['jax']}; {result['date'][:10]}, commits "
-        f"{', '.join(commits)}.",
+        f"{', '.join(commits)}. Plain rounds at batch 1 took {_plain_range(entries)} "
+        "ms: other processes ran at times, so small differences mean nothing. Cells "
+        'with "-" are not measured.',
         "",
         *verdict(entries),
+        "",
+        *needed_lines(entries),
         "",
         "<details><summary>Acceptance by position, tokens and milliseconds per "
         "round</summary>",
@@ -115,6 +131,53 @@ def real_drafts_table(result: Result | None) -> str:
         "</details>",
     ]
     return "\n".join(lines)
+
+
+def needed_lines(entries: Any) -> list[str]:
+    """Return what drafts would have to reach for the goal, by measured round times.
+
+    The time of rounds in which all drafts are verified is that of the prompts whose
+    answers copy: nearly all of their rounds draft.
+    """
+    at_copies = (0.0, 1, COPYING)
+    found = places(entries)
+    if at_copies not in found:
+        return []
+    entry, point = found[at_copies][-1]
+    rounds = {int(k): one["round_s"] for k, one in point["by_num_draft_tokens"].items()}
+    rounds[entry["num_levels"]] = point[SPECULATIVE]["round_s"]
+    plain_s = point[PLAIN]["round_s"]["median"]
+    ratios = {k: one["median"] / plain_s for k, one in sorted(rounds.items())}
+    shown = ", ".join(f"{ratio:.2f} with K = {k}" for k, ratio in ratios.items())
+    columns = " | ".join(f"K = {k}" for k in ratios)
+    lines = [
+        f"Cost model of the goal {GOAL:g}: a round in which all drafts are verified "
+        f"takes as long as {shown} plain rounds on this machine ({entry['name']}, "
+        f"{COPYING}). A draft pass is added in proportion to its weights. The tokens "
+        "per round that the goal needs, and the acceptance at every position that "
+        "gives them, if every round drafts:",
+        "",
+        f"| drafter | weights / the target's | {columns} |",
+        "|---|--:" + "|--:" * len(ratios) + "|",
+    ]
+    for name, weights in WEIGHTS.items():
+        cost = weights / TARGET_WEIGHTS
+        cells = []
+        for k, ratio in ratios.items():
+            tokens = GOAL * (ratio + k * cost)
+            cells.append(f"{tokens:.2f} tokens, acceptance {_acceptance(tokens, k)}")
+        lines.append(f"| {name} | {cost:.3f} | {' | '.join(cells)} |")
+    return lines
+
+
+def _acceptance(tokens: float, num_draft_tokens: int) -> str:
+    """Return the acceptance with which K drafts make this many tokens per round."""
+    steps = (i / 100 for i in range(101))
+    enough = (
+        a for a in steps if sum(a**i for i in range(num_draft_tokens + 1)) >= tokens
+    )
+    found = next(enough, None)
+    return "above 1" if found is None else f"{found:.2f}"
 
 
 def _speeds(entry: Result, point: Result) -> str:
@@ -131,6 +194,16 @@ def _counts(entries: Any) -> str:
     }
     *most, last = map(str, sorted(counts))
     return f"{', '.join(most)} and {last}"
+
+
+def _plain_range(entries: Any) -> str:
+    times = [
+        1e3 * point[PLAIN]["round_s"]["median"]
+        for entry in entries
+        for point in entry["points"]
+        if point["batch_size"] == 1
+    ]
+    return f"{min(times):.0f} to {max(times):.0f}"
 
 
 def _goal(temperature: float, size: int, category: str, pairs: Any) -> str:

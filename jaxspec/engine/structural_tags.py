@@ -377,7 +377,11 @@ def _formats(wanted: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _tags(wanted: Mapping[str, Any]) -> list[Any]:
-    tags = _formats(wanted, "tags")
+    # Their type may be missing: only one is allowed.
+    tags = [
+        {"type": "tag", **tag} if isinstance(tag, Mapping) else tag
+        for tag in _formats(wanted, "tags")
+    ]
     for tag in tags:
         if _kind(tag) != "tag":
             raise ValueError(f"tags must be formats of type tag, got {tag['type']}")

@@ -139,6 +139,13 @@ def test_older_notation_is_read_from_a_dict_and_from_text():
     assert matches(older, "<f=a>{}</f>")
 
 
+def test_tags_of_a_list_may_have_no_type():
+    tags = [{"begin": "<f=a>", "content": NUMBER, "end": "</f>"}]
+    assert matches({"format": CALLS | {"tags": tags}}, "x<f=a>1</f>")
+    with pytest.raises(RequestError, match="formats of type tag, got any_text"):
+        matches({"format": CALLS | {"tags": [ANY]}}, "")
+
+
 def test_schemas_have_the_options_of_the_request():
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
     wanted = tag("<", {"type": "json_schema", "json_schema": schema}, ">")

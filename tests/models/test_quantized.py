@@ -135,10 +135,14 @@ def logits_of(config: Any, tensors: Any, devices: int) -> np.ndarray:
     return PagedModel(config, params).run(np.arange(3, 12))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
-    ("devices", "is_scanned"),
-    [(1, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)],
+    ("scheme", "devices", "is_scanned"),
+    [
+        *((scheme, 1, False) for scheme in SCHEMES),
+        (SCHEMES[1], 4, True),
+        *(pytest.param(one, 4, True, marks=pytest.mark.slow) for one in SCHEMES[::2]),
+        *(pytest.param(one, 4, False, marks=pytest.mark.slow) for one in SCHEMES),
+    ],
 )
 def test_quantized_model_equals_its_dequantized_model(scheme, devices, is_scanned):
     config = config_of(scheme)

@@ -142,7 +142,7 @@ def check_environment_report(version: str) -> None:
     secret = "hf_" + "x" * 30
     done = run(program(), "collect-env", env=dict(os.environ, HF_TOKEN=secret))
     assert done.returncode == 0, done.stderr
-    assert re.search(rf"^jaxspec +{re.escape(version)}$", done.stdout, re.MULTILINE)
+    assert re.search(rf"^ +jaxspec +{re.escape(version)}$", done.stdout, re.MULTILINE)
     assert secret not in done.stdout
 
 
