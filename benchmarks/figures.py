@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import drawing
+from benchmarks.draft_tables import COSTS_FILE
 from benchmarks.panels import load_figure, spec_figures
 from benchmarks.readme_table import form_rows, prompts_of
 from jaxspec.bench.report import spread
@@ -34,6 +35,9 @@ SPEC_NAMES = {
     "parts": "round-parts",
 }
 WIDTH, HEIGHT = 8.5, 3.2
+# Panels and lines of the figure of computed costs: (target, device), and drafters.
+COST_PLACES = (("4b", "v5e-1"), ("12b", "v6e-1"), ("27b", "h100"))
+COST_DRAFTERS = ("DFlash", "270m model, trimmed", "EAGLE-3 head", "1b model, trimmed")
 # Share of a copy's bandwidth that decoding in bfloat16 should reach.
 REAL_GOAL = 0.75
 GPU_LABELS = {"9b-2b": "9B with 2B", "27b-2b": "27B with 2B"}
@@ -70,6 +74,10 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         figures["methods"] = by_method(methods)
     else:
         missing.append(f"{METHODS}: none of ways to propose drafts")
+    if lines := _lines(results / COSTS_FILE):
+        figures["draft-costs"] = draft_costs(lines[0])
+    else:
+        missing.append(f"{COSTS_FILE}: none of the computed costs of drafts")
     real = _lines(results / REAL)
     if real and form_rows(real[0]):
         figures["real-bandwidth"] = real_bandwidth(real[0])
@@ -181,6 +189,33 @@ def _speed_at(method: Result, temperature: float) -> drawing.Spread:
         if (point["batch_size"], point["temperature"]) == (1, temperature)
     )
     return found
+
+
+def draft_costs(result: Result) -> Figure:
+    """Draw the computed speed-up by acceptance, a panel per target and device."""
+    note = (
+        "Computed from the bytes that rounds read, with the best K for each acceptance "
+        "(the same at every position): upper bounds, not measured. "
+        f"Commit {result['commit']}."
+    )
+    with drawing.style():
+        figure = drawing.new_figure(WIDTH, HEIGHT, note)
+        drawing.head(figure, "Computed speed-up of drafts by acceptance, batch 1", {})
+        grid = figure.subplots(1, len(COST_PLACES), sharey=True, squeeze=False)[0]
+        for axes, (target, device) in zip(grid, COST_PLACES, strict=True):
+            for name, mark in zip(COST_DRAFTERS, drawing.MARKS, strict=True):
+                rows = _rows(result, target=target, device=device, drafter=name)
+                for row in rows:
+                    curve = list(map(drawing.single, row["curve"]))
+                    drawing.line(axes, result["acceptances"], curve, mark)
+                    if axes is grid[-1]:
+                        drawing.label_end(axes, row["curve"][-1], name, mark.color)
+            axes.axhline(1.0, color="0.35", linewidth=1.0)
+            axes.set_title(f"{target} on {device}")
+            axes.set_xlabel("acceptance")
+        grid[0].set_ylabel("speed-up")
+        drawing.start_at_zero(grid[0])
+    return figure
 
 
 CONTROLLED = {"adaptive": drawing.SPECULATIVE, "fixed": drawing.MARKS[1]}

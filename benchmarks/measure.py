@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.data import read_prompts
 from jaxspec.bench.measure import Batch, Bench, Run, Span
-from jaxspec.bench.offline import PLAIN, SPECULATIVE
+from jaxspec.bench.report import PLAIN, SPECULATIVE
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 

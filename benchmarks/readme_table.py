@@ -10,6 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.draft_tables import (
+    COSTS_FILE,
+    REAL_DRAFTS_FILE,
+    cost_table,
+    real_drafts_table,
+)
 from benchmarks.peers.cells import peers_table
 from benchmarks.training import training_table
 
@@ -30,6 +36,10 @@ TRAINING_END = "<!-- end of training -->"
 NO_TRAINING = (
     "Not measured yet: train as above, and run `python -m benchmarks.training`."
 )
+COSTS_BEGIN = "<!-- costs: written by benchmarks/readme_table.py -->"
+COSTS_END = "<!-- end of costs -->"
+DRAFTS_BEGIN = "<!-- real drafts: written by benchmarks/readme_table.py -->"
+DRAFTS_END = "<!-- end of real drafts -->"
 NO_REAL = (
     "Not measured yet: run `python -m benchmarks.peers --real` on a quiet machine."
 )
@@ -337,7 +347,12 @@ def main() -> None:
     if path.exists():
         training = training_table(json.loads(path.read_text()))
     forms, methods = (spec_table(results, kind) for kind in ("forms", "methods"))
+    costs, acceptance = (
+        peers_result(results, name) for name in (COSTS_FILE, REAL_DRAFTS_FILE)
+    )
     tables = [
+        ("docs/drafts.md", cost_table(costs), COSTS_BEGIN, COSTS_END),
+        ("docs/drafts.md", real_drafts_table(acceptance), DRAFTS_BEGIN, DRAFTS_END),
         ("README.md", real_table(real), REAL_BEGIN, REAL_END),
         ("docs/drafts.md", drafts, BEGIN, END),
         ("docs/training.md", training, TRAINING_BEGIN, TRAINING_END),

@@ -27,7 +27,7 @@ from benchmarks.measure import decode, load_prompts, run_prompts, sampling, summ
 from benchmarks.readme_table import replace_table
 from jaxspec.bench.data import read_prompts
 from jaxspec.bench.measure import Batch, Bench, Run, run_batch
-from jaxspec.bench.offline import PLAIN
+from jaxspec.bench.report import PLAIN
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.model_folders import PACKAGED_GEMMA3

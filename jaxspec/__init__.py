@@ -17,12 +17,13 @@ Reading order, from a user's call down to the device:
 7. `jaxspec.engine.runner`: the interface between host and device.
 8. `jaxspec.program.step`: the program; then `jaxspec.program.propose`,
    `jaxspec.program.target_pass`, `jaxspec.program.verify` and
-   `jaxspec.program.tree.verify`.
+   `jaxspec.program.tree.side_branches`.
 9. `jaxspec.models.gemma.network`: the network. `jaxspec.sharding`: its placement on
    devices. `jaxspec.jax_settings`: the jax settings under which it is traced.
 
 Others: common parts of all command lines (`jaxspec.command_line`), the exit of
-processes with live engines (`jaxspec.exit`), progress bars (`jaxspec.progress`), and
+processes with live engines (`jaxspec.exit`), errors for packages that an extra installs
+(`jaxspec.extras`), progress bars (`jaxspec.progress`), and
 vLLM's import paths: `jaxspec.benchmarks`, `jaxspec.distributed`, `jaxspec.entrypoints`,
 `jaxspec.envs`, `jaxspec.exceptions`, `jaxspec.logger`, `jaxspec.lora`,
 `jaxspec.sequence`, `jaxspec.tool_parsers`, `jaxspec.usage`, `jaxspec.utils`,
@@ -36,7 +37,7 @@ from jaxspec.inputs import PromptType, TextPrompt, TokensPrompt
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CompletionOutput",

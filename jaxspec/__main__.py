@@ -14,6 +14,7 @@ from jaxspec.config.methods import DEFAULT_DRAFT_TOKENS
 from jaxspec.config.token_tree import TREE_KEY
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.exit import end, interrupts_end
+from jaxspec.extras import needs_extra
 from jaxspec.version import __version__
 
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
@@ -25,6 +26,7 @@ _OWN = {
     "compile": "jaxspec.cli.compile",
     "quality": "jaxspec.cli.quality",
     "bench": "jaxspec.bench.__main__",
+    "collect-env": "jaxspec.cli.collect_env",
 }
 PROG = "python -m jaxspec"
 # Keys of --speculative-config that name a proposer, and keys that set the number of
@@ -71,6 +73,9 @@ def make_parser(prog: str = PROG) -> CommandParser:
     )
     commands.add_parser("quality", help="measure the effect of quantization on texts")
     commands.add_parser("bench", help="measure plain decoding and speculation")
+    commands.add_parser(
+        "collect-env", help="print versions, devices and settings for a bug report"
+    )
     for name, subparser in commands.choices.items():
         subparser.set_defaults(module=_MODULES.get(name))
     return parser
@@ -209,8 +214,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser(prog)
     if given and given[0] in _OWN:
-        own = importlib.import_module(_OWN[given[0]])
-        return own.main(given[1:], prog=f"{parser.prog} {given[0]}")
+        return _run_own(given[0], given[1:], f"{parser.prog} {given[0]}")
     options = parser.parse_args(given)
     if options.command is None:
         parser.print_help()
@@ -224,6 +228,17 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         return module.run(options)
 
     return run_command(f"{parser.prog} {options.command}", run)
+
+
+def _run_own(command: str, arguments: Sequence[str], prog: str) -> int:
+    """Run a subcommand that parses its own arguments; return the exit code."""
+
+    def run() -> int:
+        with needs_extra("serve", "This command"):
+            module = importlib.import_module(_OWN[command])
+        return module.main(arguments, prog=prog)
+
+    return run_command(prog, run)
 
 
 def _choose_models(options: argparse.Namespace) -> None:

@@ -123,6 +123,18 @@ def without_dots(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
+def parse_flags(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse arguments in all spellings of flags; None: those of the process."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        given = without_dots([dashed(argument) for argument in given])
+    except ConfigError as error:
+        parser.error(str(error))
+    return parser.parse_args(given)
+
+
 def _dotted_value(text: str) -> Any:
     for read in (json.loads, integer_flag):
         try:

@@ -327,7 +327,8 @@ def check_token_id(
     """
     high, hint = None, ""
     if vocab_size is not None:
-        high, hint = vocab_size - 1, f"The vocabulary has {vocab_size} tokens."
+        high = vocab_size - 1
+        hint = f"The vocabulary has {vocab_size} tokens; others are out of vocabulary."
     described_as = described_as or f"Every id of {name}"
     return check_integer(
         error, name, token, low=0, high=high, hint=hint, described_as=described_as

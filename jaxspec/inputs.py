@@ -152,9 +152,10 @@ def parse_prompt(
         token_ids = _check_ids(given_ids, vocab_size)
     if len(token_ids) >= max_model_len:
         raise RequestError(
-            f"The prompt has {len(token_ids)} tokens, but must have 1 to "
-            f"{max_model_len - 1}: max_model_len={max_model_len} includes at least "
-            "one generated token. Shorten the prompt or raise max_model_len.",
+            # Clients look for the beginning of this text.
+            f"This model's maximum context length is {max_model_len} tokens, at least "
+            f"one of them generated: the prompt has {len(token_ids)} tokens, but must "
+            f"have 1 to {max_model_len - 1}. Shorten it or raise max_model_len.",
             parameter="prompt",
             value=len(token_ids),
         )

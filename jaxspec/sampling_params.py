@@ -443,6 +443,16 @@ def _logit_bias(given: object) -> dict[int, float]:
         allowed = "a dict from token id to bias"
         raise wrong_argument(RequestError, "logit_bias", allowed, given)
     bias = {}
+    texts = [key for key in given if isinstance(key, str) and not key.isdecimal()]
+    if len(texts) > 1:
+        described_as = "Every key of logit_bias"
+        raise wrong_argument(
+            RequestError,
+            "logit_bias",
+            "a token id",
+            texts,
+            described_as=described_as,
+        )
     for key, value in given.items():
         # JSON has no integer keys: "42" is the id 42.
         token = int(key) if isinstance(key, str) and key.isdecimal() else key

@@ -85,8 +85,8 @@ LONGEST = ("test_aot.py",)
 # mappings, and LLVM aborts when there are no more.
 MAPPINGS = Path("/proc/self/maps")
 # This file lists the mappings of the process. Reading 6,000 lines takes 5 ms, and there
-# may be tens of thousands.
-LOOK_EVERY_S = 1.0
+# may be tens of thousands. In 5 s, tests compile hundreds of programs at most.
+LOOK_EVERY_S = 5.0
 LOOKED_TS = pytest.StashKey[float]()
 MOST_MAPPINGS = 30_000
 MOST_MAPPINGS_OF_A_FILE = 45_000

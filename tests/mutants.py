@@ -36,7 +36,7 @@ from tests.program.test_token_batch import check_tree_region
 from tests.program.test_verify import BLOCK, COUPLED, STANDARD, check_mixed_batch
 from tests.program.test_verify_distributions import check_distribution
 from tests.program.tree.test_compact_kv import check_moves
-from tests.program.tree.test_verify import (
+from tests.program.tree.test_side_branches import (
     check_few_levels,
     check_last_slots,
     check_same_words,
@@ -336,35 +336,35 @@ MUTANTS = [
     ),
     mutant(
         "token_after_a_leaf_uses_the_leafs_noise",
-        "tree/verify._follow_branches",
+        "tree/side_branches.follow_branches",
         "active.num_tokens + count",
         "active.num_tokens + count - 1",
         check=lambda: check_same_words("branched"),
     ),
     mutant(
         "token_after_a_leaf_uses_the_noise_of_the_rounds_start",
-        "tree/verify._follow_branches",
+        "tree/side_branches.follow_branches",
         "active.num_tokens + count",
         "active.num_tokens",
         check=lambda: check_same_words("leaves"),
     ),
     mutant(
         "token_after_a_leaf_uses_the_row_before_it",
-        "tree/verify._follow_branches",
+        "tree/side_branches.follow_branches",
         "rows, row[:, None, None], axis=1",
         "rows, steps[2][:, None, None], axis=1",
         check=lambda: check_exact_distribution("leaves", "block"),
     ),
     mutant(
         "leaf_matches_any_draft_with_its_token",
-        "tree/verify._follow_branches",
+        "tree/side_branches.follow_branches",
         "(parents == row[:, None])",
         "(parents >= row[:, None])",
         check=lambda: check_same_words("branched"),
     ),
     mutant(
         "leaves_are_accepted_by_the_token_after_them",
-        "tree/verify._follow_branches",
+        "tree/side_branches.follow_branches",
         'tokens = tokens.at[seq, place].set(token, mode="drop")',
         "is_matched &= token % 2 == 1\n"
         "        place = jnp.where(is_matched, count, width)\n"
@@ -374,14 +374,14 @@ MUTANTS = [
     ),
     mutant(
         "unwanted_levels_are_accepted",
-        "tree/verify._usable_nodes",
+        "tree/side_branches._usable_nodes",
         "(depth <= num_valid_drafts[:, None])",
         "(depth > 0)",
         check=check_few_levels,
     ),
     mutant(
         "drafts_without_slots_are_accepted",
-        "tree/verify._usable_nodes",
+        "tree/side_branches._usable_nodes",
         "(slot < max_model_len)",
         "(slot < max_model_len + 2)",
         check=check_last_slots,

@@ -85,7 +85,8 @@ def test_missing_results_are_reported_and_the_rest_drawn(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in printed] == [
         *("serve-cpu.json", "spec-cpu.json", "cpu_pair-*.json"),
-        *("control-cpu.json", "methods-*.json", "peers-real-cpu.json", "gpu-*.json"),
+        *("control-cpu.json", "methods-*.json", "draft-costs.json"),
+        *("peers-real-cpu.json", "gpu-*.json"),
     ]
     assert not list(output.iterdir())
     (results / figures.SERVE).write_text(json.dumps(committed(figures.SERVE)[0]))

@@ -27,9 +27,27 @@ MODULES = [
     for path in sorted((folder / package).rglob("*.py"))
 ]
 
-# Modules whose imports an extra installs, and the name of the extra. Only modules of
-# the same extra may import them at the top.
+# Modules, and folders of modules, whose imports an extra installs, and the name of the
+# extra; None for modules of these folders that need none. Only modules of the same
+# extra may import them at the top.
 NEED_AN_EXTRA = {
+    "jaxspec/bench/client.py": "serve",
+    "jaxspec/bench/lossless.py": "serve",
+    "jaxspec/bench/scrape.py": "serve",
+    "jaxspec/bench/serve.py": "serve",
+    "jaxspec/bench/serve_report.py": "serve",
+    "jaxspec/bench/traffic.py": "serve",
+    "jaxspec/cli/chat_server.py": "serve",
+    "jaxspec/cli/run_batch.py": "serve",
+    "jaxspec/entrypoints/openai/chat_completion/protocol.py": "serve",
+    "jaxspec/entrypoints/openai/completion/protocol.py": "serve",
+    "jaxspec/entrypoints/openai/engine/protocol.py": "serve",
+    "jaxspec/serve/": "serve",
+    "jaxspec/serve/__init__.py": None,
+    "jaxspec/serve/__main__.py": None,
+    "jaxspec/serve/responses/__init__.py": None,
+    "jaxspec/serve/responses/usage.py": None,
+    "jaxspec/tool_parsers/": "serve",
     "jaxspec/train/run.py": "train",
     "jaxspec/train/trainer.py": "train",
     "jaxspec_checkpoints/sources/hub.py": "hub",
@@ -58,6 +76,14 @@ def parse(path: Path) -> ast.Module:
 @functools.cache
 def imports_of(path: Path) -> list[Import]:
     return [node for node in ast.walk(parse(path)) if isinstance(node, Import)]
+
+
+def extra_of(path: Path) -> str | None:
+    """Return the extra that a module needs, by its path or the nearest folder."""
+    for name in [str(path), *(f"{folder}/" for folder in path.parents)]:
+        if name in NEED_AN_EXTRA:
+            return NEED_AN_EXTRA[name]
+    return None
 
 
 @functools.cache
@@ -91,7 +117,7 @@ def test_imports_are_at_the_top_and_absolute(folder: Path, path: Path) -> None:
 
 
 def test_third_party_imports_are_declared() -> None:
-    # `make demo` installs no extra, so importing an undeclared package would break it.
+    # A plain install has no extra, so importing an undeclared package would break it.
     distributions = packages_distributions()
     undeclared = [
         f"{path}: {name}"
@@ -100,14 +126,15 @@ def test_third_party_imports_are_declared() -> None:
         for name in names_of(node)
         if (top := name.split(".")[0]) not in sys.stdlib_module_names
         and top not in PACKAGES
-        and not declared_distributions(NEED_AN_EXTRA.get(str(path)))
+        and not declared_distributions(extra_of(path))
         & {found.lower().replace("_", "-") for found in distributions.get(top, ())}
     ]
     assert not undeclared
 
 
 def test_modules_that_need_an_extra_are_not_imported_statically_by_others() -> None:
-    behind = {module_name(Path(path)): extra for path, extra in NEED_AN_EXTRA.items()}
+    extras = {module_name(path): extra_of(path) for _, path in MODULES}
+    behind = {name: extra for name, extra in extras.items() if extra is not None}
     imported = {
         f"{path}: {name}"
         for folder, path in MODULES
@@ -116,7 +143,7 @@ def test_modules_that_need_an_extra_are_not_imported_statically_by_others() -> N
             *names_of(node),
             *(f"{names_of(node)[0]}.{alias.name}" for alias in node.names),
         ]
-        if name in behind and behind[name] != NEED_AN_EXTRA.get(str(path))
+        if name in behind and behind[name] != extra_of(path)
     }
     assert not imported
 

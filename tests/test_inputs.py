@@ -80,7 +80,7 @@ def test_prompts_of_every_type_are_parsed(
         (np.array([[2]]), "got [2]", "an integer"),
         ([2] * MAX_MODEL_LEN, "12 tokens", "1 to 11"),
         ("a" * 50, "51 tokens", "1 to 11"),
-        ("a" * 12, "13 tokens", "max_model_len=12"),
+        ("a" * 12, "13 tokens", "maximum context length is 12 tokens"),
         ("\ud800", "'\\ud800'", "UTF-8"),
     ],
 )

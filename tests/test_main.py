@@ -61,7 +61,7 @@ def test_help_lists_commands_without_importing_jax(arguments):
     named = re.findall(r"^    ([\w-]+)", commands, re.MULTILINE)
     assert named == [
         *("generate", "chat", "serve", "run-batch", "plan", "compile"),
-        *("quality", "bench"),
+        *("quality", "bench", "collect-env"),
     ]
 
 

@@ -106,6 +106,7 @@ REFUSED = [
     ("logit_bias", [5], "a dict"),
     ("logit_bias", {"x": 1.0}, "an integer"),
     ("logit_bias", {5: 101.0}, "[-100, 100]"),
+    ("logit_bias", {"x": 1.0, "3": 1.0, "y": 1.0}, "got ['x', 'y']"),
     ("allowed_token_ids", [], "at least one"),
     ("bad_words", [""], "non-empty"),
     ("extra_args", {"draft": 3}, "no keys other than 'num_speculative_tokens' and"),

@@ -14,15 +14,28 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, envs
 from jaxspec.benchmarks.datasets import add_dataset_parser, get_samples
+from jaxspec.config.profiler import ProfilerConfig
 from jaxspec.distributed import cleanup_dist_env_and_memory
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.stat_loggers import check_stat_loggers
+from jaxspec.engine.vllm_arguments import (
+    VLLM_ENGINE_ARGUMENTS,
+    check_vllm_arguments,
+)
+from jaxspec.entrypoints.chat_utils import load_chat_template
+from jaxspec.errors import UnsupportedError
 from jaxspec.exceptions import VLLMValidationError
 from jaxspec.logger import init_logger
 from jaxspec.lora.request import LoRARequest
+from jaxspec.platforms import current_platform
+from jaxspec.tokenizers import get_tokenizer
 from jaxspec.usage.usage_lib import UsageContext, is_usage_stats_enabled
 from jaxspec.utils import random_uuid
 from jaxspec.utils.argparse_utils import FlexibleArgumentParser
 from jaxspec.utils.network_utils import get_ip, get_open_port
+from jaxspec.v1.metrics.loggers import AggregatedLoggingStatLogger
 
 IMPORTS = """\
 import vllm
@@ -32,12 +45,14 @@ from vllm import AsyncEngineArgs, CompletionOutput, PromptType, TextPrompt, Toke
 from vllm import __version__
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.benchmarks.datasets import add_dataset_parser, get_samples
-from vllm.config import SpeculativeConfig, ModelConfig
+from vllm.config import SpeculativeConfig, ModelConfig, ProfilerConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.engine.llm_engine import LLMEngine
+from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.llm import LLM
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.engine.protocol import DeltaFunctionCall, DeltaMessage
 from vllm.entrypoints.openai.engine.protocol import DeltaToolCall, FunctionCall
 from vllm.entrypoints.openai.engine.protocol import ToolCall
@@ -49,15 +64,20 @@ from vllm.logger import init_logger
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.sequence import Logprob
+from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import random_uuid
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.network_utils import get_ip, get_open_port
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+from vllm.v1.metrics.loggers import AggregatedLoggingStatLogger
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
+from vllm.v1.metrics.stats import RequestStateStats
 from vllm.version import __version__
 """
 
@@ -186,6 +206,39 @@ def test_addresses_are_usable():
     with socket.socket() as made:
         made.bind(("", get_open_port()))
     assert ipaddress.ip_address(get_ip()).version == 4
+
+
+def test_platform_is_the_device():
+    assert current_platform.device_type == "cpu"
+    assert current_platform.is_cpu()
+    for is_other in ("cuda", "cuda_alike", "rocm", "tpu", "xpu"):
+        assert not getattr(current_platform, f"is_{is_other}")()
+
+
+def test_tokenizer_of_a_model_is_read_by_its_name():
+    tokenizer = get_tokenizer("jaxspec/tiny-gemma2", trust_remote_code=True)
+    assert tokenizer.decode(tokenizer.encode("A fox.")) == "A fox."
+
+
+def test_chat_template_is_read_from_its_file(tmp_path: Path):
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ messages }}")
+    for given in (path, str(path), "{{ messages }}"):
+        assert load_chat_template(given) == "{{ messages }}"
+    assert load_chat_template(None) is None
+
+
+def test_profiler_settings_have_no_effect():
+    given: Any = {"profiler_config": ProfilerConfig(torch_profiler_dir="profile")}
+    (warning,) = check_vllm_arguments(VLLM_ENGINE_ARGUMENTS, given)
+    assert warning.startswith("profiler_config=ProfilerConfig(")
+
+
+def test_own_loggers_of_statistics_are_refused():
+    check_stat_loggers([AggregatedLoggingStatLogger])
+    for kind in (LLMEngine, AsyncLLMEngine):
+        with pytest.raises(UnsupportedError, match="custom loggers are not"):
+            kind.from_engine_args(EngineArgs(), stat_loggers=[Path])
 
 
 def test_cleanup_collects_cycles():

@@ -1,9 +1,10 @@
 """Quantized matrices: values of few bits, and scales to multiply them by.
 
-A weight is its value times the scale of its output and group of features. `quantize`
-computes values and scales from rows of numbers, on the host or in a jitted function. A
-`QuantizedTensor` does so block by block while it is read, so that a model is never in
-memory both unquantized and quantized.
+A weight is its value times the scale of its output and group of features; some types
+add a minimum, also one per output and group. `quantize` computes values and scales from
+rows of numbers, on the host or in a jitted function. A `QuantizedTensor` does so block
+by block while it is read, so that a model is never in memory both unquantized and
+quantized.
 """
 
 import math
@@ -20,12 +21,14 @@ from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
 INT8, INT4, FP8 = "int8", "int4", "fp8"
 # Type of each scheme's values, and the largest value. Ranges are symmetric, so that
-# zero remains zero and products need no offset.
+# zero remains zero and products need no offset. With minima, values start at 0, and
+# 4-bit values have the type `CODES`.
 VALUE_TYPES = {
     INT8: (np.dtype(np.int8), 127.0),
     INT4: (np.dtype(ml_dtypes.int4), 7.0),
     FP8: (np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
 }
+CODES = np.dtype(ml_dtypes.uint4), 15.0
 # Names in config.json of the quantization methods that can be read.
 METHODS = ("compressed-tensors", "awq", "gptq")
 # Name of the quantization method of a GGUF file, in which each tensor has its own type.
@@ -43,6 +46,7 @@ class Scheme:
         kind: "int8", "int4" or "fp8" (e4m3).
         group_size: Number of features that share a scale; None: all features of an
             output share one.
+        has_minima: Whether each group has a minimum that is added to its numbers.
         has_embedding: Whether the embedding, which is also the LM head, is quantized to
             int8, with a scale per row.
         method: Name in config.json of the method of a quantized checkpoint; None:
@@ -51,13 +55,21 @@ class Scheme:
 
     kind: str
     group_size: int | None = None
+    has_minima: bool = False
     has_embedding: bool = False
     method: str | None = None
 
     @property
+    def values(self) -> tuple[np.dtype, float]:
+        """The type of the values, and the largest value."""
+        if self.has_minima and self.kind == INT4:
+            return CODES
+        return VALUE_TYPES[self.kind]
+
+    @property
     def value_type(self) -> np.dtype:
         """The type of the values."""
-        return VALUE_TYPES[self.kind][0]
+        return self.values[0]
 
     @property
     def of_embedding(self) -> "Scheme | None":
@@ -72,21 +84,32 @@ class Scheme:
         """Return the number of scales per output."""
         return num_features // (self.group_size or num_features)
 
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the scales, and minima, of an (out, features) matrix."""
+        form = shape[0], self.num_groups(shape[1])
+        return (*form, 2) if self.has_minima else form
+
     def describe(self) -> str:
         """Describe the scheme in words: `int4 in groups of 128`."""
         each = "per output" if self.group_size is None else ""
         shown = f"{self.kind} {each or f'in groups of {self.group_size}'}"
+        shown += " with minima" if self.has_minima else ""
         shown += ", embedding int8 per row" if self.has_embedding else ""
         return shown if self.method is None else f"{shown} ({self.method})"
 
 
-# Types of a GGUF file whose numbers are values times scales, and a scheme that holds
-# them exactly. Types with minima or tables of values have no such scheme.
+# Types of a GGUF file whose numbers are values times scales, with or without minima,
+# and a scheme that holds them exactly. Types with tables of values have no such scheme.
 GGUF_SCHEMES = {
     "Q4_0": Scheme(kind=INT4, group_size=32),
+    "Q4_1": Scheme(kind=INT4, group_size=32, has_minima=True),
     "Q5_0": Scheme(kind=INT8, group_size=32),
+    "Q5_1": Scheme(kind=INT8, group_size=32, has_minima=True),
     "Q8_0": Scheme(kind=INT8, group_size=32),
+    "Q2_K": Scheme(kind=INT4, group_size=16, has_minima=True),
     "Q3_K": Scheme(kind=INT4, group_size=16),
+    "Q4_K": Scheme(kind=INT4, group_size=32, has_minima=True),
+    "Q5_K": Scheme(kind=INT8, group_size=32, has_minima=True),
     "Q6_K": Scheme(kind=INT8, group_size=16),
 }
 
@@ -120,7 +143,7 @@ class MixedScheme:
         return found
 
     def describe(self) -> str:
-        """Describe the types: `Q5_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
+        """Describe the types: `IQ4_NL unpacked, Q5_0 as int8 in groups of 32`."""
         kinds: dict[str, list[str]] = {}
         for kind in sorted({kind for _, kind in self.types}):
             scheme = GGUF_SCHEMES.get(kind)
@@ -134,7 +157,8 @@ class MixedScheme:
 def shared_scheme(schemes: Sequence[Scheme | None]) -> Scheme | None:
     """Return a scheme that can store matrices of all these schemes exactly, or None.
 
-    4-bit integers are also 8-bit ones, and a group's scale is valid for its parts.
+    4-bit integers are also 8-bit ones, a group's scale is valid for its parts, and a
+    missing minimum is 0.
     """
     found = [scheme for scheme in schemes if scheme is not None]
     if len(found) < len(schemes):
@@ -144,8 +168,12 @@ def shared_scheme(schemes: Sequence[Scheme | None]) -> Scheme | None:
     kinds, sizes = {one.kind for one in found}, [one.group_size for one in found]
     if FP8 in kinds or None in sizes:
         return None
-    kind = INT8 if INT8 in kinds else INT4
-    return Scheme(kind=kind, group_size=math.gcd(*(size or 0 for size in sizes)))
+    types = {scheme.value_type for scheme in found}
+    return Scheme(
+        kind=INT4 if kinds == {INT4} and len(types) == 1 else INT8,
+        group_size=math.gcd(*(size or 0 for size in sizes)),
+        has_minima=any(scheme.has_minima for scheme in found),
+    )
 
 
 def named_scheme(kind: str, *, has_embedding: bool = False) -> Scheme:
@@ -157,33 +185,48 @@ def quantize(rows: Any, scheme: Scheme, xp: Any = np) -> tuple[Any, Any]:
     """Quantize rows to values [out, features] and float32 scales [out, group].
 
     Rounds to nearest, ties to even. The largest number of a group becomes the largest
-    value.
+    value. With minima, the smallest becomes 0, and the second array is [out, group, 2]:
+    scales and minima.
 
     Args:
         xp: numpy, or jax.numpy for arrays on a device.
     """
-    dtype, largest = VALUE_TYPES[scheme.kind]
+    dtype, largest = scheme.values
     num_rows, features = rows.shape
     groups = rows.astype(np.float32).reshape(num_rows, scheme.num_groups(features), -1)
+    least, smallest = None, -np.float32(largest)
+    if scheme.has_minima:
+        least, smallest = xp.min(groups, axis=2), np.float32(0)
+        groups = groups - least[:, :, None]
     found = xp.max(xp.abs(groups), axis=2)
     scales = xp.where(found > 0, found / np.float32(largest), np.float32(1))
     values = groups / scales[:, :, None]
     if scheme.kind != FP8:
         values = xp.round(values)
-    values = xp.clip(values, -np.float32(largest), np.float32(largest))
+    values = xp.clip(values, smallest, np.float32(largest))
+    if least is not None:
+        scales = xp.stack([scales, least], axis=2)
     return values.reshape(num_rows, features).astype(dtype), scales
 
 
 def dequantize(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Dequantize [out, features] values to float32."""
-    numbers = values.astype(np.float32).reshape(*scales.shape, -1)
-    return (numbers * scales[:, :, None]).reshape(values.shape)
+    """Dequantize [out, features] values to float32.
+
+    Args:
+        scales: [out, group], or [out, group, 2]: scales and minima.
+    """
+    numbers = values.astype(np.float32).reshape(*scales.shape[:2], -1)
+    if scales.ndim == 2:
+        return (numbers * scales[:, :, None]).reshape(values.shape)
+    numbers = numbers * scales[:, :, :1] + scales[:, :, 1:]
+    return numbers.reshape(values.shape)
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     """Return the bytes of values on a device: two 4-bit values share a byte."""
     count = int(np.prod(shape, dtype=np.int64))
-    return -(-count // 2) if dtype == ml_dtypes.int4 else count * dtype.itemsize
+    is_four_bits = dtype in (VALUE_TYPES[INT4][0], CODES[0])
+    return -(-count // 2) if is_four_bits else count * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +235,7 @@ class QuantizedTensor(Tensor):
 
     Attributes:
         values: [out, features].
-        scales: [out, group], float32.
+        scales: float32, [out, group]; or [out, group, 2], scales and minima.
     """
 
     values: Tensor
@@ -295,7 +338,7 @@ def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
             f"groups of {scheme.group_size} do not divide the {features} features of "
             f"{tensor.source}"
         )
-    form = num_rows, scheme.num_groups(features)
+    form = scheme.scales_shape(tensor.shape)
     kept, is_there = np.empty(form, np.float32), np.zeros(num_rows, bool)
 
     def make(start: int, rows: np.ndarray) -> np.ndarray:
@@ -325,24 +368,28 @@ def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
 
 def _regrouped(tensor: QuantizedTensor, scheme: Scheme) -> QuantizedTensor | None:
     """Return the same numbers in the scheme's type and groups; None if impossible."""
-    num_rows, num_groups = tensor.scales.shape
-    needed = scheme.num_groups(tensor.shape[1])
-    kinds = tensor.values.dtype, scheme.value_type
-    if kinds[0] == kinds[1] and needed == num_groups:
+    num_groups, form = tensor.scales.shape[1], scheme.scales_shape(tensor.shape)
+    given, needed = tensor.values.dtype, scheme.value_type
+    if given == needed and form == tensor.scales.shape:
         return tensor
-    is_wider = kinds in ((VALUE_TYPES[INT4][0], VALUE_TYPES[INT8][0]), (kinds[1],) * 2)
-    if not is_wider or needed % num_groups:
+    is_four_bits = given in (VALUE_TYPES[INT4][0], CODES[0])
+    is_wider = is_four_bits and needed == VALUE_TYPES[INT8][0]
+    has_minima = len(tensor.scales.shape) == 3
+    if not (given == needed or is_wider) or form[1] % num_groups:
         return None
+    if has_minima and not scheme.has_minima:
+        return None
+
+    def regroup(start: int, rows: np.ndarray) -> np.ndarray:
+        if scheme.has_minima and not has_minima:
+            rows = np.stack([rows, np.zeros_like(rows)], axis=2)
+        return np.repeat(rows, form[1] // num_groups, axis=1)
+
     values = derived(
         tensor.values,
         lambda start, rows: rows.astype(scheme.value_type),
         shape=tensor.shape,
         dtype=scheme.value_type,
     )
-    scales = derived(
-        tensor.scales,
-        lambda start, rows: np.repeat(rows, needed // num_groups, axis=1),
-        shape=(num_rows, needed),
-        dtype=np.float32,
-    )
+    scales = derived(tensor.scales, regroup, shape=form, dtype=np.float32)
     return quantized_tensor(values, scales)

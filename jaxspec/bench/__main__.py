@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from jaxspec.bench.flags import MODULES, make_parser
-from jaxspec.command_line import CommandError, run_command
+from jaxspec.command_line import CommandError, parse_flags, run_command
 from jaxspec.exit import end, interrupts_end
-from jaxspec.serve.flags import parse_flags
+from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.bench"
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     prog = f"{prog} {options.command}"
 
     def run() -> None:
-        with interrupts_end():
+        with interrupts_end(), needs_extra("serve", "This command"):
             module = importlib.import_module(MODULES[options.command])
         tables = sys.stderr if options.json else sys.stdout
         with contextlib.redirect_stdout(tables):

@@ -1,15 +1,13 @@
-"""`spec --forms` and `spec --all-methods`: compare shapes of drafts, or methods.
+"""`spec --forms`: compares shapes of drafts.
 
-Each shape or method runs in an engine of its own, one after the other, with the same
-prompts. In each engine plain decoding alternates with speculation, and speeds are
-relative to plain decoding, so that a slow phase of the machine affects both.
+Each shape runs in an engine of its own, one after the other, with the same prompts. In
+each engine plain decoding alternates with speculation, and speeds are relative to plain
+decoding, so that a slow phase of the machine affects both.
 """
 
 import argparse
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,19 +15,18 @@ import numpy as np
 
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured
-from jaxspec.bench.offline import PLAIN, SPECULATIVE, Offline, open_offline, sweep_of
+from jaxspec.bench.offline import Offline, open_offline, sweep_of
 from jaxspec.bench.parts import Parts
-from jaxspec.bench.report import forced_line, milliseconds, table, write
+from jaxspec.bench.report import (
+    PLAIN,
+    SPECULATIVE,
+    forced_line,
+    milliseconds,
+    table,
+    write,
+)
 from jaxspec.bench.summary import is_equal, parts_table, speed_ups, summarize
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.methods import (
-    DEFAULT_DRAFT_TOKENS,
-    DRAFT_MODEL,
-    METHODS,
-    PARD,
-    method_of,
-    with_draft_model,
-)
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.token_tree import (
     MAX_NODES,
@@ -40,18 +37,9 @@ from jaxspec.config.token_tree import (
     count_ranks,
     read_paths,
 )
-from jaxspec.engine.model_folders import BUNDLED_HEADS, BUNDLED_TARGET, model_folder
-from jaxspec.engine.speculative_args import (
-    SPECULATIVE_NAMES,
-    merge_speculative_arguments,
-)
+from jaxspec.engine.arg_utils import engine_args
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
-from jaxspec.models.families import config_from_folder
-from jaxspec.models.heads.config import read_dummy
 from jaxspec.program.tree.tree import template_of
-from jaxspec.serve.flags import engine_args
-from jaxspec_checkpoints import read_config
-from jaxspec_checkpoints.heads import KINDS, kind_of_head
 
 CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
 # Default number of each shape, as in `chain=K`. 0 for a chain means the K of the other
@@ -68,8 +56,6 @@ MIN_GAIN = 1.02
 # Minimum number of times that a tree's node was compared with the target's token before
 # its acceptance rate is used.
 MIN_COMPARED = 50
-# Options that every method with a draft model takes from the command line.
-_OF_MODEL = ("model", "draft_tensor_parallel_size")
 Ranks = dict[Place, Hits]
 
 
@@ -128,21 +114,8 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
-    """A method of proposing drafts.
-
-    Attributes:
-        name: The method's name, with the folder's if it is from `--all-methods`.
-        config: The `speculative_config` of its engine.
-    """
-
-    name: str
-    config: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Found:
-    """Measurements of the engine of one shape or method.
+    """Measurements of the engine of one shape.
 
     Attributes:
         entry: Entry of the result, with a point per batch size and temperature.
@@ -164,48 +137,43 @@ class Found:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare shapes or methods; return the results that `--json` prints.
+    """Compare shapes; return the results that `--json` prints.
 
     Raises:
         ArgumentError: A flag is invalid; nothing was run.
         BenchError: The measurement is invalid.
     """
-    flag = "--forms" if options.all_methods is None else "--all-methods"
-    if options.draft_tokens is not None:
-        allowed = f"left out with {flag}"
-        raise wrong_argument(
-            ConfigError, "--draft-tokens", allowed, options.draft_tokens
-        )
-    if options.forms and options.all_methods is not None:
-        allowed = "left out with --all-methods"
-        raise wrong_argument(ConfigError, "--forms", allowed, options.forms)
+    for flag in ("--draft-tokens", "--by-category", "--resume"):
+        value = getattr(options, flag[2:].replace("-", "_"))
+        if value:
+            raise wrong_argument(ConfigError, flag, "left out with --forms", value)
     sweep_of(options)
-    engines = _forms if flag == "--forms" else _methods
     result: dict[str, Any] = {}
     done: list[Found] = []
-    for offline, identity in engines(options, done):
+    for offline, form in _forms(options, done):
         if not done:
             result = offline.new_result("spec")
             # Without a model the flags mean the bundled target.
             result["arguments"] |= {"model": engine_args(dict(vars(options))).model}
             result["device"] = offline.device()
             offline.print_label()
-        done.append(measure(offline, identity, result["device"]))
+        done.append(measure(offline, form, result["device"]))
         offline.engine.shutdown()
     entries = [found.entry for found in done]
     verdict = answer(entries)
     if result["forced_acceptance"] is not None:
         verdict.append(forced_line(result["forced_acceptance"]))
     print(f"\n{entry_table(entries)}\n\n" + "\n".join(verdict) + "\n")
-    result |= {flag.rpartition("-")[2]: entries, "answer": verdict}
+    result |= {"forms": entries, "answer": verdict}
     write(result, options.output_json)
     return [result]
 
 
 def _forms(
     options: argparse.Namespace, done: Sequence[Found]
-) -> Iterator[tuple[Offline, dict[str, Any]]]:
+) -> Iterator[tuple[Offline, str]]:
     """Yield each shape's engine and name; `done` has the results of earlier shapes."""
+    sizes, _ = sweep_of(options)
     forms = [Form.read(name) for name in options.forms]
     for number, form in enumerate(forms):
         if form.kind == BEST and not {CHAIN, LEAVES} & {f.kind for f in forms[:number]}:
@@ -230,98 +198,21 @@ def _forms(
                 )
             return replace(config, speculative=form.of(config.speculative, best))
 
-        yield _open(options, options, change), {"form": form.name}
-
-
-def _methods(
-    options: argparse.Namespace, done: Sequence[Found]
-) -> Iterator[tuple[Offline, dict[str, Any]]]:
-    """Yield each method's engine and name."""
-    for method in methods_of(options):
-        changed = copy.copy(options)
-        for name in SPECULATIVE_NAMES:
-            setattr(changed, name, None)
-        changed.speculative_config = method.config
-        # Without a model the flags mean the bundled pair, whose draft they name.
-        changed.model = engine_args(dict(vars(options))).model
-        changed.model_tag = None
-        identity = {"name": method.name, "speculative_config": method.config}
-        yield _open(options, changed), identity
-
-
-def _open(
-    options: argparse.Namespace,
-    changed: argparse.Namespace,
-    change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
-) -> Offline:
-    sizes, _ = sweep_of(changed)
-    number = options.num_prompts or sizes[-1]
-    check_integer(ConfigError, "--num-prompts", number, low=sizes[-1])
-    offline = open_offline(
-        changed, num_prompts=number, num_seqs=sizes[-1], change=change
-    )
-    offline.options = options  # as given on the command line
-    return offline
-
-
-def methods_of(options: argparse.Namespace) -> list[Method]:
-    """Return all methods for the target of a command line.
-
-    Raises:
-        ConfigError: A folder has neither a head nor a draft model.
-    """
-    args = vars(engine_args(dict(vars(options))))
-    given = merge_speculative_arguments(args) or {}
-    count = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
-    own = {name: given[name] for name in _OF_MODEL if name in given}
-    method = method_of(given.get("method", DRAFT_MODEL))
-    is_model = method.has_draft_model and not method.has_one_pass
-    lookups = [name for name, row in METHODS.items() if not row.weights]
-    names = dict.fromkeys(lookups, {})
-    if is_model and own:
-        names |= dict.fromkeys((DRAFT_MODEL, *map(with_draft_model, lookups)), own)
-    found = [
-        Method(
-            name=name,
-            config={"num_speculative_tokens": count, **more, "method": name},
+        number = options.num_prompts or sizes[-1]
+        check_integer(ConfigError, "--num-prompts", number, low=sizes[-1])
+        yield (
+            open_offline(
+                options, num_prompts=number, num_seqs=sizes[-1], change=change
+            ),
+            form.name,
         )
-        for name, more in names.items()
-    ]
-    folders = list(options.all_methods)
-    if not folders and args["model"] == BUNDLED_TARGET:
-        folders = list(BUNDLED_HEADS)
-    if not is_model and "model" in given:
-        folders.insert(0, given["model"])
-    return found + [_of_folder(name, count) for name in folders]
 
 
-def _of_folder(name: str, count: int) -> Method:
-    """Return the method of a folder: a head, or a draft model of either kind."""
-    folder = model_folder(name, "--all-methods")
-    kind = kind_of_head(read_config(folder)[0])
-    if kind in KINDS:
-        max_draft_tokens = read_dummy(folder).max_draft_tokens
-        count = count if max_draft_tokens is None else min(count, max_draft_tokens)
-    else:
-        has_mask = config_from_folder(folder).mask_token_id is not None
-        kind = PARD if has_mask else DRAFT_MODEL
-    return Method(
-        name=f"{kind} {Path(name).name}",
-        config={
-            "method": kind,
-            "model": name if name in BUNDLED_HEADS else str(folder),
-            "num_speculative_tokens": count,
-        },
-    )
-
-
-def measure(
-    offline: Offline, identity: Mapping[str, Any], device: Mapping[str, Any]
-) -> Found:
+def measure(offline: Offline, form: str, device: Mapping[str, Any]) -> Found:
     """Measure all batch sizes and temperatures on one engine, over all full batches.
 
     Args:
-        identity: Fields that name the shape or method in a result.
+        form: Name of the shape.
         device: Result of `Offline.device`.
     """
     sizes, temperatures = sweep_of(offline.options)
@@ -368,9 +259,9 @@ def measure(
                 points.append(point)
     for found in parts.values():
         if found:
-            print(f"{_name_of(identity)}: {parts_table(found, device)}", flush=True)
+            print(f"{form}: {parts_table(found, device)}", flush=True)
     entry = {
-        **identity,
+        "form": form,
         "num_levels": levels,
         "num_nodes": speculative.num_nodes,
         "num_side_leaves": speculative.num_side_leaves,
@@ -488,7 +379,7 @@ def _places(
 
 
 def entry_table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Format all shapes or methods of a result, by temperature and batch size."""
+    """Format all shapes of a result, by temperature and batch size."""
     columns = ["temperature, batch, drafts", "K", "nodes", "acceptance by position"]
     columns += ["tokens/round", "round, ms", "plain, ms", "speed-up", "least", "MiB"]
     rows = [columns]

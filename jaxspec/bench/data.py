@@ -13,6 +13,7 @@ from typing import Any
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.text.tokenizer import Tokenizer
 
+FILES = ("bundled", "custom")  # data sets that are files
 DATASETS = ("bundled", "random", "custom", "prefix_repetition")
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
 # Format of a line of a prompts file, for error messages: a text, or a conversation, of
@@ -90,7 +91,7 @@ class Dataset:
         Raises:
             ConfigError: The file cannot be read, or has an invalid line.
         """
-        if self.name in ("bundled", "custom"):
+        if self.name in FILES:
             found = read_prompts(self.path or BUNDLED)
             return list(itertools.islice(itertools.cycle(found), count))
         draw = random.Random(self.seed)
@@ -107,9 +108,33 @@ class Dataset:
             for i in range(count)
         ]
 
+    def categories(self, key: str) -> dict[str, list[Prompt]]:
+        """Return the prompts of a file by category, in the order of the file.
 
-def read_prompts(path: Path) -> list[Prompt]:
+        Args:
+            key: As for `read_prompts`.
+
+        Raises:
+            ConfigError: As for `read_prompts`; a prompt has no category; or the data
+                set is not a file.
+        """
+        if self.name not in FILES:
+            allowed = f"{' or '.join(FILES)} with --by-category"
+            raise wrong_argument(ConfigError, "--dataset-name", allowed, self.name)
+        found: dict[str, list[Prompt]] = {}
+        for number, prompt in enumerate(read_prompts(self.path or BUNDLED, key), 1):
+            if not prompt.category:
+                allowed = f'a key of every line; prompt {number} has no "{key}"'
+                raise wrong_argument(ConfigError, "--by-category", allowed, key)
+            found.setdefault(prompt.category, []).append(prompt)
+        return found
+
+
+def read_prompts(path: Path, key: str = "category") -> list[Prompt]:
     """Read a file of prompts.
+
+    Args:
+        key: Key of a line with the prompt's category; without it, "domain" is read.
 
     Raises:
         ConfigError: The file cannot be read, is empty, or has an invalid line.
@@ -124,7 +149,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             value=str(path),
         ) from error
     found = [
-        _prompt(line, f"Line {number} of {path.name}")
+        _prompt(line, f"Line {number} of {path.name}", key)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -134,7 +159,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     return found
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def _prompt(line: str, where: str, key: str) -> Prompt:
     try:
         entry: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -147,7 +172,7 @@ def _prompt(line: str, where: str) -> Prompt:
     text = entry.get("prompt") if turns is None else turns[0]
     if not isinstance(text, str) or not text:
         raise wrong_argument(ConfigError, where, LINE, entry)
-    category = entry.get("category") or entry.get("domain") or ""
+    category = entry.get(key) or entry.get("domain") or ""
     return Prompt(text=text, is_turn=turns is not None, category=str(category))
 
 

@@ -108,7 +108,8 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="K",
         help="values of K (default: 1, 2, 3 and 5 below --num-speculative-tokens, and "
-        "that number)",
+        "that number). For --all-methods: fixed K besides the largest and the chosen "
+        "one (default: none)",
     )
     add(
         "--forms",
@@ -130,10 +131,26 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         "the bundled target: its bundled heads)",
     )
     add(
+        "--by-category",
+        nargs="?",
+        const="category",
+        metavar="KEY",
+        help="for --all-methods: measure each category of prompts by itself. KEY is "
+        "the key of a prompt's line that has its category (default: category). Prompts "
+        "that do not fit --max-model-len are left out",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="for --all-methods: keep the cells in --output-json, and measure only the "
+        "missing ones; refused if it was measured with other settings. The file is "
+        "written after every cell, so a run may be stopped at any time",
+    )
+    add(
         "--num-prompts",
         type=int,
-        help="for --forms and --all-methods: number of prompts, run one batch at a "
-        "time (default: the largest batch size)",
+        help="for --forms and --all-methods: number of prompts (of each category), run "
+        "one batch at a time, at least one batch (default: the largest batch size)",
     )
     add(
         "--batch-sizes",
@@ -168,7 +185,8 @@ def _add_repeats(group: argparse._ArgumentGroup, *, num_iters: int) -> None:
         type=int,
         default=1,
         help="minimum number of untimed runs before them; more run until nothing is "
-        "compiled",
+        "compiled. With 0, none run, and only runs that compile are repeated "
+        "(default: %(default)s)",
     )
     add(
         "--parts",

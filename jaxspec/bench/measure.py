@@ -2,7 +2,7 @@
 
 Modes (plain, and different K) alternate in one process with one set of weights, so that
 a slow phase of the machine affects all of them. A run in which a program was compiled
-is discarded and repeated.
+or calibrated is discarded and repeated.
 """
 
 import itertools
@@ -31,10 +31,13 @@ class Batch:
 
     Attributes:
         params: One for each prompt.
+        chooses_k: The engine chooses K (True), or drafts the requested number of tokens
+            (False); None leaves this to the engine's configuration.
     """
 
     prompts: Sequence[list[int]]
     params: Sequence[SamplingParams]
+    chooses_k: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,8 @@ def run_batch(
     """
     is_idle = engine.reset_prefix_cache()
     assert is_idle, "other requests are running"
+    if batch.chooses_k is not None:
+        engine.policy.set_adaptive(batch.chooses_k)
     before = Acceptance.of(engine.stats)
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     watch = _Watch(engine, ids)
@@ -280,8 +285,9 @@ class Bench:
         Raises:
             BenchError: Programs are compiled in too many runs.
         """
-        for batch in modes.values():
-            self.warm_up(batch)
+        if self.num_warmups:
+            for batch in modes.values():
+                self.warm_up(batch)
         return self.repeat(modes)
 
     def repeat(self, modes: Mapping[str, Batch]) -> Measured:
@@ -311,16 +317,19 @@ class Bench:
         num_quiet = 0
         for _ in range(MOST_COMPILING_RUNS):
             num_quiet += self._run(batch) is not None
-            if num_quiet >= max(self.num_warmups, 1):
+            if num_quiet >= self.num_warmups:
                 return
         raise BenchError(
             f"Programs were compiled in {MOST_COMPILING_RUNS} warm-up runs in a row."
         )
 
     def _run(self, batch: Batch) -> Run | None:
-        """Return one run; None if a program was compiled or requested meanwhile."""
-        self.engine.wait_for_programs()
-        num_compiles = self.engine.runner.num_compiles
+        """Return one run; None if a program was compiled or calibrated meanwhile."""
+
+        def progress() -> tuple[int, int]:
+            self.engine.wait_for_programs()
+            return self.engine.runner.num_compiles, len(self.engine.calibrator.timed)
+
+        before = progress()
         run = run_batch(self.engine, batch)
-        self.engine.wait_for_programs()
-        return run if self.engine.runner.num_compiles == num_compiles else None
+        return run if progress() == before else None

@@ -23,6 +23,7 @@ from jaxspec.bench.parts import (
 )
 from jaxspec.bench.report import check_writable, forced_line, header
 from jaxspec.config.engine import EngineConfig
+from jaxspec.engine.arg_utils import engine_args
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loader import read_tokenizer
 from jaxspec.errors import (
@@ -34,10 +35,7 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.sampling_params import SAMPLING_FIELDS, RequestOutputKind, SamplingParams
-from jaxspec.serve.flags import engine_args
 from jaxspec.text.tokenizer import Tokenizer
-
-PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 @dataclass(kw_only=True)
@@ -157,12 +155,14 @@ def open_offline(
     num_prompts: int,
     num_seqs: int | None,
     change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+    prompts: Sequence[Prompt] | None = None,
 ) -> Offline:
     """Check a command line, then load the engine and the prompts.
 
     Args:
         num_seqs: Sequences that must run concurrently; None for the flags' number.
         change: Changes the configuration of the flags.
+        prompts: Prompts to run in place of those of the flags.
 
     Raises:
         ArgumentError: An argument is invalid; nothing was run.
@@ -173,7 +173,7 @@ def open_offline(
     check_integer(ConfigError, "--num-iters-warmup", options.num_iters_warmup, low=0)
     check_writable(options.output_json, "--output-json")
     sampling(options, 0)
-    config = change(_config(options, num_seqs))
+    config = change(engine_config(options, num_seqs))
     if config.data_parallel_size > 1:
         raise UnsupportedError(
             f"--data-parallel-size {config.data_parallel_size}: this measures one "
@@ -182,12 +182,13 @@ def open_offline(
             value=config.data_parallel_size,
         )
     tokenizer = read_tokenizer(config)
-    chosen = dataset(options).prompts(num_prompts)
-    prompts = _token_ids(chosen, tokenizer, config, options.output_len)
+    if prompts is None:
+        prompts = dataset(options).prompts(num_prompts)
+    token_ids = _token_ids(prompts, tokenizer, config, options.output_len)
     return Offline(
         options=options,
         engine=LLMEngine(config, tokenizer=tokenizer),
-        prompts=prompts,
+        prompts=token_ids,
     )
 
 
@@ -217,7 +218,15 @@ def sampling(
     )
 
 
-def _config(options: argparse.Namespace, num_seqs: int | None) -> EngineConfig:
+def engine_config(options: argparse.Namespace, num_seqs: int | None) -> EngineConfig:
+    """Return the checked configuration of the flags.
+
+    Args:
+        num_seqs: As for `open_offline`.
+
+    Raises:
+        ArgumentError: An argument is invalid.
+    """
     args = engine_args(vars(options))
     if num_seqs is not None:
         if args.max_num_seqs is not None and args.max_num_seqs < num_seqs:

@@ -33,8 +33,9 @@ from jaxspec.program.step_context import ProgramConfig
 from jaxspec.program.target_pass import logits_of
 from jaxspec.program.token_batch import make_token_batch
 from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.side_branches import follow_branches
 from jaxspec.program.tree.tree import Tree, template_of
-from jaxspec.program.tree.verify import verify_tree
+from jaxspec.program.verify import verify
 from jaxspec.sharding import TARGET_MESH_AXES
 
 # Minimum generated tokens of every sequence when parts are timed.
@@ -303,16 +304,25 @@ def accept_part(
     tokens = active.last_tokens[:, 1:]
     if proposal is not None:
         tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
-    decision = verify_tree(
-        tree,
+    num_valid_drafts = jnp.full_like(rows, tree.num_levels)
+    verdict = verify(
         proposal,
-        tokens,
         logits,
-        jnp.full_like(rows, tree.num_levels),
+        num_valid_drafts,
         active,
         backend,
+        tree=tree,
         adjust=None,
         forced_acceptance=state.forced_acceptance,
+    )
+    decision = follow_branches(
+        tree,
+        verdict,
+        tokens,
+        logits,
+        num_valid_drafts,
+        active,
+        backend,
         max_model_len=config.pool.max_model_len,
     )
     pages = compact_kv(

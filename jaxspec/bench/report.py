@@ -17,6 +17,8 @@ import jaxspec
 from jaxspec.command_line import CommandError
 from jaxspec.errors import ConfigError
 
+# Names of runs without and with drafts, in results.
+PLAIN, SPECULATIVE = "plain", "speculative"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 # Processor features that determine the speed of bfloat16.
 WIDE_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -39,13 +41,18 @@ def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
         "benchmark": benchmark,
         "date": now(),
         **commit(),
-        "arguments": {
-            name: _as_json(value)
-            for name, value in vars(options).items()
-            if name not in HIDDEN
-        },
+        "arguments": recorded_arguments(options),
         "machine": machine(),
         "versions": versions(),
+    }
+
+
+def recorded_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that a result records."""
+    return {
+        name: _as_json(value)
+        for name, value in vars(options).items()
+        if name not in HIDDEN
     }
 
 
@@ -95,6 +102,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as a Markdown table; the first is its head."""
+    head, *others = ([*row] for row in rows)
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *others]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -2,7 +2,7 @@
 
 Plain decoding and every K alternate for every batch size and temperature. The speed of
 decoding with the whole batch is compared, without prefill. `--forms` and
-`--all-methods` compare drafts of several engines instead: see `compare`.
+`--all-methods` compare drafts of several engines instead: see `compare` and `methods`.
 """
 
 import argparse
@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.bench import compare
+from jaxspec.bench import compare, methods
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured
-from jaxspec.bench.offline import PLAIN, Offline, open_offline, sweep_of
-from jaxspec.bench.report import forced_line, table, write
+from jaxspec.bench.offline import Offline, open_offline, sweep_of
+from jaxspec.bench.report import PLAIN, forced_line, table, write
 from jaxspec.bench.summary import (
     against_ceiling,
     ceiling_lines,
@@ -77,8 +77,15 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         ArgumentError: A flag is invalid; nothing was run.
         BenchError: The measurement is invalid.
     """
-    if options.forms or options.all_methods is not None:
+    if options.all_methods is not None:
+        return methods.run(options)
+    if options.forms:
         return compare.run(options)
+    for flag in ("--by-category", "--resume"):
+        value = getattr(options, flag[2:].replace("-", "_"))
+        if value:
+            allowed = "left out without --all-methods"
+            raise wrong_argument(ConfigError, flag, allowed, value)
     sizes, temperatures = sweep_of(options)
     offline = open_offline(options, num_prompts=sizes[-1], num_seqs=sizes[-1])
     # Fixed K: every K is measured even if it does not pay.

@@ -9,9 +9,8 @@ from jaxspec.bench.acceptance import (
     speed_up_ceiling,
 )
 from jaxspec.bench.measure import Measured, Run
-from jaxspec.bench.offline import PLAIN
 from jaxspec.bench.parts import Parts
-from jaxspec.bench.report import milliseconds, percentiles, spread, table
+from jaxspec.bench.report import PLAIN, milliseconds, percentiles, spread, table
 
 
 def summarize(runs: Sequence[Run]) -> dict[str, Any]:

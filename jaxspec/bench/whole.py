@@ -11,8 +11,15 @@ from typing import Any
 import numpy as np
 
 from jaxspec.bench.measure import Measured
-from jaxspec.bench.offline import PLAIN, SPECULATIVE, open_offline
-from jaxspec.bench.report import PERCENTILES, milliseconds, table, write
+from jaxspec.bench.offline import open_offline
+from jaxspec.bench.report import (
+    PERCENTILES,
+    PLAIN,
+    SPECULATIVE,
+    milliseconds,
+    table,
+    write,
+)
 from jaxspec.bench.summary import (
     against_ceiling,
     ceiling_lines,

@@ -13,14 +13,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from jaxspec.command_line import CommandParser, run_command
+from jaxspec.command_line import CommandParser, parse_flags, run_command
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine.arg_utils import AsyncEngineArgs
+from jaxspec.engine.arg_utils import AsyncEngineArgs, engine_args
 from jaxspec.engine.scheduling.programs import GREEDY, SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.serve.flags import engine_args, parse_flags
 
 PROG = "python -m jaxspec compile"
 

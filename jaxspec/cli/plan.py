@@ -10,9 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxspec.command_line import CommandParser, run_command
-from jaxspec.engine.arg_utils import AsyncEngineArgs
-from jaxspec.serve.flags import engine_args, parse_flags
+from jaxspec.command_line import CommandParser, parse_flags, run_command
+from jaxspec.engine.arg_utils import AsyncEngineArgs, engine_args
 
 PROG = "python -m jaxspec plan"
 

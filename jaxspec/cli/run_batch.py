@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.command_line import CommandParser, run_command
-from jaxspec.engine.arg_utils import AsyncEngineArgs
+from jaxspec.command_line import CommandParser, parse_flags, run_command
+from jaxspec.engine.arg_utils import AsyncEngineArgs, engine_args
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.exit import interrupts_end
-from jaxspec.serve.flags import add_settings, engine_args, parse_flags, read_settings
+from jaxspec.serve.flags import add_settings, read_settings
 
 PROG = "python -m jaxspec run-batch"
 # Settings of the server that change responses.

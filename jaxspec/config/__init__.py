@@ -4,12 +4,13 @@
 (storage of weights in fewer bits), `methods` (the speculative methods), `speculation`
 (the speculative arguments), `lookups` (drafts copied from earlier text), `token_tree`
 (shapes of drafts), `trimming` (vocabulary of a draft), `structured_outputs`,
-`kv_events`, `hosts` (several processes, one target).
+`kv_events`, `profiler`, `hosts` (several processes, one target).
 """
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.kv_events import KvEventsConfig
 from jaxspec.config.model import ModelConfig
+from jaxspec.config.profiler import ProfilerConfig
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.structured_outputs import StructuredOutputsConfig
 
@@ -17,6 +18,7 @@ __all__ = [
     "EngineConfig",
     "KvEventsConfig",
     "ModelConfig",
+    "ProfilerConfig",
     "SpeculativeConfig",
     "StructuredOutputsConfig",
 ]

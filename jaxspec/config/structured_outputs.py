@@ -5,6 +5,7 @@ Owns the fields and their combinations; `jaxspec.engine.structured_output` turns
 into masks.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, no_type_check
@@ -16,13 +17,17 @@ from jaxspec.errors import (
     UnsupportedError,
     check_flag,
     named_in,
+    one_of,
     read_keys,
     wrong_argument,
 )
 
+_log = logging.getLogger(__name__)
+
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _JSON_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
-_BACKENDS = ("auto", "guidance")
+# All are llguidance; vLLM has the last three as well.
+_BACKENDS = ("auto", "guidance", "lm-format-enforcer", "outlines", "xgrammar")
 # The white space allowed between two parts of JSON: none, one space, or a line break
 # with an indentation. 16 columns are eight levels of `json.dumps(..., indent=2)`. JSON
 # itself sets no bound, and an uncertain model generates white space until `max_tokens`.
@@ -33,7 +38,9 @@ DEFAULT_WHITESPACE_PATTERN = r" |\r?\n( {0,16}|\t{0,8})"
 @no_type_check
 @dataclass(kw_only=True)
 class StructuredOutputsParams:
-    """The constraint on a generated text: exactly one of the first five fields is set.
+    """The constraint on a generated text: exactly one of these kinds is set.
+
+    The kinds are json, regex, choice, grammar, json_object and structural_tag.
 
     Once a text satisfies the constraint and cannot be continued, only the model's end
     tokens may follow. A text that ends early, by `max_tokens` or a stop string, is a
@@ -50,7 +57,8 @@ class StructuredOutputsParams:
             `additionalProperties` allow none.
         whitespace_pattern: Regular expression of the white space between two parts of
             JSON. Default: a space, or a line break and up to 16 columns.
-        structural_tag: vLLM's; an error if set.
+        structural_tag: A constraint on parts of the text, such as the calls in it, in
+            either of vLLM's notations, as a dict or as its JSON text.
     """
 
     json: str | dict[str, Any] | None = None
@@ -61,7 +69,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     def __post_init__(self):
         given = [name for name in _KINDS if getattr(self, name) is not None]
@@ -69,19 +77,12 @@ class StructuredOutputsParams:
             raise wrong_argument(
                 RequestError,
                 "structured_outputs",
-                f"exactly one of {', '.join(_KINDS[:-1])}",
+                f"exactly one of {', '.join(_KINDS)}",
                 {
                     name: value
                     for name, value in vars(self).items()
                     if value not in (None, False)
                 },
-            )
-        if self.structural_tag is not None:
-            raise UnsupportedError(
-                "structural_tag is not supported: Gemma has no tags for calls. Use "
-                "json, regex, choice, grammar or json_object.",
-                parameter="structural_tag",
-                value=self.structural_tag,
             )
         self._check_kind()
         for name in _JSON_FLAGS:
@@ -103,6 +104,10 @@ class StructuredOutputsParams:
             "choice": (_is_choice(value), "a list of at least one string"),
             "grammar": (texts, "a grammar in Lark's or GBNF's notation"),
             "json_object": (value is True, "True"),
+            "structural_tag": (
+                texts or isinstance(value, Mapping),
+                "a structural tag",
+            ),
         }[kind]
         if not is_right:
             raise wrong_argument(RequestError, kind, allowed, value)
@@ -115,7 +120,8 @@ class StructuredOutputsConfig:
     """An engine's defaults for structured outputs, with vLLM's names.
 
     Attributes:
-        backend: "auto" or "guidance"; both are llguidance.
+        backend: "auto" or "guidance"; both are llguidance. vLLM's other backends are
+            replaced by llguidance, with a warning.
         disable_fallback: Without effect: there is no other backend.
         disable_any_whitespace: No white space between the parts of JSON.
         disable_additional_properties: Objects of a schema that do not set
@@ -138,10 +144,14 @@ class StructuredOutputsConfig:
 
     def __post_init__(self):
         if self.backend not in _BACKENDS:
-            allowed = " or ".join(map(repr, _BACKENDS))
             hint = "Grammars are always compiled by llguidance; leave it out."
             raise wrong_argument(
-                UnsupportedError, "backend", allowed, self.backend, hint
+                UnsupportedError, "backend", one_of(_BACKENDS), self.backend, hint
+            )
+        if self.backend not in _BACKENDS[:2]:
+            _log.warning(
+                "backend=%r has no effect: llguidance compiles all grammars",
+                self.backend,
             )
         for name in ("reasoning_parser", "reasoning_parser_plugin"):
             if getattr(self, name):

@@ -560,6 +560,31 @@ class AsyncEngineArgs(EngineArgs):
     max_log_len: int | None = None
 
 
+def engine_args(values: dict[str, Any]) -> AsyncEngineArgs:
+    """Make the engine's arguments from flags that `add_cli_args` has added.
+
+    Args:
+        values: As argparse returns them; `model` is set in place.
+
+    Raises:
+        ConfigError: A value is invalid.
+        UnsupportedError: A flag asks for an unsupported feature.
+    """
+    _choose_model(values)
+    return AsyncEngineArgs.from_cli_args(argparse.Namespace(**values))
+
+
+def _choose_model(values: dict[str, Any]) -> None:
+    """Set `model`: the positional argument, the flag, or the bundled pair."""
+    tag, name = values.get("model_tag"), values["model"]
+    if tag is not None and name is not None and tag != name:
+        allowed = f"left out, or equal to the positional argument {tag!r}"
+        raise wrong_argument(ConfigError, "--model", allowed, name)
+    values["model"] = tag or name
+    if values["model"] is None:
+        values |= bundled_pair(values)
+
+
 def flags_of(name: str) -> list[str]:
     """Return the spellings of an argument's flag."""
     return ["--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, ())]

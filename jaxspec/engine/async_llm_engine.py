@@ -15,6 +15,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loader import check_level
 from jaxspec.engine.metrics import Load
 from jaxspec.engine.speculation.policy import Choice
+from jaxspec.engine.stat_loggers import check_stat_loggers
 from jaxspec.errors import (
     EngineDeadError,
     EngineGenerateError,
@@ -59,13 +60,21 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls, engine_args: EngineArgs, usage_context: object = None
+        cls,
+        engine_args: EngineArgs,
+        usage_context: object = None,
+        stat_loggers: Sequence[type] | None = None,
     ) -> "AsyncLLMEngine":
         """Build an engine from vLLM's arguments.
 
         Args:
             usage_context: Accepted for vLLM's signature; no usage is reported.
+            stat_loggers: Classes of `jaxspec.v1.metrics.loggers`, without effect.
+
+        Raises:
+            UnsupportedError: A class of `stat_loggers` is the caller's own.
         """
+        check_stat_loggers(stat_loggers)
         return cls(*make_engines(engine_args))
 
     @no_type_check  # `InputProcessor` checks, with better errors

@@ -24,6 +24,7 @@ from jaxspec.engine.scheduling.page_events import (
     PagesStored,
 )
 from jaxspec.errors import ConfigError
+from jaxspec.extras import needs_extra
 
 _log = logging.getLogger(__name__)
 
@@ -189,13 +190,11 @@ class KvEventPublisher:
 
 
 def _imported(name: str) -> Any:
-    try:
+    with needs_extra(
+        "kv-events",
+        "Publishing KV events",
+        hint="Or leave out kv_events_config.",
+        parameter="kv_events_config",
+        value=True,
+    ):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"KV events need {name}, which is not installed: install the extra "
-            "`kv-events` (from the checkout, pip install '.[kv-events]'), or leave "
-            "out kv_events_config.",
-            parameter="kv_events_config",
-            value=True,
-        ) from error

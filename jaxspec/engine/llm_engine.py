@@ -35,6 +35,7 @@ from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.engine.speculation.step_times import FIXED_SHARE, StepTimes
+from jaxspec.engine.stat_loggers import check_stat_loggers
 from jaxspec.engine.tracing import RequestTracer
 from jaxspec.errors import (
     ConfigError,
@@ -190,16 +191,22 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls, engine_args: EngineArgs, usage_context: object = None
+        cls,
+        engine_args: EngineArgs,
+        usage_context: object = None,
+        stat_loggers: Sequence[type] | None = None,
     ) -> "LLMEngine":
         """Build an engine from vLLM's arguments.
 
         Args:
             usage_context: Accepted for vLLM's signature; no usage is reported.
+            stat_loggers: Classes of `jaxspec.v1.metrics.loggers`, without effect.
 
         Raises:
-            UnsupportedError: `data_parallel_size` is above 1.
+            UnsupportedError: `data_parallel_size` is above 1, or a class of
+                `stat_loggers` is the caller's own.
         """
+        check_stat_loggers(stat_loggers)
         config = engine_args.create_engine_config()
         if config.data_parallel_size > 1:
             raise UnsupportedError(

@@ -43,6 +43,7 @@ from jaxspec.engine.grammar_matcher import (
     grammar_of_rules,
     grammar_of_schema,
 )
+from jaxspec.engine.structural_tags import grammar_of_tag
 from jaxspec.errors import ConfigError, RequestError, escaped
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -632,18 +633,32 @@ def _grammar_of(
         return grammar_of_choices(params.choice)
     if params.grammar is not None:
         return grammar_of_rules(params.grammar)
-    schema = _schema_of(params, config)
+    if params.structural_tag is not None:
+        return grammar_of_tag(
+            params.structural_tag, lambda given: _inline_schema(given, params, config)
+        )
+    schema = _schema_of(
+        {"type": "object"} if params.json_object else params.json, params, config
+    )
     options: Any = _json_options(params, config, schema)
     # As text: with a dict that contains itself, the library overflows the stack.
     return grammar_of_schema(json.dumps(schema, allow_nan=False), options)
 
 
+def _inline_schema(
+    given: Any, params: StructuredOutputsParams, config: StructuredOutputsConfig
+) -> str:
+    """Return the text of a schema inside a grammar, with its white space options."""
+    schema = _schema_of(given, params, config)
+    options = _json_options(params, config, schema)
+    if options:
+        schema["x-guidance"] = {**schema.get("x-guidance", {}), **options}
+    return json.dumps(schema, allow_nan=False)
+
+
 def _schema_of(
-    params: StructuredOutputsParams, config: StructuredOutputsConfig
+    schema: Any, params: StructuredOutputsParams, config: StructuredOutputsConfig
 ) -> dict[str, Any]:
-    if params.json_object:
-        return {"type": "object"}
-    schema = params.json
     if isinstance(schema, str):
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):

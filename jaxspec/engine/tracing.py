@@ -8,12 +8,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.errors import ConfigError, escaped, wrong_argument
+from jaxspec.extras import needs_extra
 
 _log = logging.getLogger(__name__)
 
@@ -177,15 +177,11 @@ def _acceptance(request: Request) -> dict[str, float | int]:
     }
 
 
-@contextmanager
-def _needs_packages(endpoint: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(
-            f"Traces need OpenTelemetry, which is not installed ({error}): install the "
-            "extra `otel` (from the checkout, pip install '.[otel]'), or leave out "
-            f"{NAME}.",
-            parameter=NAME,
-            value=endpoint,
-        ) from error
+def _needs_packages(endpoint: str) -> AbstractContextManager[None]:
+    return needs_extra(
+        "otel",
+        "Sending traces",
+        hint=f"Or leave out {NAME}.",
+        parameter=NAME,
+        value=endpoint,
+    )

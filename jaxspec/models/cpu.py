@@ -265,7 +265,7 @@ class QuantizedMatrix(NativeMatrix):
 
     Attributes:
         panels: As in `QuantizedPanels`.
-        scales: [panel, group, width], float32.
+        scales: As in `QuantizedPanels`.
         row_type: The type of the network's rows.
     """
 
@@ -278,7 +278,12 @@ class QuantizedMatrix(NativeMatrix):
         matrix, scales = values.values, values.scales
         placement = replicated(matrix.sharding.mesh)
         if isinstance(matrix, jax.ShapeDtypeStruct):
-            forms = quantized_form(matrix.shape, matrix.dtype, scales.shape[1])
+            forms = quantized_form(
+                matrix.shape,
+                matrix.dtype,
+                scales.shape[1],
+                has_minima=len(scales.shape) == 3,
+            )
             panels = QuantizedPanels(
                 *(jax.ShapeDtypeStruct(*form, sharding=placement) for form in forms)
             )

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.matrices import Matrix, product
 from jaxspec_checkpoints.quantization import Scheme, stored_bytes
+from jaxspec_kernels.sums import row_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Quantized:
 
     Attributes:
         values: [out, features], of the scheme's type.
-        scales: [out, group], float32.
+        scales: float32, [out, group]; or [out, group, 2]: scales and minima.
         dtype: Type that rows are rounded to before they are multiplied with it.
     """
 
@@ -35,7 +36,7 @@ class Quantized:
 
 
 def scales_sharding(sharding: NamedSharding, num_groups: int) -> NamedSharding:
-    """Return the placement of [out, group] scales, from that of the values.
+    """Return the placement of scales and minima, from that of the values.
 
     Outputs are split as those of the values are. Groups are split as the features are,
     if their number divides evenly.
@@ -112,7 +113,7 @@ class GroupedMatrix(Matrix):
 
     Attributes:
         values: [group, feature of the group, out].
-        scales: [group, out], float32.
+        scales: float32, [group, out]; or [2, group, out]: scales and minima.
         row_type: Type that rows are rounded to.
     """
 
@@ -128,13 +129,14 @@ class GroupedMatrix(Matrix):
         mesh, groups = scales.sharding.mesh, scales.shape[1]
         size = matrix.shape[1] // groups
         of_values = NamedSharding(mesh, PartitionSpec(features, None, outputs))
-        of_scales = NamedSharding(mesh, PartitionSpec(features, outputs))
+        kinds = (None,) * (len(scales.shape) - 2)  # of [2, group, out]
+        of_scales = NamedSharding(mesh, PartitionSpec(*kinds, features, outputs))
         row_type = jnp.dtype(values.dtype).name
         if isinstance(matrix, jax.ShapeDtypeStruct):
             form = groups, size, matrix.shape[0]
             return cls(
                 matrix.update(shape=form, sharding=of_values),
-                scales.update(shape=(groups, matrix.shape[0]), sharding=of_scales),
+                scales.update(shape=scales.shape[::-1], sharding=of_scales),
                 row_type,
             )
         split = functools.partial(_groups_first, num_groups=groups)
@@ -160,18 +162,34 @@ class GroupedMatrix(Matrix):
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """Multiply; group sums and their total are float32."""
+        """Multiply; group sums and their total are float32.
+
+        A minimum is multiplied by the sum of the row's features.
+        """
         groups, size, _ = self.values.shape
+        scales, minima = self._scales_and_minima()
         split = inputs.astype(self.dtype).reshape(-1, groups, size)
         outputs = product(  # [group, token, out]
             split, self.values.astype(self.dtype), (((2,), (1,)), ((1,), (0,)))
         )
-        return (outputs * self.scales[:, None]).sum(axis=0)
+        outputs = outputs * scales[:, None]
+        if minima is not None:
+            sums = row_sums(split.astype(jnp.float32))  # [token, group, 1]
+            outputs = outputs + sums.transpose(1, 0, 2) * minima[:, None]
+        return outputs.sum(axis=0)
 
     def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
-        values = self.values.at[:, :, index].get(mode="clip").astype(jnp.float32)
-        scales = self.scales.at[:, index].get(mode="clip")[:, None]
-        return (values * scales).transpose(2, 0, 1).reshape(len(index), -1)
+        numbers = self.values.at[:, :, index].get(mode="clip").astype(jnp.float32)
+        scales, minima = self._scales_and_minima()
+        numbers = numbers * scales.at[:, index].get(mode="clip")[:, None]
+        if minima is not None:
+            numbers = numbers + minima.at[:, index].get(mode="clip")[:, None]
+        return numbers.transpose(2, 0, 1).reshape(len(index), -1)
+
+    def _scales_and_minima(self) -> tuple[Array, Array | None]:
+        if self.scales.ndim == 2:
+            return self.scales, None
+        return self.scales[0], self.scales[1]
 
 
 def choose_form(scheme: Scheme) -> type[Matrix]:

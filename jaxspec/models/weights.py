@@ -241,11 +241,11 @@ def describer(dtype: jnp.dtype) -> Make:
         form = partial(jax.ShapeDtypeStruct, spec.shape)
         if spec.scheme is None:
             return form(dtype, sharding=sharding)
-        groups = spec.scheme.num_groups(spec.shape[1])
+        scales_shape = spec.scheme.scales_shape(spec.shape)
         scales = jax.ShapeDtypeStruct(
-            (spec.shape[0], groups),
+            scales_shape,
             jnp.float32,
-            sharding=scales_sharding(sharding, groups),
+            sharding=scales_sharding(sharding, scales_shape[1]),
         )
         values = form(spec.scheme.value_type, sharding=sharding)
         return Quantized(values=values, scales=scales, dtype=dtype)

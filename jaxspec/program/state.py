@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config.engine import KV_FP8, KV_INT8, ModelConfig
 from jaxspec.errors import UnsupportedError, wrong_argument
+from jaxspec.models.heads.config import LayerConfig
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Rows
 from jaxspec.sharding import kv_copies, named_sharding, num_parts, put
@@ -65,14 +66,12 @@ def page_forms(
     arrays = config.kv_layout(pool.unit_pages).arrays
     forms = {
         array: layer_pages(
-            num_q_heads=config.num_q_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_pages=array.num_turns * array.pages_per_unit * pool.num_units,
-            pool=pool,
-            dtype=dtype,
-            mesh=mesh,
-            mesh_axes=mesh_axes,
+            config,
+            array.num_turns * array.pages_per_unit * pool.num_units,
+            dtype,
+            pool,
+            mesh,
+            mesh_axes,
         )
         for array in set(arrays)
     }
@@ -80,13 +79,10 @@ def page_forms(
 
 
 def layer_pages(
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    config: ModelConfig | LayerConfig,
     num_pages: int,
-    pool: PoolShape,
     dtype: jnp.dtype,
+    pool: PoolShape,
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> Any:
@@ -99,9 +95,9 @@ def layer_pages(
     Returns:
         One array, or `ScaledPages` of two.
     """
-    heads = num_kv_heads
-    heads *= kv_copies(num_q_heads, num_kv_heads, num_parts(mesh, mesh_axes))
-    shape = (num_pages, pool.page_size, 2 * heads, head_dim)
+    heads, parts = config.num_kv_heads, num_parts(mesh, mesh_axes)
+    heads *= kv_copies(config.num_q_heads, heads, parts)
+    shape = (num_pages, pool.page_size, 2 * heads, config.head_dim)
     names = ("page", None, "kv_head", None)
 
     device = mesh.devices.flat[0]

@@ -22,8 +22,9 @@ from jaxspec.program.state import EngineState, run_if
 from jaxspec.program.step_context import StepContext
 from jaxspec.program.token_batch import join_batches, make_token_batch
 from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.side_branches import follow_branches
 from jaxspec.program.tree.tree import Tree
-from jaxspec.program.tree.verify import verify_tree
+from jaxspec.program.verify import verify
 from jaxspec_kernels.bits import KvPools
 
 # Number of drafts of a narrow pass. Together with the newest token's row, they take no
@@ -128,16 +129,24 @@ class TargetPass:
             batches.append(prompts)
         output, pages = target.forward(join_batches(batches), pages)
         logits, tile_logits = logits_of(target, output.hidden_states, seqs * width)
-        new_tokens, num_accepted, tree_row = verify_tree(
-            tree,
+        verdict = verify(
             proposal,
+            logits,
+            self.num_valid_drafts,
+            active,
+            context.backend,
+            tree=tree,
+            adjust=self.adjust,
+            forced_acceptance=self.forced_acceptance,
+        )
+        new_tokens, num_accepted, tree_row = follow_branches(
+            tree,
+            verdict,
             inputs,
             logits,
             self.num_valid_drafts,
             active,
             context.backend,
-            adjust=self.adjust,
-            forced_acceptance=self.forced_acceptance,
             max_model_len=pool.max_model_len,
         )
         pages = compact_kv(

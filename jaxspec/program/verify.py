@@ -1,4 +1,4 @@
-"""The verdict on a chain of drafts: which are accepted, and which token follows.
+"""The verdict on drafts in a row: which are accepted, and which token follows.
 
 Plain decoding is the verification of zero drafts.
 """
@@ -55,28 +55,37 @@ def verify(
     adjust: Adjust | None,
     forced_acceptance: Float[Array, " probability"] | None = None,
 ) -> Verdict:
-    """Decide which drafts of a chain are accepted, and sample the token after them.
+    """Decide which drafts of the main chain are accepted; sample the token after them.
 
-    Greedy, coupled, standard and block sequences may share a batch.
+    Greedy, coupled, standard and block sequences may share a batch. For the side
+    branches of a tree, see `follow_branches`.
 
     Args:
         proposal: None for no drafts.
-        logits: The model's own, sequence-major. Row i predicts the token in the place
-            of draft i (from 0); the last row, the token after all drafts.
-        num_valid_drafts: Valid drafts of each sequence: columns at or past it are
+        logits: The model's own, sequence-major, of all rows of the tree. In a chain,
+            row i predicts the token in the place of draft i (from 0); the last row, the
+            token after all drafts.
+        num_valid_drafts: Valid levels of drafts of each sequence: deeper ones are
             padding.
-        tree: A chain with a node for each draft.
-        adjust: Applies the requests' controls to logits; None without controls.
-        forced_acceptance: As for `force`, at least one per draft; None forces nothing.
+        tree: Has a node for each draft.
+        adjust: Applies the requests' controls to logits; None without controls, and for
+            a tree with side branches.
+        forced_acceptance: As for `force`, at least one per draft; None forces nothing,
+            as for a tree with side branches.
     """
     vocab_size, seqs = logits.shape[1], num_valid_drafts.shape[0]
     tokens, probs = jnp.zeros((seqs, 0), jnp.int32), None
     if proposal is not None:
         tokens, probs = proposal.tokens, proposal.probs
-    assert tree.is_chain, "the rules verify a chain"
-    draft, width = tree.num_nodes, tree.num_rows
-    assert tokens.shape == (seqs, draft), (tokens.shape, tree)
-    rows = logits.reshape(seqs, width, vocab_size)
+    assert tokens.shape == (seqs, tree.num_nodes), (tokens.shape, tree)
+    rows = logits.reshape(seqs, tree.num_rows, vocab_size)
+    draft, width = tree.main_chain.num_nodes, tree.main_chain.num_rows
+    if not tree.is_chain:
+        assert adjust is None, "controls are computed for one path only"
+        assert forced_acceptance is None, "forced acceptance needs a chain"
+        tokens, rows = tokens[:, :draft], rows[:, :width]
+        probs = None if probs is None else probs[:, :draft]
+        num_valid_drafts = jnp.minimum(num_valid_drafts, draft)
     if adjust is not None:
         rows = adjust(rows, tokens)
     # One uniform for each draft and one for the token after them, keyed by the position
@@ -236,13 +245,3 @@ def force_one(
     """Return whether `force` would accept a first draft of each sequence."""
     start = active.num_tokens
     return randomness.uniform(active.seed, start, randomness.ACCEPT) < probabilities[0]
-
-
-def place_next(
-    drafts: Int[Array, "seq draft"], verdict: Verdict
-) -> Int[Array, "seq draft+1"]:
-    """Return the accepted drafts, followed by the target's token."""
-    seqs = drafts.shape[0]
-    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-    row = jnp.arange(seqs, dtype=jnp.int32)
-    return padded.at[row, verdict.num_accepted].set(verdict.next_token)

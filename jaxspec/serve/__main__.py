@@ -1,6 +1,7 @@
 """Owns `python -m jaxspec.serve`.
 
-Imports the engine only when it runs: importing jax takes seconds, `--help` must not.
+Imports the server's flags when it runs, because they need the extra `serve`, and the
+engine after the flags are checked, because importing jax takes seconds.
 """
 
 import importlib
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxspec.command_line import run_command
 from jaxspec.exit import end, interrupts_end
-from jaxspec.serve.flags import read_flags
+from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.serve"
 
@@ -18,8 +19,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Parse the command line and serve; return the exit code."""
 
     def run() -> int:
+        given = sys.argv[1:] if arguments is None else arguments
         with interrupts_end():
-            options = read_flags(prog, sys.argv[1:] if arguments is None else arguments)
+            with needs_extra("serve", "The server"):
+                flags = importlib.import_module("jaxspec.serve.flags")
+            options = flags.read_flags(prog, given)
             return importlib.import_module("jaxspec.serve.launcher").run(options)
 
     return run_command(prog, run)

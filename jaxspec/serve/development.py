@@ -43,6 +43,23 @@ def development_routes(serving: Serving) -> APIRouter:
         """Return whether any part is off the devices."""
         return {"is_sleeping": await engine.is_sleeping()}
 
+    @router.post("/pause")
+    async def pause(mode: str = "abort", clear_cache: bool = True) -> dict[str, Any]:
+        """Stop generation until /resume, as `AsyncLLMEngine.pause_generation` does."""
+        await engine.pause_generation(mode=mode, clear_cache=clear_cache)
+        return {"status": "paused"}
+
+    @router.post("/resume")
+    async def resume() -> dict[str, Any]:
+        """Continue after /pause."""
+        await engine.resume_generation()
+        return {"status": "resumed"}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, Any]:
+        """Return whether /pause has stopped generation."""
+        return {"is_paused": await engine.is_paused()}
+
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache(
         reset_running_requests: bool = False, reset_external: bool = False

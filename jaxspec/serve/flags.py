@@ -9,7 +9,6 @@ import dataclasses
 import json
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +26,7 @@ from jaxspec.command_line import (
 from jaxspec.engine.arg_utils import (
     AsyncEngineArgs,
     add_vllm_flags,
-    bundled_pair,
+    engine_args,
     flags_of,
 )
 from jaxspec.engine.vllm_arguments import VLLM_SERVER_FLAGS, check_vllm_arguments
@@ -147,43 +146,6 @@ def read_settings(values: dict[str, Any]) -> ServerSettings:
             value = value or envs.VLLM_SERVER_DEV_MODE
         chosen[item.name] = value
     return ServerSettings(**chosen)
-
-
-def engine_args(values: dict[str, Any]) -> AsyncEngineArgs:
-    """Make the engine's arguments from flags that `add_cli_args` has added.
-
-    Args:
-        values: As argparse returns them; `model` is set in place.
-
-    Raises:
-        ConfigError: A value is invalid.
-        UnsupportedError: A flag asks for an unsupported feature.
-    """
-    _choose_model(values)
-    return AsyncEngineArgs.from_cli_args(argparse.Namespace(**values))
-
-
-def _choose_model(values: dict[str, Any]) -> None:
-    """Set `model`: the positional argument, the flag, or the bundled pair."""
-    tag, name = values.get("model_tag"), values["model"]
-    if tag is not None and name is not None and tag != name:
-        allowed = f"left out, or equal to the positional argument {tag!r}"
-        raise wrong_argument(ConfigError, "--model", allowed, name)
-    values["model"] = tag or name
-    if values["model"] is None:
-        values |= bundled_pair(values)
-
-
-def parse_flags(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
-) -> argparse.Namespace:
-    """Parse arguments in all spellings of flags; None: those of the process."""
-    given = sys.argv[1:] if arguments is None else arguments
-    try:
-        given = without_dots([dashed(argument) for argument in given])
-    except ConfigError as error:
-        parser.error(str(error))
-    return parser.parse_args(given)
 
 
 def _flattened(name: str, values: Sequence[str]) -> Iterator[str]:

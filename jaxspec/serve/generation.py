@@ -158,8 +158,8 @@ def generation_routes(serving: Serving) -> APIRouter:
         stored = await _read_stored(serving, owner, response_id)
         if not stored.response["background"]:
             raise RequestError(
-                "Only a response with background=True can be cancelled. To cancel "
-                "any other, close its connection.",
+                "Cannot cancel a synchronous response. Only one with background=True "
+                "can be cancelled; to end any other, close its connection.",
                 parameter="response_id",
                 value=response_id,
             )
@@ -432,14 +432,14 @@ def _check_background(serving: Serving, body: ResponseBody) -> None:
     """
     if not body.background:
         return
-    conflict = ""
+    problem = ""
     if not serving.responses.is_on:
-        conflict = "a server that stores no responses (--max-response-store-bytes 0)"
+        problem = "this server stores no responses (--max-response-store-bytes 0)"
     elif not is_stored(serving, body):
-        conflict = "store=False: the response could not be retrieved"
-    if conflict:
+        problem = "the response could not be retrieved"
+    if problem:
         raise UnsupportedError(
-            f"background=True cannot be combined with {conflict}.",
+            f"background can only be used when `store` is true: {problem}.",
             parameter="background",
             value=True,
         )

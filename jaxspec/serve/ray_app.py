@@ -37,6 +37,7 @@ from jaxspec.errors import (
     check_strings,
     wrong_argument,
 )
+from jaxspec.extras import needs_extra
 from jaxspec.serve.app import make_app
 from jaxspec.serve.connections import ConnectionLimits, limited_http
 from jaxspec.serve.flags import Options, listening_flags, read_values
@@ -249,15 +250,9 @@ def _read(value: Any) -> Any:
 
 
 def _ray_serve() -> Any:
-    try:
+    hint = "All machines of the cluster need it. A single server does not need Ray: "
+    with needs_extra("ray", _PLACE, hint=f"{hint}python -m jaxspec.serve."):
         return importlib.import_module("ray.serve")
-    except ImportError as error:
-        raise ConfigError(
-            f"{_PLACE} needs Ray Serve, which is not installed here ({error}). Install "
-            "the extra `ray` on every machine of the cluster: from the checkout, "
-            "pip install '.[ray]'. A single server does not need Ray: python -m "
-            "jaxspec.serve."
-        ) from error
 
 
 def _affine() -> dict[str, Any]:

@@ -98,9 +98,9 @@ class ServerSettings:
             requests that exceed it are refused. None for no limit.
         max_request_s: Seconds that one request may take; None for no limit.
         disable_fastapi_docs: Serve neither /docs nor /openapi.json.
-        server_dev_mode: Serve /sleep, /wake_up, /is_sleeping, /reset_prefix_cache and
-            /server_info without an API key, as in vLLM. VLLM_SERVER_DEV_MODE=1 in the
-            environment turns it on as well.
+        server_dev_mode: Serve /sleep, /wake_up, /is_sleeping, /pause, /resume,
+            /is_paused, /reset_prefix_cache and /server_info without an API key, as in
+            vLLM. VLLM_SERVER_DEV_MODE=1 in the environment turns it on as well.
         response_store: An SQLite file in which responses (POST /v1/responses) survive a
             restart; by default they are in memory.
         max_response_store_bytes: Maximum total bytes of stored responses, of which the

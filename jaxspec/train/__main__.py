@@ -9,12 +9,11 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from jaxspec.command_line import CommandParser, run_command
-from jaxspec.errors import ConfigError
 from jaxspec.exit import end
+from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.train"
 
@@ -344,17 +343,14 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         return 0
 
     def run() -> None:
-        if find_spec("optax") is None:
-            raise ConfigError(
-                "Training needs optax, which the extra `train` installs: pip "
-                "install -e '.[train]'."
-            )
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         logging.getLogger("absl").setLevel(logging.WARNING)
         if options.method == TEXT:
             importlib.import_module("jaxspec.train.texts").write_texts(options)
-        else:
-            importlib.import_module("jaxspec.train.run").run(options)
+            return
+        with needs_extra("train", "Training"):
+            training = importlib.import_module("jaxspec.train.run")
+        training.run(options)
 
     return run_command(f"{prog} {options.method}", run)
 

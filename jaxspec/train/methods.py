@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.families import family_of
-from jaxspec.models.heads import dflash, eagle, eagle3, medusa
+from jaxspec.models.heads import dflash, eagle3, medusa
 from jaxspec.models.heads.config import (
     DFlashConfig,
     Eagle3Config,
@@ -151,6 +151,16 @@ class _Head:
             token_ids=token_ids,
         )
 
+    def logits(
+        self,
+        params: Params,
+        head: Matrix,
+        number: int,
+        hidden: Float[Array, "row_token model"],
+    ) -> Float[Array, "row_token draft_vocab"]:
+        network = functions_of_head(self.config)
+        return network.logits(self.config, params, hidden, head)
+
     def save(
         self,
         folder: Path,
@@ -223,15 +233,6 @@ class EagleMethod(_LayerMethod):
     def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
         return states.rows.reshape(-1, states.rows.shape[-1]).astype(jnp.float32)
 
-    def logits(
-        self,
-        params: Params,
-        head: Matrix,
-        number: int,
-        hidden: Float[Array, "row_token model"],
-    ) -> Float[Array, "row_token draft_vocab"]:
-        return eagle.logits(self.config, params, hidden, head)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Method(_LayerMethod):
@@ -251,15 +252,6 @@ class Eagle3Method(_LayerMethod):
 
     def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
         return eagle3.fuse(self.config, params, _streams(states))
-
-    def logits(
-        self,
-        params: Params,
-        head: Matrix,
-        number: int,
-        hidden: Float[Array, "row_token model"],
-    ) -> Float[Array, "row_token draft_vocab"]:
-        return eagle3.logits(self.config, params, hidden, head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,15 +308,6 @@ class DFlashMethod(_Head):
             config, params, batch, embedded, pages, BlocksBackend()
         )
         return list(found.reshape(places, tokens.size, -1)[1:])
-
-    def logits(
-        self,
-        params: Params,
-        head: Matrix,
-        number: int,
-        hidden: Float[Array, "row_token model"],
-    ) -> Float[Array, "row_token draft_vocab"]:
-        return dflash.logits(self.config, params, hidden, head)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,7 @@ def test_top_logits_are_within_a_thousandth(name):
     assert abs(found.min() - prompt["logit_min_last"]) < 1e-3
 
 
+@pytest.mark.slow
 def test_perplexity_equals_the_record():
     (case,) = GOLDEN["perplexity"]
     tokens = plain().get_tokenizer().encode(case["text"])[: case["n_tokens"]]
@@ -120,6 +121,7 @@ def test_perplexity_equals_the_record():
     assert abs(np.exp(losses.mean()) - case["perplexity"]) < 0.01
 
 
+@pytest.mark.slow
 def test_greedy_texts_in_chunks_batches_and_after_preemption():
     """All prompts at once, with too few pages, then again with prefix hits."""
     engine = plain().llm_engine
@@ -160,13 +162,12 @@ def plain_ids(**params: Any) -> list[list[int]]:
     return ids_of(plain(), COPYING, **params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speculative",
     [
         dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3),
-        pytest.param(
-            dict(method="suffix", num_speculative_tokens=3), marks=pytest.mark.slow
-        ),
+        dict(method="suffix", num_speculative_tokens=3),
     ],
     ids=lambda one: one["method"],
 )
@@ -177,6 +178,7 @@ def test_drafts_change_no_text(speculative):
     assert model.llm_engine.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_bfloat16_has_the_same_first_token():
     model = llm("bfloat16", max_num_seqs=1)
     for name in ("france", "code", "story", "multilingual"):

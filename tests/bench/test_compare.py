@@ -1,4 +1,4 @@
-"""Comparison of forms and methods on a fake device."""
+"""Comparison of forms on a fake device."""
 
 import dataclasses
 import json
@@ -12,7 +12,6 @@ from jaxspec.bench.compare import (
     Form,
     answer,
     entry_table,
-    methods_of,
     ranks_of,
     round_cost,
 )
@@ -21,21 +20,11 @@ from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.token_tree import Place, leaf_paths, read_paths
 from jaxspec.errors import ConfigError
 from tests.bench.workloads import flags, line_in, use_fake_engine
-from tests.support.model_configs import TINY, write_model
 
 TREE = "[(0,), (1,), (0, 0), (1, 0)]"
 GIVEN = SpeculativeConfig(model="draft", num_speculative_tokens=3)
 SMALL = ("--output-len", 12, "--num-iters", 1, "--batch-sizes", 1)
 GREEDY = ("--temperatures", 0)
-HEADS: dict[str, dict[str, Any]] = {
-    "medusa": dict(model_type="medusa", num_heads=2),
-    "eagle": dict(
-        model_type="llama",
-        num_hidden_layers=1,
-        intermediate_size=64,
-        num_attention_heads=4,
-    ),
-}
 
 
 @pytest.mark.parametrize(
@@ -149,94 +138,6 @@ def test_acceptance_by_position_of_a_chain_becomes_rank_0_at_each_depth():
         Place(False, 2, 0): (8, 3),
         Place(False, 3, 0): (3, 1),
     }
-
-
-@pytest.fixture(name="folders")
-def _folders(tmp_path):
-    """Write heads, and draft models of both kinds."""
-    found = {
-        "plain": write_model(tmp_path / "plain"),
-        "parallel": write_model(tmp_path / "parallel", pard_token=3),
-    }
-    sizes = {name: TINY[name] for name in ("hidden_size", "vocab_size")}
-    for name, content in HEADS.items():
-        content |= sizes
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(content))
-        found[name] = str(tmp_path / name)
-    return found
-
-
-def found_methods(*arguments: Any) -> dict[str, tuple[str, int]]:
-    """Return the method and K of each comparison, by its name."""
-    found = methods_of(flags("spec", *SMALL, *arguments))
-    names = [one.name for one in found]
-    assert len(set(names)) == len(names)
-    return {
-        one.name: (one.config["method"], one.config["num_speculative_tokens"])
-        for one in found
-    }
-
-
-def test_all_methods_of_a_target_are_found(folders, tmp_path):
-    names = [
-        "ngram",
-        "suffix",
-        "draft_model",
-        "ngram+draft_model",
-        "suffix+draft_model",
-    ]
-    own = {name: (name, 5) for name in names}
-    heads = {
-        "eagle3 tiny-gemma2-eagle3": ("eagle3", 5),
-        "medusa tiny-gemma2-medusa": ("medusa", 4),
-    }
-    assert found_methods("--all-methods") == own | heads
-    *_, head, _ = methods_of(flags("spec", *SMALL, "--all-methods"))
-    assert head.config["model"] == "jaxspec/tiny-gemma2-eagle3", "a result has no path"
-    assert found_methods("--all-methods", *folders.values()) == own | {
-        "draft_model plain": ("draft_model", 5),
-        "pard parallel": ("pard", 5),
-        "medusa medusa": ("medusa", 2),
-        "eagle eagle": ("eagle", 5),
-    }
-    alone = ("--model", folders["plain"], "--all-methods")
-    assert list(found_methods(*alone)) == names[:2]
-    config = json.dumps({"method": "medusa", "model": folders["medusa"]})
-    found = found_methods(*alone, "--speculative-config", config)
-    assert found["medusa medusa"] == ("medusa", 2)
-    count = ("--num-speculative-tokens", 3, "--speculative-model", folders["plain"])
-    found = found_methods(*alone, *count)
-    assert found["suffix+draft_model"] == ("suffix+draft_model", 3)
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match="model_type must be one of 'gemma2'"):
-        found_methods("--all-methods", tmp_path)
-
-
-def test_every_method_is_measured_with_its_own_drafts(monkeypatch, tmp_path, capsys):
-    opened = use_fake_engine(monkeypatch)
-    open_fake, configs = compare.open_offline, []
-
-    def record(options: Any, **sizes: Any) -> Any:
-        configs.append((options.speculative_config, options.speculative_model))
-        return open_fake(options, **sizes)
-
-    monkeypatch.setattr(compare, "open_offline", record)
-    path = tmp_path / "out.json"
-    spec.run(flags("spec", *SMALL, *GREEDY, "--output-json", path, "--all-methods"))
-    printed = capsys.readouterr().out
-    found = json.loads(line_in(path, printed))
-    assert found["arguments"]["model"] == "jaxspec/tiny-gemma2"
-    assert len(opened) == len(found["methods"]) == 7
-    for one, config in zip(found["methods"], configs, strict=True):
-        assert config == (one["speculative_config"], None)
-        (point,) = one["points"]
-        assert point["is_equal"] is True
-        assert len(point["speculative"]["acceptance"]["acceptance_rate_per_position"])
-        assert point["decode_speed_up"]["least"] > 0
-        assert one["speculative_config"]["method"] == one["name"].split()[0]
-        assert f"0, 1, {one['name']}" in printed
-    assert "\n".join(found["answer"]) in printed
 
 
 def entry(name: str, speed_up: float, **changes: Any) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from jaxspec.bench.flags import MODULES, dataset, make_parser
 from jaxspec.bench.offline import open_offline, sampling
 from jaxspec.bench.report import BenchError
 from jaxspec.config.engine import EngineConfig
+from jaxspec.engine.arg_utils import engine_args
 from jaxspec.engine.model_folders import BUNDLED_TARGET
 from jaxspec.sampling_params import RequestOutputKind
-from jaxspec.serve.flags import engine_args
 from tests.bench.workloads import flags, use_fake_engine
 from tests.support.fake_engines import make_fake_engine
 
@@ -106,7 +106,16 @@ OUT_OF_RANGE = (
         ("spec --forms chain --draft-tokens 2", "--draft-tokens must be left out"),
         ("spec --forms chain --num-prompts -1", "--num-prompts must be"),
         ("spec --all-methods --forms chain", "--forms must be left out with"),
-        ("spec --all-methods --draft-tokens 2", "--draft-tokens must be left out"),
+        ("spec --all-methods --draft-tokens 6", "--draft-tokens must be from 1 to 5"),
+        ("spec --all-methods --resume", "--output-json must be given with --resume"),
+        ("spec --all-methods --num-prompts 0", "--num-prompts must be"),
+        (
+            "spec --all-methods --by-category --dataset-name random",
+            "--dataset-name must be bundled or custom with --by-category",
+        ),
+        ("spec --all-methods --by-category topic", 'prompt 1 has no "topic"'),
+        ("spec --by-category", "--by-category must be left out without --all-methods"),
+        ("spec --forms chain --resume", "--resume must be left out with --forms"),
         ("spec --all-methods /nosuch", "nosuch"),
         *(
             (f"serve --base-url {url}", "--base-url must be a URL")

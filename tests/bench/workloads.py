@@ -62,6 +62,7 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
         num_prompts: int,
         num_seqs: int | None,
         change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+        prompts: Any = None,
     ) -> Offline:
         sizes: dict[str, Any] = {"max_num_seqs": num_seqs or 3, "num_pages": 512}
         keys = sizes | {"num_draft_tokens": 3} | changes
@@ -69,7 +70,7 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
         opened.append(engine)
         return Offline(options=options, engine=engine, prompts=[PROMPT] * num_prompts)
 
-    for module_name in ("whole", "spec", "compare"):
+    for module_name in ("whole", "spec", "compare", "methods"):
         patch.setattr(f"jaxspec.bench.{module_name}.open_offline", open_fake)
     patch.setattr(Offline, "device", lambda self: DEVICE)
     patch.setattr(module, "measure_parts", made_parts)
@@ -82,3 +83,29 @@ def line_in(path: Path, printed: str) -> str:
     line = path.read_text(encoding="utf-8")
     assert not [one for one in printed.splitlines() if one.startswith("{")]
     return line
+
+
+def cell(category: str, chosen: float, fixed: float, **changes: Any) -> dict[str, Any]:
+    """Make a point of a result of `spec --all-methods`."""
+
+    def speeds(median: float) -> dict[str, Any]:
+        return {"median": median, "least": median - 0.1, "most": median + 0.1}
+
+    point: dict[str, Any] = {
+        "category": category,
+        "temperature": 0.0,
+        "batch_size": 1,
+        "plain": {"round_s": {"median": 0.02}},
+        "speculative": {
+            "round_s": {"median": 0.025},
+            "acceptance": {"acceptance_rate_per_position": [0.9, 0.5]},
+        },
+        "decode_speed_up": speeds(fixed),
+        "tokens_per_round": 2.4,
+        "by_num_draft_tokens": {
+            "1": {"decode_speed_up": speeds(1.1), "round_s": {"median": 0.022}}
+        },
+        "chosen": {"decode_speed_up": speeds(chosen)},
+        "is_equal": True,
+    }
+    return point | changes

@@ -62,8 +62,10 @@ def test_integers_times_scales_equal_the_dequantized_numbers(name):
     assert values.dtype == np.int8 and scales.dtype == np.float32
     scheme = GGUF_SCHEMES[name]
     assert values.shape[1] // scales.shape[1] == scheme.group_size
-    assert kind.is_int4 == (scheme.kind == INT4)
+    assert (scales.ndim == 3) == scheme.has_minima
     expected = gguf.dequantize(blocks, Q(number))
     np.testing.assert_array_equal(dequantize(values, scales), expected)
-    if kind.is_int4:
-        assert -8 <= values.min() and values.max() <= 7
+    if scheme.kind == INT4:
+        least, largest = (0, 15) if scheme.has_minima else (-8, 7)
+        assert least <= values.min() and values.max() <= largest
+        np.testing.assert_array_equal(values.astype(scheme.value_type), values)

@@ -33,6 +33,7 @@ from tests.checkpoints.models import tiny_config, tiny_tensors, write_tiny
 # `test_gguf_blocks.py`.
 WRITABLE = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
 PACKED = {Q.Q4_0: "int4", Q.Q5_0: "int8", Q.Q8_0: "int8"}
+PACKED |= {Q.Q4_1: "uint4", Q.Q5_1: "int8"}  # with minima
 
 
 @pytest.mark.parametrize("kind", [Q.F16, Q.Q8_0], ids=lambda kind: kind.name)
@@ -47,7 +48,7 @@ def test_embedding_rows_past_the_vocabulary_are_dropped(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", WRITABLE, ids=lambda kind: kind.name)
 def test_tensors_equal_those_that_were_written(tmp_path, kind):
-    """Matrices of symmetric types remain packed."""
+    """Matrices of quantized types remain packed."""
     expected = write_gguf(tmp_path / "m.gguf", default=kind)
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     assert checkpoint.format == "gguf"
@@ -62,17 +63,20 @@ def test_tensors_equal_those_that_were_written(tmp_path, kind):
         if isinstance(tensor, QuantizedTensor):
             assert tensor.values.dtype.name == PACKED[kind]
             scales = tensor.scales.whole()
-            assert scales.shape == (len(values), values.shape[1] // 32)
-            whole = tensor.values.whole().astype(np.float32).reshape(*scales.shape, 32)
-            numbers = (whole * scales[:, :, None]).reshape(values.shape)
-            np.testing.assert_array_equal(numbers, values)
+            minima = (2,) if kind in (Q.Q4_1, Q.Q5_1) else ()
+            assert scales.shape == (len(values), values.shape[1] // 32, *minima)
+            numbers = tensor.values.whole().astype(np.float32)
+            numbers = numbers.reshape(len(values), -1, 32)
+            numbers = numbers * scales.reshape(*scales.shape[:2], -1)[:, :, :1]
+            numbers += scales[:, :, 1:] if minima else 0
+            np.testing.assert_array_equal(numbers.reshape(values.shape), values)
             head = tensor.head(5)
             np.testing.assert_array_equal(head.whole(), values[:5])
             np.testing.assert_array_equal(head.scales.whole(), scales[:5])
     report = describe(checkpoint)
     assert "gguf (llama.cpp GGUF)" in report
     assert "tokenizer.model (from metadata)" in report
-    assert ("int4" in report) == (kind == Q.Q4_0)
+    assert ("int4" in report) == (kind in (Q.Q4_0, Q.Q4_1))
 
 
 def test_fused_queries_keys_and_values_are_split(tmp_path):

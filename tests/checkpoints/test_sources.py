@@ -50,6 +50,6 @@ def test_missing_extra_error_says_how_to_install_it(monkeypatch, name, library, 
     monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(CheckpointError) as caught:
         fetch(name)
-    for words in (repr(name), f'pip install -e ".[{extra}]"', "pass its folder"):
+    for words in (repr(name), f'"jaxspec-decoding[{extra}]"', "pass its folder"):
         assert words in str(caught.value)
     assert library in str(caught.value.__cause__)

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from jaxspec.cli import chat
-from jaxspec.cli.chat import ChatSession, Fields, Message, Part, Parts, closing_line
+from jaxspec.cli import chat, chat_server
+from jaxspec.cli.chat import ChatSession, closing_line
+from jaxspec.cli.chat_backend import Fields, Message, Part, Parts
 from jaxspec.cli.generate import SAMPLING_OPTIONS
 from jaxspec.cli.terminal import Piece, Printer
 from jaxspec.command_line import run_command
@@ -224,7 +225,7 @@ def test_url_needs_a_server_and_may_have_a_key(monkeypatch):
     type_lines(monkeypatch)
     with pytest.raises(ArgumentError, match="No server responds at http://127.0.0.1:1"):
         chat.run(options(url="http://127.0.0.1:1"))
-    monkeypatch.setattr(chat, "ServerBackend", note)
+    monkeypatch.setattr(chat_server, "ServerBackend", note)
     for key in (None, "own"):
         chat.run(options(url="http://server", api_key=key))
     assert made == [None, "own"]

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxspec.cli.chat import BackendError, EngineBackend, Part, ServerBackend, _parts_in
+from jaxspec.cli.chat import EngineBackend
+from jaxspec.cli.chat_backend import BackendError, Part
+from jaxspec.cli.chat_server import ServerBackend, _parts_in
 from jaxspec.errors import ArgumentError, RequestError
 from tests.support.fake_engines import assert_idle, letters, make_fake_engine, said
 from tests.support.serving import MESSAGES, TurnsTokenizer, site_of

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxspec.config.structured_outputs import StructuredOutputsConfig
-from jaxspec.errors import ArgumentError, RequestError, UnsupportedError
+from jaxspec.errors import ArgumentError, RequestError
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 
 CHOICES = "choice must be a list of at least one string"
@@ -21,6 +21,8 @@ CONTRADICTION = {"whitespace_pattern": " ", "disable_any_whitespace": True}
         ("choice", ["yes", "no"]),
         ("grammar", "start: /a/"),
         ("json_object", True),
+        ("structural_tag", "{}"),
+        ("structural_tag", {"format": {"type": "any_text"}}),
     ],
 )
 def test_each_kind_is_accepted_alone(kind: str, value: Any):
@@ -42,6 +44,7 @@ def test_each_kind_is_accepted_alone(kind: str, value: Any):
         ({"choice": "yes"}, CHOICES),
         ({"choice": ["a", 1]}, CHOICES),
         ({"grammar": 1}, "grammar must be a grammar in Lark's or GBNF's notation"),
+        ({"structural_tag": ""}, "structural_tag must be a structural tag, got ''"),
         ({"json_object": False}, "json_object must be True, got False"),
         ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace must be"),
         ({"regex": "a", "whitespace_pattern": 7}, "whitespace_pattern must be"),
@@ -51,11 +54,6 @@ def test_each_kind_is_accepted_alone(kind: str, value: Any):
 def test_rejects_bad_params(arguments: dict[str, Any], message: str):
     with pytest.raises(RequestError, match=message):
         StructuredOutputsParams(**arguments)
-
-
-def test_structural_tags_are_not_supported():
-    with pytest.raises(UnsupportedError, match="Gemma has no tags"):
-        StructuredOutputsParams(structural_tag="{}")
 
 
 def test_sampling_params_check_changed_attributes():
@@ -75,6 +73,7 @@ def test_sampling_params_check_changed_attributes():
         (None, {}),
         ({}, {}),
         ({"backend": "guidance"}, {"backend": "guidance"}),
+        ({"backend": "xgrammar"}, {"backend": "xgrammar"}),
         ({"disable-any-whitespace": True}, {"disable_any_whitespace": True}),
         ({"whitespace_pattern": " ?"}, {"whitespace_pattern": " ?"}),
         (StructuredOutputsConfig(backend="guidance"), {"backend": "guidance"}),
@@ -84,13 +83,20 @@ def test_accepts_engine_settings(given: Any, expected: dict[str, Any]):
     assert StructuredOutputsConfig.read(given) == StructuredOutputsConfig(**expected)
 
 
+def test_other_backends_are_replaced_with_a_warning(caplog: pytest.LogCaptureFixture):
+    StructuredOutputsConfig(backend="guidance")
+    assert not caplog.messages
+    StructuredOutputsConfig(backend="xgrammar")
+    assert "backend='xgrammar' has no effect: llguidance" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("auto", "must be a dict with keys among backend, disable_fallback,"),
         ({"disable_whitespace": True}, "did you mean disable_any_whitespace"),
         ({"xyz": 1}, "no key 'xyz'.*known: "),
-        ({"backend": "xgrammar"}, "backend must be 'auto' or 'guidance'"),
+        ({"backend": "xgramar"}, "backend must be one of 'auto', .*'xgrammar', got"),
         ({"reasoning_parser": "x"}, "does not mark its reasoning"),
         ({"reasoning_parser_plugin": "x"}, "does not mark its reasoning"),
         ({"disable_any_whitespace": 1}, "disable_any_whitespace must be True or"),

@@ -71,6 +71,7 @@ async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
     )
 
 
+@pytest.mark.slow
 def test_forced_tool_calls_match_the_schema(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickGreedyRunner)
     llm = LLM(

@@ -60,10 +60,8 @@ def generate():
 threading.Thread(target=generate, daemon={is_daemon}).start()
 has_begun.wait()
 """
-# When the script ends, its thread runs the tokenizer's C++ code, without the GIL.
-TOKENIZES = (
-    LLM_IN_THREAD.format(num_calls=1, is_daemon=False)
-    + """
+# When the script ends, a thread runs the tokenizer's C++ code, without the GIL.
+TOKENIZES = """
 tokenize, text = llm.get_tokenizer().encode, "Once upon a time " * 1000
 is_tokenizing = threading.Event()
 
@@ -75,7 +73,8 @@ def tokenize_forever():
 threading.Thread(target=tokenize_forever, daemon=True).start()
 is_tokenizing.wait()
 """
-)
+ONE_CALL = LLM_IN_THREAD.format(num_calls=1, is_daemon=False)
+MANY_CALLS = LLM_IN_THREAD.format(num_calls=10**6, is_daemon=True)
 # These scripts run with an empty program cache.
 IS_COMPILING = """
 asyncio.run(generate(4, -1))
@@ -89,13 +88,19 @@ SCRIPTS = {
     "shut down": (ASYNC + ALL_IS_READ + "\nengine.shutdown()", 0),
     "a status": (ASYNC + LOOP_IS_LEFT + "\nsys.exit(7)", 7),
     "an exception": (ASYNC + LOOP_IS_LEFT + FAILS, 1),
-    "daemon thread": (LLM_IN_THREAD.format(num_calls=10**6, is_daemon=True), 0),
-    "tokenizing": (TOKENIZES, 0),
+    "daemon thread": (MANY_CALLS, 0),
+    "tokenizing": (ONE_CALL + TOKENIZES, 0),
+    "daemon thread, tokenizing": (MANY_CALLS + TOKENIZES, 0),
     "compiling": (ASYNC + IS_COMPILING, 0),
     "compiling, an exception": (ASYNC + IS_COMPILING + FAILS, 1),
     "compiling, shut down": (ASYNC + IS_COMPILING + "\nengine.shutdown()", 0),
+    "compiling, loop is left, an exception": (
+        ASYNC + IS_COMPILING + LOOP_IS_LEFT + FAILS,
+        1,
+    ),
 }
-IN_MAKE_TEST = ("an exception", "daemon thread", "tokenizing", "compiling, shut down")
+# These do several things at the same time; the slow test also does each alone.
+IN_MAKE_TEST = ("daemon thread, tokenizing", "compiling, loop is left, an exception")
 
 
 def run(script: str, cache: Path | None = None) -> "subprocess.CompletedProcess[str]":
@@ -120,6 +125,7 @@ def test_script_exits_with_its_own_status(name: str, count: int, tmp_path: Path)
         assert done.returncode == status, (number, done.stderr)
         is_failing = script.endswith(FAILS)
         assert ("Traceback" in done.stderr) == is_failing, (number, done.stderr)
+        assert ("ZeroDivisionError" in done.stderr) == is_failing, done.stderr
 
 
 def test_thread_that_outlives_the_main_thread_gets_its_programs(tmp_path: Path):

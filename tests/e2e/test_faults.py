@@ -92,7 +92,9 @@ def test_draft_that_fails_to_compile_costs_only_speed(monkeypatch):
     engine.scheduler.check_idle()
 
 
-@pytest.mark.parametrize("has_draft", [False, True])
+@pytest.mark.parametrize(
+    "has_draft", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_target_with_nan_ends_only_affected_requests(has_draft):
     # Plain decoding needs no logit bias, and therefore no programs with controls.
     runner = pair.GeneralRunner if has_draft else None

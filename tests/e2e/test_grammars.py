@@ -272,7 +272,7 @@ def ends_of(outputs: list[RequestOutput]) -> list[Any]:
     return [(list(one.token_ids), one.finish_reason, one.stop_reason) for one in said]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("temperature", [slow(0.0), 1.3])
 def test_texts_fail_at_the_same_token_with_and_without_drafts(
     temperature, engine, prompts, low_limits
 ):
@@ -408,7 +408,7 @@ def slow_masks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
     return threads
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [slow(0), 3])
 def test_slow_masks_are_computed_between_launches(
     engine, prompts, monkeypatch, num_drafts
 ):
@@ -442,8 +442,9 @@ def test_slow_masks_are_computed_between_launches(
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("num_drafts", "temperature"), [slow(0, 0.0), (0, 1.0), (3, 0.0), slow(3, 1.0)]
+)
 def test_late_masks_change_nothing(
     engine, prompts, monkeypatch, num_drafts, temperature
 ):

@@ -33,6 +33,7 @@ def texts(prompts) -> list[list[int]]:
     return said
 
 
+@pytest.mark.slow
 def test_unrelated_draft_changes_nothing(prompts, texts):
     engine = pair.engine("unrelated")
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts

@@ -39,7 +39,7 @@ LONG = Cut(
     has_local_pages=True,
 )
 # The operations in C++ are replaced by XLA's, as on machines without a C++ compiler.
-XLA = replace(SHORT, num_prompts=12, num_tokens=24)
+XLA = replace(SHORT, num_prompts=12, num_tokens=24, proposers=("ngram",))
 # These trees of drafts span several pages and cross the border of windows.
 LARGEST = replace(LONG, proposers=tuple(LARGE), drafts=(8,))
 SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
@@ -78,7 +78,9 @@ SUITE = pytest.mark.long_suite(name="lossless")
         pytest.param(GEMMA3_ROUNDED, id="gemma3, bfloat16", marks=SUITE),
         pytest.param(replace(SHORT, **ALL_KEPT), id="all kept", marks=SUITE),
         pytest.param(replace(TREES, **ALL_KEPT), id="trees, all kept", marks=SUITE),
-        pytest.param(replace(GEMMA3_SHORT, **ALL_KEPT), id="gemma3, short, all kept"),
+        pytest.param(
+            replace(GEMMA3_SHORT, **ALL_KEPT), id="gemma3, short, all kept", marks=SUITE
+        ),
         pytest.param(replace(GEMMA3, **ALL_KEPT), id="gemma3, all kept", marks=SUITE),
     ],
 )

@@ -74,7 +74,7 @@ def test_quantized_draft_changes_no_text(kind):
     assert 0.2 < rate < 1
 
 
-@pytest.mark.parametrize("kind", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_texts_of_quantized_target_do_not_depend_on_drafts(kind):
     alone, _ = texts(quantization=kind)
     said, rate = texts(quantization=kind, **drafts("int8"))

@@ -61,7 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "two devices": ON_TWO,
     "scanned tree on two devices": IN_TREE | ON_TWO | dict(scan_layers=True),
 }
-QUICK = [("int8", "tree"), ("fp8", "chain")]
+QUICK = [("int8", "chain")]
 
 
 def params() -> list[SamplingParams]:

@@ -92,15 +92,12 @@ def with_logprobs(outputs: list[Any]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafts",
     [
         pytest.param(dict(num_draft_tokens=NUM_DRAFT, draft="model"), id="draft model"),
-        pytest.param(
-            dict(num_draft_tokens=NUM_DRAFT, lookup=(3, 1)),
-            id="n-gram",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(dict(num_draft_tokens=NUM_DRAFT, lookup=(3, 1)), id="n-gram"),
     ],
 )
 def test_texts_and_log_probabilities_are_equal(drafts):

@@ -152,6 +152,7 @@ def test_request_can_be_aborted_between_rounds():
     made.scheduler.check_idle()
 
 
+@pytest.mark.slow
 def test_preemption_and_prefix_hits_change_nothing():
     """Two requests share a prefix, and together need too many pages."""
     random = np.random.default_rng(4)

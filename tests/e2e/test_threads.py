@@ -110,8 +110,11 @@ def run_all(llm: LLM, calls: list[list[Call]]) -> list[list[Any]]:
 @pytest.mark.parametrize(
     ("makers", "num_calls"),
     [
-        ((generate, search, enqueue, look), 10),
-        pytest.param((generate,), 50, marks=pytest.mark.slow),
+        ((generate, search, enqueue, look), 4),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (((generate, search, enqueue, look), 10), ((generate,), 50))
+        ),
     ],
 )
 def test_eight_threads_return_the_results_of_one(

@@ -101,7 +101,7 @@ def test_greedy_text_equals_huggingface_for_any_config(tmp_path, said, to):
             id="scanned and spread",
             marks=pytest.mark.slow,
         ),
-        pytest.param(dict(draft_vocab_size=48), id="trimmed"),
+        pytest.param(dict(draft_vocab_size=48), id="trimmed", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_text_with_untied_drafts_equals_plain(tmp_path, options):

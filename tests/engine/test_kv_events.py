@@ -276,7 +276,7 @@ def test_rejects_address_in_use(subscriber: Subscriber):
 def test_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, name, None)  # makes `import zmq` fail
     on = KvEventsConfig(enable_kv_cache_events=True)
-    with pytest.raises(ConfigError, match=rf"need {name}, .*\.\[kv-events\]"):
+    with pytest.raises(ConfigError, match=rf"{name}.*decoding\[kv-events\]"):
         KvEventPublisher(on, 2)
 
 

@@ -181,7 +181,7 @@ def test_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch):
 )
 def test_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, name, None)  # makes its import fail
-    with pytest.raises(ConfigError, match=r"Traces need .*\.\[otel\]") as caught:
+    with pytest.raises(ConfigError, match=r"decoding\[otel\]") as caught:
         RequestTracer(ENDPOINT, "m")
     assert caught.value.parameter == "otlp_traces_endpoint"
 
@@ -190,7 +190,7 @@ def test_missing_exporter_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
     name = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"Traces need .*\.\[otel\]"):
+    with pytest.raises(ConfigError, match=r"decoding\[otel\]"):
         tracing.make_exporter(ENDPOINT)
 
 

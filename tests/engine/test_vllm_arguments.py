@@ -4,9 +4,11 @@ Run as a script, this writes docs/vllm.md.
 """
 
 import dataclasses
+import json
 import logging
+import re
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ from jaxspec.serve.flags import Options, make_parser, read_flags
 from jaxspec.serve.settings import ServerSettings
 from tests.support.model_configs import write_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "vllm.md"
+RECORD = ROOT / "benchmarks" / "results" / "vllm-tests.json"
 INTRODUCTION = """\
 # vLLM's arguments
 
@@ -43,6 +47,23 @@ changes nothing.
 Other values are ignored, with a warning in the log, if they only tune a part of vLLM,
 and are an error if they ask for a feature that jaxspec does not have.
 """
+OWN_TESTS = """\
+## vLLM's own tests and examples
+
+The tests of vLLM {version}'s server and of its `LLM`, and its offline examples, run
+without edits on the bundled pair, whatever model they name (measured {date};
+benchmarks/results/vllm-tests.json has the counts of each file):
+
+    pip install pytest-asyncio pytest-timeout anthropic regex pybase64
+    python -m benchmarks.vllm_tests SOURCE --output record.json
+
+SOURCE is the unpacked source distribution of vLLM. Instead of its package, tests import
+one whose modules have jaxspec's names; a part that jaxspec does not have fails where a
+test uses it. Flags of other models (`--reasoning-parser`, `--tool-call-parser`, LoRA)
+are left out.
+
+| | all | passed | failed | not applicable |
+|---|---:|---:|---:|---:|"""
 TABLES = {
     "Engine arguments": VLLM_ENGINE_ARGUMENTS,
     "Flags of the server": VLLM_SERVER_FLAGS,
@@ -72,7 +93,33 @@ def page() -> str:
             rows = [f"| {', '.join(names)} | {why} |" for why, names in lines.items()]
             head = [f"| Argument | {reason} |", "|---|---|"]
             parts.append("\n".join([f"## {title}: {outcome}", "", *head, *rows, ""]))
+    parts.append(own_tests())
     return "\n".join(parts)
+
+
+def own_tests() -> str:
+    """Return the section on vLLM's own tests and examples, from their record."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = []
+    for kind in ("tests", "examples"):
+        counts = record[kind]
+        numbers = [counts[key] for key in ("all", "passed", "failed", "not_applicable")]
+        rows.append(f"| {kind} | {' | '.join(map(str, numbers))} |")
+    reasons: Counter[str] = Counter()
+    failed = []
+    for name, found in record["files"].items():
+        for reason, count in found["not_applicable"].items():
+            reasons[re.sub("(vLLM's internal).*", r"\1s", reason)] += count
+        tests = dict.fromkeys(test.partition("[")[0] for test in found["failed"])
+        if tests:
+            failed.append(f"- `{name}`: {', '.join(f'`{test}`' for test in tests)}")
+    parts = [OWN_TESTS.format(version=record["vllm"], date=record["date"]), *rows, ""]
+    if failed:
+        parts += ["These fail:", "", *failed, ""]
+    parts += ["Most common reasons why tests do not apply:", ""]
+    parts += ["| Tests | Reason |", "|---:|---|"]
+    parts += [f"| {count} | {why} |" for why, count in reasons.most_common(12)]
+    return "\n".join([*parts, ""])
 
 
 def test_page_lists_the_tables():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec_kernels import native
+from jaxspec_kernels.native import compiling
 
 pytestmark = pytest.mark.usefixtures("has_native")
 
@@ -61,7 +62,7 @@ def test_instructions_in_use_are_logged():
     )
     (name,) = re.findall("Native CPU operations use (.*)", done.stderr)
     # `test_native_builds` has the name for each build.
-    library = native._load(os.environ[native.VARIABLE])
+    library = native.load(os.environ[native.VARIABLE])
     assert name == native.instructions(library)
 
 
@@ -71,7 +72,7 @@ def quick_compiler(folder: Path) -> tuple[str, str]:
     Returns:
         Its path, and the library's.
     """
-    built = native._load(os.environ[native.VARIABLE])._name
+    built = native.load(os.environ[native.VARIABLE])._name
     quick = folder / "c++"
     quick.write_text(
         "#!/bin/sh\n"
@@ -88,7 +89,7 @@ def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
     quick, built = quick_compiler(tmp_path)
     monkeypatch.setattr(native, "_compiler", lambda: quick)
     folder, whole = tmp_path / "kept", Path(built).read_bytes()
-    native._load(str(folder))
+    native.load(str(folder))
     (path,) = folder.iterdir()
     assert path.read_bytes() == whole and not caplog.records
     middle = len(whole) // 2
@@ -126,7 +127,7 @@ def test_library_that_cannot_be_cached_is_loaded(
             given = native.ON
             monkeypatch.delenv("XDG_CACHE_HOME")
             monkeypatch.setattr(Path, "home", fail)
-    library = native._load(given)
+    library = native.load(given)
     assert hasattr(library, native.TARGETS[0])
     (record,) = caplog.records
     assert "cannot be saved" in record.message and native.VARIABLE in record.message
@@ -156,7 +157,7 @@ def test_compiler_gets_the_flag_of_the_processor(monkeypatch, tmp_path, machine,
     assert path.is_file() and list(tmp_path.iterdir()) == [path]
     *compiles, link = commands
     assert {command[-1] for command in compiles} == {
-        str(source) for source in native._sources()
+        str(source) for source in compiling.sources_in(native._FOLDER)
     }
     for command in commands:
         assert command[0] == "c++"
@@ -187,7 +188,7 @@ def test_a_library_is_for_one_kind_of_processor(monkeypatch):
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm here")
 def test_library_has_no_undefined_symbols_of_xla():
     """Otherwise Apple's linker, which needs all symbols, would reject it."""
-    library = native._load(os.environ[native.VARIABLE])._name
+    library = native.load(os.environ[native.VARIABLE])._name
     command = ["nm", "-D", "--undefined-only", library]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     # nm prints "U name@VERSION" for symbols of the system's libraries, and "w" for
@@ -198,3 +199,72 @@ def test_library_has_no_undefined_symbols_of_xla():
     if any(name.startswith("__asan_") for name in names):
         return  # a sanitizer's symbols have no version
     assert [name for name in names if not any(map(name.__contains__, known))] == []
+
+
+NAMES = [variant.name for variant in compiling.VARIANTS["x86_64"]]
+# Macros of instructions, and the flags of /proc/cpuinfo that are spelled differently.
+SPELLED = {
+    "bmi": "bmi1",
+    "lzcnt": "abm",
+    "avx512bf16": "avx512_bf16",
+}
+INSTRUCTIONS = (
+    "SSSE3 SSE4_2 POPCNT LZCNT MOVBE BMI BMI2 F16C FMA AVX AVX2 AVX512F "
+    "AVX512BW AVX512CD AVX512DQ AVX512VL AVX512BF16 AMX_TILE AMX_BF16".split()
+)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.parametrize("variant", compiling.VARIANTS["x86_64"], ids=NAMES)
+def test_shipped_library_needs_all_instructions_of_its_flags(variant):
+    """The compiler defines a macro for each set of instructions that it may use."""
+    command = [
+        native._compiler(),
+        *variant.flags,
+        "-dM",
+        "-E",
+        "-x",
+        "c++",
+        "/dev/null",
+    ]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    defined = set(re.findall(r"^#define __(\w+)__ 1$", output, re.MULTILINE))
+    names = [name.lower() for name in INSTRUCTIONS if name in defined]
+    needs = {SPELLED.get(name, name) for name in names}
+    assert needs == variant.needs - {"cx16"}
+
+
+def test_best_shipped_library_for_the_processor_is_loaded(tmp_path, monkeypatch):
+    built = Path(native.load(os.environ[native.VARIABLE])._name)
+    include = native.jax.ffi.include_dir()
+    monkeypatch.setattr(native, "_SHIPPED", tmp_path)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native, "_compiler", None)  # none is needed
+    flags = frozenset[str]()
+    monkeypatch.setattr(native, "_processor_flags", lambda: flags)
+    assert native.shipped_library("on") is None, "the folder is empty"
+    names = {}
+    for variant in compiling.VARIANTS["x86_64"]:
+        names[variant.name] = compiling.shipped_name(variant, native._FOLDER, include)
+        shutil.copy(built, tmp_path / names[variant.name])
+    for variant in compiling.VARIANTS["x86_64"]:
+        flags = variant.needs
+        assert native.shipped_library("on") == tmp_path / names[variant.name]
+        assert native.shipped_library(str(tmp_path)) is None, "a folder to build in"
+    flags = compiling.VARIANTS["x86_64"][0].needs - {"avx2"}
+    assert native.load("on")._name == str(tmp_path / names["x86-64"])
+    monkeypatch.setattr(native, "is_available", lambda: True)
+    monkeypatch.setenv(native.VARIABLE, "on")
+    assert native.digest() == names["x86-64"]
+    # A library of other sources, or for another interface of XLA, has another name.
+    monkeypatch.setattr(compiling, "interface_version", lambda _: "0.0")
+    assert native.shipped_library("on") is None
+
+
+def test_interface_version_is_read_from_xlas_header(tmp_path):
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 12\n")
+    assert compiling.interface_version(str(tmp_path)) == "1.12"
+    here = compiling.interface_version(native.jax.ffi.include_dir())
+    assert re.fullmatch(r"\d+\.\d+", here)

@@ -18,6 +18,7 @@ import jax
 import pytest
 
 from jaxspec_kernels import native
+from jaxspec_kernels.native import compiling
 from tests.kernels import (
     test_decoder_blocks,
     test_native,
@@ -261,7 +262,7 @@ def test_it_compiles_for_arm(tmp_path, source):
     """Code for ARM uses NEON's vectors and its fused multiply-add."""
     compiler, made = cross_compiler(), tmp_path / "made.s"
     assert compiler is not None
-    command = [*compiler, *native._FLAGS, "-S", f"-I{jax.ffi.include_dir()}"]
+    command = [*compiler, *compiling.FLAGS, "-S", f"-I{jax.ffi.include_dir()}"]
     subprocess.run([*command, "-o", str(made), str(source)], check=True)
     assert re.search(rb"\bfmla\s+v\d+\.4s", made.read_bytes())
 

@@ -44,6 +44,11 @@ QUANTIZED = [
     ("tiny/down_proj", Scheme(kind="int4", group_size=128)),
     ("tiny/down_proj", Scheme(kind="int8", group_size=64)),
     ("tiny/down_proj", Scheme(kind="fp8", group_size=16)),
+    ("tiny/down_proj", Scheme(kind="int4", group_size=32, has_minima=True)),
+    ("tiny/gate_up_proj", Scheme(kind="int4", group_size=32, has_minima=True)),
+    ("a pad of each", Scheme(kind="int4", group_size=5, has_minima=True)),
+    ("tiny/prefill", Scheme(kind="int8", group_size=16, has_minima=True)),
+    ("a pad of each", Scheme(kind="int8", has_minima=True)),
 ]
 
 
@@ -51,6 +56,9 @@ def quantized_panels_of(case, scheme):
     values = np.random.default_rng(2).normal(size=(case.outputs, case.features))
     values[0, 0], values[1] = 0, values[1] / 1e4  # also the smallest of a type
     values, scales = quantize(values, scheme)
+    if scheme.has_minima:
+        # As in files: few bits, so that the product of value and scale is exact.
+        scales = scales.astype(np.float16).astype(np.float32)
     panels = QuantizedPanels(*map(jnp.asarray, quantized_panels(values, scales)))
     return dequantize(values, scales).astype(np.float64), panels
 
@@ -106,6 +114,9 @@ def test_products_equal_float64_and_the_reference(name, kind):
         (Scheme(kind="int4", group_size=128), False),
         (Scheme(kind="int4", group_size=128), True),
         (Scheme(kind="int4", group_size=32), True),
+        (Scheme(kind="int4", group_size=32, has_minima=True), False),
+        (Scheme(kind="int4", group_size=32, has_minima=True), True),
+        (Scheme(kind="int8", group_size=16, has_minima=True), True),
     ],
     ids=str,
 )

@@ -119,11 +119,18 @@ def run_by(backend: str, name: str, interpret: Any = True) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("case", "is_twice"),
-    [*((case, False) for case in LANE_CASES), (LANE_CASES[1], True)],
+    ("backend", "case", "is_twice"),
+    [
+        *(("tpu", case, False) for case in LANE_CASES),
+        ("tpu", LANE_CASES[1], True),
+        ("reference", LANE_CASES[1], True),
+        *(
+            pytest.param("reference", case, False, marks=pytest.mark.slow)
+            for case in LANE_CASES
+        ),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("backend", ["reference", "tpu"])
 def test_scales_in_lanes_are_written_as_those_by_slot(case, is_twice, backend):
     """Two rows may write equal numbers to the same slot."""
     pages, given = lane_pools(case)

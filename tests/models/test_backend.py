@@ -57,7 +57,11 @@ def run(backend: Backend, pages: ScaledPages) -> tuple[ScaledPages, jax.Array]:
 
 @pytest.mark.parametrize(
     ("devices", "draft_devices", "axes"),
-    [(2, 2, TARGET_MESH_AXES), (8, 8, TARGET_MESH_AXES), (8, 4, DRAFT_MESH_AXES)],
+    [
+        pytest.param(2, 2, TARGET_MESH_AXES, marks=pytest.mark.slow),
+        (8, 8, TARGET_MESH_AXES),
+        (8, 4, DRAFT_MESH_AXES),
+    ],
 )
 def test_each_device_has_the_lanes_of_its_own_heads(devices, draft_devices, axes):
     pages = by_slot()

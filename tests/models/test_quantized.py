@@ -29,6 +29,7 @@ from jaxspec_checkpoints.quantization import (
     named_scheme,
     quantize,
     quantized,
+    shared_scheme,
 )
 from tests.models.test_weights import check_same_forms, make_config, make_tensors
 from tests.support.oracles import PagedModel, forms_of
@@ -40,6 +41,7 @@ SCHEMES = [
     Scheme(kind=INT4, group_size=16, has_embedding=True),
     Scheme(kind=FP8),
 ]
+WITH_MINIMA = Scheme(kind=INT4, group_size=16, has_minima=True)
 FORMS = [
     (ScaledMatrix, SCHEMES[0]),
     (ScaledMatrix, SCHEMES[2]),
@@ -47,14 +49,20 @@ FORMS = [
     (GroupedMatrix, Scheme(kind=INT8, group_size=16)),
     (cpu.QuantizedMatrix, SCHEMES[0]),
     (cpu.QuantizedMatrix, SCHEMES[1]),
+    (GroupedMatrix, WITH_MINIMA),
+    (cpu.QuantizedMatrix, WITH_MINIMA),
 ]
 
 GGUF_LAYER = {
     **{"self_attn.q_proj": "Q4_0", "self_attn.k_proj": "Q4_0"},
     **{"self_attn.v_proj": "Q6_K", "self_attn.o_proj": "Q8_0"},
-    **{"mlp.gate_proj": "Q4_K", "mlp.up_proj": "Q8_0", "mlp.down_proj": "Q6_K"},
+    **{"mlp.gate_proj": "IQ4_NL", "mlp.up_proj": "Q8_0", "mlp.down_proj": "Q6_K"},
 }
-GGUF_OTHER_LAYER = GGUF_LAYER | {"self_attn.v_proj": "Q5_0", "mlp.down_proj": "Q5_0"}
+GGUF_OTHER_LAYER = {
+    **{"self_attn.q_proj": "Q4_1", "self_attn.k_proj": "Q4_K"},
+    **{"self_attn.v_proj": "Q5_0", "self_attn.o_proj": "Q4_K"},
+    **{"mlp.gate_proj": "Q4_K", "mlp.up_proj": "Q4_K", "mlp.down_proj": "Q5_K"},
+}
 
 
 def test_values_are_rounded_to_the_nearest():
@@ -84,6 +92,8 @@ def test_values_are_rounded_to_the_nearest():
 def test_every_form_equals_its_dequantized_values(form, scheme):
     matrix = np.random.default_rng(1).normal(size=(70, 48))
     values, scales = quantize(matrix, scheme)
+    if scheme.has_minima:  # few bits, as in files: products of values are exact
+        scales = scales.astype(np.float16).astype(np.float32)
     placement = jax.NamedSharding(make_mesh(1), jax.P(None, None))
     held = [jax.device_put(one, placement) for one in (values, scales)]
     one = form.of(Quantized(values=held[0], scales=held[1], dtype=FLOAT32))
@@ -91,7 +101,8 @@ def test_every_form_equals_its_dequantized_values(form, scheme):
     assert (one.shape, one.dtype) == ((70, 48), FLOAT32)
     item = 0.5 if scheme.kind == INT4 else 1
     rows = 96 if form is cpu.QuantizedMatrix else 70  # rows of whole panels
-    assert one.nbytes == rows * (48 * item + 4 * scheme.num_groups(48))
+    scale_bytes = 8 if scheme.has_minima else 4
+    assert one.nbytes == rows * (48 * item + scale_bytes * scheme.num_groups(48))
     index = jnp.array([3, 69, 500])
     np.testing.assert_allclose(one.rows(index), expected[[3, 69, 69]], rtol=1e-7)
     inputs = jnp.asarray(np.random.default_rng(2).normal(size=(5, 48)), FLOAT32)
@@ -124,10 +135,14 @@ def logits_of(config: Any, tensors: Any, devices: int) -> np.ndarray:
     return PagedModel(config, params).run(np.arange(3, 12))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
-    ("devices", "is_scanned"),
-    [(1, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)],
+    ("scheme", "devices", "is_scanned"),
+    [
+        *((scheme, 1, False) for scheme in SCHEMES),
+        (SCHEMES[1], 4, True),
+        *(pytest.param(one, 4, True, marks=pytest.mark.slow) for one in SCHEMES[::2]),
+        *(pytest.param(one, 4, False, marks=pytest.mark.slow) for one in SCHEMES),
+    ],
 )
 def test_quantized_model_equals_its_dequantized_model(scheme, devices, is_scanned):
     config = config_of(scheme)
@@ -251,8 +266,10 @@ def test_mixed_types_keep_every_tensors_values(devices, is_scanned):
 
 def test_each_matrix_has_its_tensors_scheme():
     assert MIXED.describe() == (
-        "Q4_0 as int4 in groups of 32, Q4_K unpacked, "
-        "Q5_0, Q8_0 as int8 in groups of 32, Q6_K as int8 in groups of 16 (gguf)"
+        "IQ4_NL unpacked, Q4_0 as int4 in groups of 32, "
+        "Q4_1, Q4_K as int4 in groups of 32 with minima, "
+        "Q5_0, Q8_0 as int8 in groups of 32, "
+        "Q5_K as int8 in groups of 32 with minima, Q6_K as int8 in groups of 16 (gguf)"
     )
     config = config_of(MIXED, num_hidden_layers=2, hidden_size=64, intermediate_size=96)
     given: Any = dict(dtype=FLOAT32, mesh=make_mesh(1), mesh_axes=TARGET_MESH_AXES)
@@ -262,8 +279,12 @@ def test_each_matrix_has_its_tensors_scheme():
     assert schemes["layers/0/attention/q_proj"] == Scheme(kind=INT4, group_size=32)
     # One matrix has keys in Q4_0 and values in Q6_K, so both are stored as int8.
     assert schemes["layers/0/attention/kv_proj"] == Scheme(kind=INT8, group_size=16)
-    assert schemes["layers/1/attention/kv_proj"] == Scheme(kind=INT8, group_size=32)
-    assert schemes["layers/0/feed_forward/gate_up_proj"] is None  # gate is Q4_K
+    minima: Any = dict(group_size=32, has_minima=True)
+    assert schemes["layers/1/attention/q_proj"] == Scheme(kind=INT4, **minima)
+    # Keys in Q4_K and values in Q5_0, whose minima are 0.
+    assert schemes["layers/1/attention/kv_proj"] == Scheme(kind=INT8, **minima)
+    assert schemes["layers/1/feed_forward/gate_up_proj"] == Scheme(kind=INT4, **minima)
+    assert schemes["layers/0/feed_forward/gate_up_proj"] is None  # gate is IQ4_NL
     assert schemes["layers/0/input_norm"] is None
     scanned = declare(replace(config, scan_layers=True), **given)
     assert scanned[("layers", "0", "feed_forward", "down_proj")].scheme is not None
@@ -277,3 +298,20 @@ def test_four_bit_values_widen_when_mixed_with_eight():
     assert (wider.values.dtype, wider.scales.shape) == (np.int8, (6, 4))
     np.testing.assert_array_equal(wider.whole(), made.whole())
     np.testing.assert_array_equal(wider.head(2).whole(), made.whole()[:2])
+
+
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q6_K"), ("Q4_0", "Q4_1"), ("Q2_K", "Q3_K")]
+)
+def test_types_with_and_without_minima_share_a_scheme(kinds):
+    shared = shared_scheme([GGUF_SCHEMES[kind] for kind in kinds])
+    assert shared is not None and shared.has_minima and shared.kind == INT8
+    rows = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
+    for kind in kinds:
+        made = quantized(in_memory({"a": rows})["a"], GGUF_SCHEMES[kind])
+        wider = quantized(made, shared)
+        assert wider.values.dtype == np.int8
+        assert wider.scales.shape == (6, 64 // (shared.group_size or 0), 2)
+        np.testing.assert_array_equal(wider.whole(), made.whole())
+        scales = wider.scales.whole()
+        np.testing.assert_array_equal(wider.scales.read(1, 3), scales[1:3])

@@ -40,9 +40,9 @@ NUM_LAYERS = 2
 # allows for partial sums; `gate_up_proj` takes at least 85 MB in bfloat16.
 TEMP_BYTES = {"v5e-1": 2**22, "v5e-8": 2**22, "h200": 2**26}
 NAMED = {kind: Scheme(kind=kind, group_size=GROUP_SIZES[kind]) for kind in GROUP_SIZES}
-# Types of GGUF files: int4 and int8 in groups of 32 and 16 features. Some models have
-# one of these types, one model has several.
-GGUF_TYPES = ("Q4_0", "Q8_0", "Q3_K", "Q6_K")
+# Types of GGUF files: int4 and int8 in groups of 32 and 16 features, the last two with
+# minima. Some models have one of these types, one model has several.
+GGUF_TYPES = ("Q4_0", "Q8_0", "Q3_K", "Q6_K", "Q4_K", "Q5_K")
 MIXED = "mixed"
 _MIXED_TYPES = {
     "q_proj": "Q4_0", "k_proj": "Q4_0", "v_proj": "Q4_0", "o_proj": "Q8_0",
@@ -95,8 +95,8 @@ def expected_bytes(size: str, kind: str) -> float:
             total += 2 * math.prod(shape)
             continue
         scheme = scheme_of(kind, name)
-        # One float32 scale for each output and group of features.
-        num_scales = shape[0] * scheme.num_groups(shape[1])
+        # One float32 scale, and a minimum, for each output and group of features.
+        num_scales = math.prod(scheme.scales_shape(shape))
         total += value_bytes[scheme.kind] * math.prod(shape) + 4 * num_scales
     return total
 

@@ -20,7 +20,8 @@ _COLLECTIVES = (
 )  # fmt: skip
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
 # An upper bound: two 4-bit values share a byte.
-_BYTES |= {"f8e4m3fn": 1, "s4": 1}
+_BYTES |= {"f8e4m3fn": 1, "s4": 1, "u4": 1}
+_QUANTIZED = ("int8", "int4", "uint4", "float8_e4m3fn")
 # Matches the result's shape, or several shapes in parentheses, and the operation's
 # name.
 _OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
@@ -225,7 +226,7 @@ def dequantized(text: str, params: Any) -> list[str]:
     sizes = set()
     for leaf in jax.tree.leaves(params):
         local = leaf.sharding.shard_shape(leaf.shape)
-        if len(local) > 1 and leaf.dtype.name in ("int8", "int4", "float8_e4m3fn"):
+        if len(local) > 1 and leaf.dtype.name in _QUANTIZED:
             sizes.add(math.prod(local))
     return [
         f"{name} {kind}[{shape}]"

@@ -17,7 +17,7 @@ from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
 from tests.support.fake_engines import make_fake_engine
-from tests.support.serving import TurnsTokenizer
+from tests.support.stub_tokenizer import TurnsTokenizer
 
 
 def main(delay_s: float, num_files: int, flags: list[str]) -> int:

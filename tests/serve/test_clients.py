@@ -102,6 +102,7 @@ def test_curl(site: Site):
     assert stranger.endswith("401")
 
 
+@pytest.mark.slow
 @needs_clients
 def test_locust_streams():
     words: list[Any] = [CLIENTS / "locust", "-f", HERE / "locust_streams.py"]

@@ -112,7 +112,7 @@ def server_fixture(*flags: str, delay_s: float = 0.0, num_files: int = 0) -> Any
 
 
 server = server_fixture()
-slow_server = server_fixture(delay_s=0.06, num_files=400)
+slow_server = server_fixture(delay_s=0.03, num_files=400)
 # Requests may arrive slowly, over few connections.
 patient_server = server_fixture(
     *("--timeout-read-headers", "60", "--timeout-read-body", "60"),

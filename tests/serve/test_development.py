@@ -19,6 +19,9 @@ def test_endpoints_need_dev_mode(http: Client):
         ("GET", "/is_sleeping"),
         ("POST", "/reset_prefix_cache"),
         ("GET", "/server_info"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("GET", "/is_paused"),
     ):
         error_of(http.request(method, path), 404, "NotFoundError")
 
@@ -60,6 +63,29 @@ def test_sleep_and_wake_up():
         assert not is_sleeping()
         answer = http.ask(COMPLETIONS, prompt=PROMPT, max_tokens=4)
         assert answer["choices"][0]["text"] == letters(said(4))
+
+
+def test_generation_is_paused_and_resumed():
+    with (
+        server(server_dev_mode=True, delay_s=0.03) as http,
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def is_paused() -> bool:
+            return http.get("/is_paused").json()["is_paused"]
+
+        assert http.refusal("/pause?mode=now", {})["param"] == "mode"
+        assert not is_paused()
+        assert http.post("/pause").json() == {"status": "paused"}
+        assert is_paused()
+        assert "paused" in http.refusal(COMPLETIONS, BODY)["message"]
+        assert http.post("/resume").json() == {"status": "resumed"}
+        assert http.post("/pause?mode=keep&clear_cache=false").status_code == 200
+        asked = pool.submit(http.ask, COMPLETIONS, prompt=PROMPT, max_tokens=4)
+        assert is_paused() and not asked.done()
+        http.post("/resume")
+        assert asked.result()["choices"][0]["text"] == letters(said(4))
+        assert not is_paused()
 
 
 def test_prefix_cache_is_reset():

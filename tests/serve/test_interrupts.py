@@ -103,7 +103,7 @@ def slow(*values: object) -> Any:
         # While weights are loaded.
         (SERVER, "dtype=auto", 0.0, signal.SIGINT, INTERRUPTED),
         # During the first compile.
-        (SERVER, LISTENS, 0.0, signal.SIGINT, 0),
+        slow(SERVER, LISTENS, 0.0, signal.SIGINT, 0),
         (SERVER, LISTENS, 1.0, signal.SIGTERM, 0),
         slow(SERVER, LISTENS, 0.5, signal.SIGINT, 0),
         # During a later compile.

@@ -37,7 +37,10 @@ def test_invalid_value_is_one_line(capsys: pytest.CaptureFixture[str]):
     assert line.startswith("python -m jaxspec.serve: error: quantization")
 
 
-@pytest.mark.parametrize(("level", "is_logged"), [("info", False), ("debug", True)])
+@pytest.mark.parametrize(
+    ("level", "is_logged"),
+    [("info", False), pytest.param("debug", True, marks=pytest.mark.slow)],
+)
 def test_missing_devices_are_logged_only_in_debug(level, is_logged):
     code = (
         f"from jaxspec.serve import launcher; launcher.set_up_log({level!r})\n"

@@ -129,7 +129,8 @@ class Load:
         return normal_since
 
 
-@pytest.mark.parametrize("seconds", [2, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [2, 24])
 def test_server_survives_overload_by_factor_five(seconds: int):
     async def overload(url: str) -> tuple[Outcomes, float]:
         limits = httpx.Limits(max_connections=None)

@@ -131,7 +131,7 @@ def test_rejects_invalid_arguments(given: dict[str, Any], message: str):
 def test_missing_ray_error_names_extra(monkeypatch: pytest.MonkeyPatch):
     for name in ("ray", "ray.serve"):
         monkeypatch.setitem(sys.modules, name, None)  # makes `import ray` fail
-    with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'") as caught:
+    with pytest.raises(ConfigError, match=r"jaxspec-decoding\[ray\]") as caught:
         build({"model": "m"})
     assert "\n" not in str(caught.value)
     # Invalid arguments are reported before a missing Ray.

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,23 +28,12 @@ from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import DraftPrefillResult, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
-from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from jaxspec_checkpoints.quantization import Scheme
 from tests.support.defaults import DEFAULTS
 from tests.support.oracles import hf_tensors, make_hf_model, model_config
 from tests.support.programs import QUICK_COMPILER, USERS_COMPILER
-
-MICRO = dict(
-    vocab_size=16,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    query_pre_attn_scalar=8,
-    sliding_window=8,
-)
+from tests.support.sizes import MICRO
+from tests.support.stub_tokenizer import StubTokenizer
 
 # Factor of the outputs of a draft model's layers after the first, relative to the
 # target's.
@@ -63,36 +52,6 @@ SETTINGS: dict[str, Any] = dict(
     seed=0,
     tensor_parallel_size=1,
 )
-
-FIRST_CHARACTER = ord("!")
-
-
-class StubTokenizer(Tokenizer):
-    """Decodes token i to the printable character `!` + i, so that stop strings work."""
-
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
-        self.pad_token_id, self.eos_token_id, self.bos_token_id = 0, 1, 2
-        self.unk_token_id = 3
-        self.has_turns = False
-        self.all_special_ids = []
-        # The first four tokens are special, but this tokenizer decodes them to text as
-        # well.
-        self.plain_texts = PlainTexts(self)
-        self.plain_texts.update((i, self.decode([i])) for i in range(4))
-
-    def encode(self, text: str, *_: object, **__: object) -> list[int]:
-        return [ord(character) - FIRST_CHARACTER for character in text]
-
-    def token_bytes(self, token_id: int) -> bytes:
-        is_text = token_id < self.vocab_size and token_id not in (0, 1, 2, 3)
-        return self.decode([token_id]).encode() if is_text else b""
-
-    def is_byte(self, token_id: int) -> bool:
-        return False
-
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(FIRST_CHARACTER + token) for token in ids)
 
 
 class OneShapeRunner(Runner):

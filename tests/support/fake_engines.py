@@ -13,9 +13,9 @@ from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
-from tests.support.engines import StubTokenizer
 from tests.support.fake_device import FakeRunner, repeat_truth
 from tests.support.loops import make_config
+from tests.support.stub_tokenizer import StubTokenizer
 
 EOS = 1
 

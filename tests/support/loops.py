@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,20 +16,16 @@ from jaxspec.engine.scheduling.programs import EveryProgram
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.policy import SpeculationPolicy
+from jaxspec.models.families import config_from_hf
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.defaults import DEFAULTS
-from tests.support.engines import MICRO
 from tests.support.fake_device import FakeDevice, random_truth, reference_tokens
-from tests.support.oracles import TINY, model_config
+from tests.support.sizes import MICRO, TINY
 
 VOCAB = 16
-MODEL = model_config(
-    SimpleNamespace(
-        config=SimpleNamespace(to_dict=lambda: TINY | MICRO | {"model_type": "gemma2"})
-    )
-)
+MODEL = config_from_hf(TINY | MICRO | {"model_type": "gemma2"})
 
 
 def make_config(**changes) -> EngineConfig:

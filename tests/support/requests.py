@@ -10,8 +10,8 @@ from jaxspec.outputs import RequestStateStats
 from jaxspec.sampling_params import (
     SamplingParams,
 )
-from tests.support.engines import StubTokenizer
 from tests.support.loops import make_config
+from tests.support.stub_tokenizer import StubTokenizer
 
 
 def make(prompt: Any = (2, 3, 4), *, config: dict[str, Any] | None = None, **fields):

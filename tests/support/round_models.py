@@ -14,8 +14,8 @@ from jaxspec.program.propose import Proposal, draft_sampling
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
-from jaxspec.program.tree.verify import verify_tree
 from tests.support.rows import make_active
+from tests.support.trees import verify_tree
 
 VOCAB, DRAFTS, LENGTH = 4, 3, 4
 FAR = 1000  # a length limit past all slots
@@ -104,13 +104,10 @@ def play_round(
     found = verify_tree(
         tree,
         proposal,
-        inputs,
         target[inputs].reshape(-1, VOCAB),
         num_valid_drafts,
         active,
-        Backend(),
         adjust=adjust,
-        forced_acceptance=None,
         max_model_len=max_model_len,
     )
     depth = jnp.asarray(tree.depths)[found.tree_row]

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -24,8 +24,8 @@ from jaxspec.serve.response_store import ResponseStore
 from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
-from tests.support.engines import StubTokenizer
 from tests.support.fake_engines import assert_idle, letters, make_fake_engine, serve
+from tests.support.stub_tokenizer import StubTokenizer, TurnsTokenizer
 
 # After a prompt of three tokens, the model's text is `letters(said(count))`.
 PROMPT = letters([2, 3, 4])
@@ -33,16 +33,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": PROMPT}]
 
 Ask = Callable[[httpx.AsyncClient], Awaitable[Any]]
-
-
-class TurnsTokenizer(StubTokenizer):
-    """Renders a conversation as only the text of its last message."""
-
-    def write_chat(
-        self, messages: Sequence[Mapping[str, Any]], **_: Any
-    ) -> tuple[str, list[int]]:
-        text = messages[-1]["content"]
-        return text, self.encode(text)
 
 
 def serve_http(

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-# Values and scales: int8 [block, element], float32 [block, group].
+# Values, int8 [block, element], and scales, float32 [block, group]; or both scales and
+# minima, [block, group, 2].
 Split = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 # The numbers that the 4-bit values 0 to 15 of IQ4_NL and IQ4_XS represent.
@@ -33,9 +34,8 @@ class BlockType:
         num_bytes: Bytes per block.
         dtype: Type of the dequantized numbers: float32 for every quantized type.
         dequantize: Turns blocks into numbers; None for plain floats.
-        split: Turns blocks into integers and scales whose products are the numbers;
-            None for types with minima or a table of values.
-        is_int4: Whether the integers of `split` fit 4 bits.
+        split: Turns blocks into integers and scales whose products are the numbers,
+            after adding minima if there are any; None for types with a table of values.
     """
 
     name: str
@@ -44,7 +44,6 @@ class BlockType:
     dtype: np.dtype = np.dtype(np.float32)
     dequantize: Callable[[np.ndarray], np.ndarray] | None = None
     split: Split | None = None
-    is_int4: bool = False
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
@@ -115,29 +114,31 @@ def _split_q6_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values, _half(blocks, 208) * scales.astype(np.float32)
 
 
-def _q4_1(blocks: np.ndarray) -> np.ndarray:
-    return _products(_half(blocks, 0), _nibbles(blocks[:, 4:])) + _half(blocks, 2)
+def _split_q4_1(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    minima = _with_minima(_half(blocks, 0), _half(blocks, 2))
+    return _nibbles(blocks[:, 4:]).view(np.int8), minima
 
 
-def _q5_1(blocks: np.ndarray) -> np.ndarray:
+def _split_q5_1(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     values = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
-    return _products(_half(blocks, 0), values) + _half(blocks, 2)
+    return values.view(np.int8), _with_minima(_half(blocks, 0), _half(blocks, 2))
 
 
-def _q2_k(blocks: np.ndarray) -> np.ndarray:
+def _split_q2_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = _half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
     minima = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
-    return _less_minima(_products(scales, _pairs(blocks[:, 16:80])), minima)
+    return _pairs(blocks[:, 16:80]).view(np.int8), _with_minima(scales, -minima)
 
 
-def _q4_k(blocks: np.ndarray) -> np.ndarray:
-    return _of_eight_groups(blocks, _group_nibbles(blocks[:, 16:]))
+def _split_q4_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _group_nibbles(blocks[:, 16:]).view(np.int8), _eight_scales(blocks)
 
 
-def _q5_k(blocks: np.ndarray) -> np.ndarray:
+def _split_q5_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     shifts = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     tops = ((blocks[:, None, 16:48] >> shifts) & 1).reshape(-1, 256)
-    return _of_eight_groups(blocks, _group_nibbles(blocks[:, 48:]) | tops << 4)
+    values = _group_nibbles(blocks[:, 48:]) | tops << 4
+    return values.view(np.int8), _eight_scales(blocks)
 
 
 def _group_nibbles(packed: np.ndarray) -> np.ndarray:
@@ -145,21 +146,19 @@ def _group_nibbles(packed: np.ndarray) -> np.ndarray:
     return _nibbles(packed.reshape(-1, 4, 32)).reshape(-1, 256)
 
 
-def _of_eight_groups(blocks: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Dequantize Q4_K and Q5_K, whose 6-bit scales and minima share 12 bytes."""
+def _eight_scales(blocks: np.ndarray) -> np.ndarray:
+    """Return scales and minima of Q4_K and Q5_K: of 6 bits each, in 12 bytes."""
     first, second, last = np.split(blocks[:, 4:16], 3, axis=1)
     scales = np.concatenate([first & 63, last & 15 | (first >> 6) << 4], axis=1)
     minima = np.concatenate([second & 63, last >> 4 | (second >> 6) << 4], axis=1)
-    return _less_minima(
-        _products(_half(blocks, 0) * scales.astype(np.float32), values),
-        _half(blocks, 2) * minima.astype(np.float32),
+    return _with_minima(
+        _half(blocks, 0) * scales.astype(np.float32),
+        -(_half(blocks, 2) * minima.astype(np.float32)),
     )
 
 
-def _less_minima(numbers: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    groups = numbers.reshape(*minima.shape, -1)
-    groups -= minima[:, :, None]
-    return numbers
+def _with_minima(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
+    return np.stack([scales, minima], axis=2)
 
 
 def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
@@ -178,21 +177,23 @@ def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
 def _of_split(split: Split) -> Callable[[np.ndarray], np.ndarray]:
     def dequantize(blocks: np.ndarray) -> np.ndarray:
         values, scales = split(blocks)
-        return _products(scales, values)
+        if scales.ndim == 2:
+            return _products(scales, values)
+        numbers = _products(scales[:, :, 0], values)
+        groups = numbers.reshape(*scales.shape[:2], -1)
+        groups += scales[:, :, 1:]
+        return numbers
 
     return dequantize
 
 
-def _symmetric(
-    name: str, num_elements: int, num_bytes: int, split: Split, *, is_int4: bool = False
-) -> BlockType:
+def _scaled(name: str, num_elements: int, num_bytes: int, split: Split) -> BlockType:
     return BlockType(
         name=name,
         num_elements=num_elements,
         num_bytes=num_bytes,
         dequantize=_of_split(split),
         split=split,
-        is_int4=is_int4,
     )
 
 
@@ -214,16 +215,16 @@ def _other(
 TYPES = {
     0: BlockType(name="F32", num_bytes=4),
     1: BlockType(name="F16", num_bytes=2, dtype=np.dtype(np.float16)),
-    2: _symmetric("Q4_0", 32, 18, _split_q4_0, is_int4=True),
-    3: _other("Q4_1", 32, 20, _q4_1),
-    6: _symmetric("Q5_0", 32, 22, _split_q5_0),
-    7: _other("Q5_1", 32, 24, _q5_1),
-    8: _symmetric("Q8_0", 32, 34, _split_q8_0),
-    10: _other("Q2_K", 256, 84, _q2_k),
-    11: _symmetric("Q3_K", 256, 110, _split_q3_k, is_int4=True),
-    12: _other("Q4_K", 256, 144, _q4_k),
-    13: _other("Q5_K", 256, 176, _q5_k),
-    14: _symmetric("Q6_K", 256, 210, _split_q6_k),
+    2: _scaled("Q4_0", 32, 18, _split_q4_0),
+    3: _scaled("Q4_1", 32, 20, _split_q4_1),
+    6: _scaled("Q5_0", 32, 22, _split_q5_0),
+    7: _scaled("Q5_1", 32, 24, _split_q5_1),
+    8: _scaled("Q8_0", 32, 34, _split_q8_0),
+    10: _scaled("Q2_K", 256, 84, _split_q2_k),
+    11: _scaled("Q3_K", 256, 110, _split_q3_k),
+    12: _scaled("Q4_K", 256, 144, _split_q4_k),
+    13: _scaled("Q5_K", 256, 176, _split_q5_k),
+    14: _scaled("Q6_K", 256, 210, _split_q6_k),
     20: _other("IQ4_NL", 32, 18, _iq4_nl),
     23: _other("IQ4_XS", 256, 136, _iq4_xs),
     30: BlockType(name="BF16", num_bytes=2, dtype=np.dtype(ml_dtypes.bfloat16)),

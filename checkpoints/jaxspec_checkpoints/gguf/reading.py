@@ -1,7 +1,8 @@
 """Opens a GGUF file as a `Checkpoint`, with canonical names and numbers (`open_gguf`).
 
-Blocks of rows are read from the file on demand and dequantized to float32. Types
-without minima are also kept as integers and scales: see `QuantizedTensor`.
+Blocks of rows are read from the file on demand and dequantized to float32. Types whose
+numbers are integers times scales, with or without minima, are also kept as these: see
+`QuantizedTensor`.
 """
 
 import json
@@ -11,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxspec_checkpoints.checkpoint import Checkpoint
@@ -39,7 +39,7 @@ from jaxspec_checkpoints.layout import (
     layout_of,
     must_be_tied,
 )
-from jaxspec_checkpoints.quantization import GGUF, QuantizedTensor
+from jaxspec_checkpoints.quantization import GGUF, GGUF_SCHEMES, QuantizedTensor
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
 _NAMES = {
@@ -240,9 +240,9 @@ def _packed(
     split: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
     whole: Tensor,
 ) -> Tensor:
-    """Describe a matrix whose numbers are integers times scales."""
-    num_rows, _ = stored.shape
-    dtype = np.dtype(ml_dtypes.int4 if stored.type.is_int4 else np.int8)
+    """Describe a matrix whose numbers are integers times scales, plus any minima."""
+    num_rows, scheme = stored.shape[0], GGUF_SCHEMES[stored.type.name]
+    dtype, form = scheme.value_type, scheme.scales_shape(stored.shape)
 
     def read_values(start: int, stop: int) -> np.ndarray:
         values, _ = split(_blocks(stored, start, stop))
@@ -253,14 +253,12 @@ def _packed(
         step = max(1, BLOCK_BYTES * num_rows // stored.num_bytes)
         parts = [
             split(_blocks(stored, first, min(first + step, stop)))[1].reshape(
-                min(first + step, stop) - first, -1
+                -1, *form[1:]
             )
             for first in range(start, stop, step)
         ]
         return np.concatenate(parts)
 
-    _, sample = split(np.zeros((1, stored.type.num_bytes), np.uint8))
-    num_groups = stored.shape[1] // stored.type.num_elements * sample.shape[1]
     values = Tensor(
         shape=stored.shape,
         dtype=dtype,
@@ -268,7 +266,7 @@ def _packed(
         read=read_values,
     )
     scales = Tensor(
-        shape=(num_rows, num_groups),
+        shape=form,
         dtype=np.dtype(np.float32),
         source=f"{whole.source} (scales)",
         read=read_scales,

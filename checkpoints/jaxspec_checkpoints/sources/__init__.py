@@ -98,6 +98,7 @@ def _service(extra: str, name: str) -> Any:
     except ImportError as error:
         raise CheckpointError(
             f"{name!r} is not a folder here, and fetching it needs the extra "
-            f'{extra!r}, which is not installed: run pip install -e ".[{extra}]" in '
-            "the checkout, or download the model by other means and pass its folder"
+            f"{extra!r}, which is not installed: run pip install "
+            f'"jaxspec-decoding[{extra}]", or download the model by other means and '
+            "pass its folder"
         ) from error

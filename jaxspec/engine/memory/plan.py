@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.config.engine import GivenSizes
 from jaxspec.engine.memory.draft_sharding import DraftSharding
+from jaxspec.engine.memory.round_cost import RoundCost
 from jaxspec.engine.scheduling.programs import FIRST_CHUNK, largest_chunk
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
@@ -64,13 +65,23 @@ class ModelBytes:
             (`LocalPages`), of one unit.
         unread_bytes: Weights of which a pass reads only single rows: the embedding, if
             the head is a separate matrix.
+        shared_bytes: Weights of the target that a pass of a head reads too: the output
+            matrix, if it has none of its own.
+        num_values: Values of the weights that a pass reads; each multiplies every row.
         form: Description of quantized or trimmed matrices; "" if there are none.
     """
 
     weight_bytes: int = 0
     page_bytes: int = 0
     unread_bytes: int = 0
+    shared_bytes: int = 0
+    num_values: int = 0
     form: str = ""
+
+    @property
+    def read_bytes(self) -> int:
+        """Weights that a pass reads."""
+        return self.weight_bytes - self.unread_bytes + self.shared_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +321,8 @@ class MemoryPlan:
         utilization: Share of the limit that was planned with; None if the number of
             pages was given, or is a CPU's default.
         draft_sharding: The choice of the draft model's devices; None without a choice.
+        round_cost: Computed times of rounds with drafts; None without drafts, or if the
+            devices' speeds are unknown.
     """
 
     facts: MemoryFacts
@@ -317,6 +330,7 @@ class MemoryPlan:
     num_pages: int
     utilization: float | None = None
     draft_sharding: DraftSharding | None = None
+    round_cost: RoundCost | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -430,6 +444,8 @@ class MemoryPlan:
                 f"The {facts.draft_name} takes {shown_bytes(self.draft_bytes)}: "
                 f"without it, {self.sequences_lost:.2f} more such sequences fit"
             )
+        if self.round_cost is not None:
+            lines.append(self.round_cost.line())
         if self.draft_sharding is not None:
             lines.append(self.draft_sharding.line())
         return lines
@@ -456,6 +472,7 @@ class MemoryPlan:
             "draft_bytes": self.draft_bytes,
             "sequences_lost": self.sequences_lost,
             "draft_sharding": self.draft_sharding and self.draft_sharding.as_dict(),
+            "round_cost": self.round_cost and self.round_cost.as_dict(),
             "table": self.table(),
         }
 

@@ -43,6 +43,7 @@ from jaxspec.engine.memory.plan import (
     ProgramFacts,
     plan_memory,
 )
+from jaxspec.engine.memory.round_cost import CONTEXT, PassCost, RoundCost
 from jaxspec.engine.model_folders import BUNDLED_NAMES
 from jaxspec.engine.runner import (
     build_mesh,
@@ -117,10 +118,64 @@ def plan_for(
     mesh = build_mesh(config) if device is None else named_mesh(device, config)
     config, mesh, sharding = spread_draft(config, mesh, device=device)
     config, plan = fit(config, mesh, device=device)
+    cost = round_cost_of(config, mesh, plan.facts)
     if has_compiler:
         compiled_bytes = compiled_temporaries(config, describe_mesh(device, config))
         plan = fit(config, mesh, device=device, compiled_bytes=compiled_bytes)[1]
-    return dataclasses.replace(plan, draft_sharding=sharding)
+    return dataclasses.replace(plan, draft_sharding=sharding, round_cost=cost)
+
+
+def round_cost_of(
+    config: EngineConfig, mesh: Mesh, facts: MemoryFacts, context: int = CONTEXT
+) -> RoundCost | None:
+    """Return the computed cost of rounds with drafts.
+
+    Args:
+        context: Tokens of every sequence; at most `max_model_len` are counted.
+
+    Returns:
+        None without drafts, or if the devices' speeds are unknown.
+    """
+    speculative, target = config.speculative, config.model_config
+    speeds = speeds_of(mesh.devices.flat[0].device_kind)
+    if speculative is None or speeds is None:
+        return None
+    context = min(context, config.max_model_len)
+    windows = [target.window(number) for number in range(target.num_layers)]
+    kept = {"local": min(context, *(one or context for one in windows))}
+
+    def cost(
+        weights: ModelBytes, num_devices: int, num_layers: int, hidden_size: int
+    ) -> PassCost:
+        by_group = facts.kv_bytes_per_token(weights.page_bytes)
+        return PassCost(
+            weight_bytes=weights.read_bytes,
+            kv_bytes=sum(n * kept.get(key, context) for key, n in by_group.items()),
+            operations=2 * weights.num_values,
+            num_devices=num_devices,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+        )
+
+    draft, model, head = None, config.draft_model_config, config.head_config
+    if model is not None:
+        devices = speculative.draft_tensor_parallel_size or mesh.size
+        draft = cost(facts.draft, devices, model.num_layers, model.hidden_size)
+    elif head is not None:
+        layers = getattr(head, "num_layers", 1)
+        draft = cost(facts.draft, mesh.size, layers, head.target_hidden_size)
+    method = speculative.method_info
+    most = method.max_draft_tokens
+    if head is not None and head.max_draft_tokens is not None:
+        most = min(most, head.max_draft_tokens)
+    return RoundCost(
+        speeds=speeds,
+        target=cost(facts.target, mesh.size, target.num_layers, target.hidden_size),
+        draft=draft,
+        has_one_pass=method.has_one_pass,
+        max_draft_tokens=most,
+        context=context,
+    )
 
 
 def _with_published(args: EngineArgs, folder: Path) -> EngineArgs:
@@ -197,7 +252,7 @@ def spread_draft(
             estimate(
                 speeds,
                 devices=devices,
-                read_bytes=facts.draft.weight_bytes - facts.draft.unread_bytes,
+                read_bytes=facts.draft.read_bytes,
                 num_layers=draft.num_layers,
                 hidden_size=draft.hidden_size,
                 num_seqs=given_sizes.max_num_seqs or ACCELERATOR_SIZES.num_seqs,
@@ -313,6 +368,9 @@ def find_facts(
     draft_page = bytes_of(proposer_state(2)) - bytes_of(proposer_state(1))
     fixed_bytes = bytes_of(proposer_state(1)) - draft_page
     programs = _program_facts(config, mesh)
+    shared: Params = {}
+    if config.head_config is not None and not _has_output(draft_params):
+        shared = {HEAD: target_params.get(HEAD, target_params[EMBEDDING])}
     return MemoryFacts(
         device=device or first.device_kind,
         platform=first.platform,
@@ -326,12 +384,16 @@ def find_facts(
         target=ModelBytes(
             weight_bytes=bytes_of(target_params),
             page_bytes=bytes_of(target_pages(1)),
+            unread_bytes=_unread_bytes(target_params),
+            num_values=_num_values(target_params),
             form=_described(config.model_config),
         ),
         draft=ModelBytes(
             weight_bytes=bytes_of(draft_params) + fixed_bytes,
             page_bytes=draft_page,
             unread_bytes=_unread_bytes(draft_params),
+            shared_bytes=bytes_of(shared),
+            num_values=_num_values(draft_params) + _num_values(shared),
             form=_described(config.draft_model_config),
         ),
         draft_name="draft model" if config.head_config is None else "head",
@@ -411,10 +473,28 @@ def _described(model: ModelConfig | None) -> str:
     return ", ".join(parts)
 
 
+def _has_output(params: Params | None) -> bool:
+    """Return whether a model or head has an output matrix of its own."""
+    return params is not None and any(
+        name == HEAD or name.startswith("lm_head") for name in params
+    )
+
+
+def _unread(params: Params | None) -> Params:
+    """Return the embedding if a separate matrix computes the logits."""
+    is_apart = params is not None and EMBEDDING in params and _has_output(params)
+    return {EMBEDDING: params[EMBEDDING]} if params and is_apart else {}
+
+
 def _unread_bytes(params: Params | None) -> int:
-    """Return the bytes of the embedding if a separate head computes the logits."""
-    is_apart = params is not None and {EMBEDDING, HEAD} <= params.keys()
-    return bytes_of(params[EMBEDDING]) if params and is_apart else 0
+    return bytes_of(_unread(params))
+
+
+def _num_values(params: Params | None) -> int:
+    """Return the number of values of the weights that a pass reads on one device."""
+    leaves = jax.tree.leaves(params), jax.tree.leaves(_unread(params))
+    whole, unread = (sum(math.prod(_device_shape(x)) for x in one) for one in leaves)
+    return whole - unread
 
 
 def bytes_of(forms: Any) -> int:

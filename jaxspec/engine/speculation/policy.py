@@ -132,8 +132,10 @@ class RoundEstimates:
 def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     """Return the choice with the most expected tokens per second.
 
-    The current one remains unless another is better by a factor of `hysteresis`. If a
-    time is unknown: the configured K, with side branches.
+    The current one remains unless another is better by a factor of `hysteresis`. K is 0
+    if drafts could not win even without taking time: a longer plain round was measured
+    while the machine was slow. If a time is unknown: the configured K, with side
+    branches.
     """
     if not estimates.are_times_known:
         k = len(estimates.seconds) - 1
@@ -142,7 +144,9 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     is_chain = len(rates) > 1 and not current.has_side_branches
     k = min(current.num_draft_tokens, rates.shape[1] - 1)
     best = np.unravel_index(int(rates.argmax()), rates.shape)
-    if rates[best] > CONSTANTS.hysteresis * rates[int(is_chain), k]:
+    if not estimates.could_win():
+        k = 0
+    elif rates[best] > CONSTANTS.hysteresis * rates[int(is_chain), k]:
         is_chain, k = bool(best[0]), int(best[1])
     gain = float(rates[int(is_chain), k] / rates[0, 0] - 1)
     return replace(
@@ -168,6 +172,7 @@ class SpeculationPolicy:
         self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
         self.stop_reason: str | None = None
         self.choice = Choice(num_draft_tokens=configured)
+        self._set_aside = self.choice  # see `set_adaptive`
         self.saved_s = self.lost_s = 0.0
         self.num_probes = 0
         # The alternative that is being measured, and the number of its rounds left.
@@ -202,6 +207,19 @@ class SpeculationPolicy:
             self.stop_reason = reason
             self.choice, self._explored = replace(self.choice, num_draft_tokens=0), None
             _log.error("Speculation is disabled: %s", reason)
+
+    def set_adaptive(self, is_adaptive: bool) -> None:
+        """Choose K from the next round on, or draft the configured K.
+
+        Benchmarks compare both in one engine. Estimates, loss budgets and the latest
+        choice of either kind remain.
+        """
+        if is_adaptive == self.is_adaptive:
+            return
+        self.is_adaptive = is_adaptive
+        self.choice, self._set_aside = self._set_aside, self.choice
+        self.end_exploration()
+        self.reconsider()
 
     def max_draft_tokens(self, num_running: int) -> int:
         """Return the maximum K with this many requests; 0 if drafting is off."""

@@ -67,17 +67,8 @@ class Eagle3(Head):
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Pages of keys and values; the layer's newest output for every row."""
-        config = self.config
-        pages = layer_pages(
-            num_q_heads=config.num_q_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_pages=pool.num_pages,
-            pool=pool,
-            dtype=dtype,
-            mesh=mesh,
-            mesh_axes=DRAFT_MESH_AXES,
-        )
+        config, axes = self.config, DRAFT_MESH_AXES
+        pages = layer_pages(config, pool.num_pages, dtype, pool, mesh, axes)
         return pages, hidden_cache_forms(config.hidden_size, pool, mesh)
 
     def propose(

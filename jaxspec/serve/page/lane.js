@@ -105,8 +105,8 @@ export class Lane {
 
   /** Tokens per second after the first: measured by the server, or else by arrival. */
   get speed() {
-    const measured = this.metrics?.tokens_per_second;
-    if (measured) return measured;
+    const betweenTokens = this.metrics?.mean_itl_ms;
+    if (betweenTokens) return 1000 / betweenTokens;
     const first = this.arrivals[0];
     const last = this.arrivals.at(-1);
     if (!first || last.time <= first.time) return null;

@@ -13,6 +13,8 @@ from jaxspec.serve.requests.protocol import (
     Entries,
     FunctionDefinition,
     GenerationBody,
+    JsonSchemaFormat,
+    ResponseFormat,
     is_function,
 )
 from jaxspec.serve.requests.response_input import call_of
@@ -29,9 +31,9 @@ _SHARED = GenerationBody.model_fields.keys() - {"stop", "max_tokens", "n", "echo
 class CountBody(GenerationBody):
     """Body of POST /v1/messages/count_tokens; the model's parameters have no effect.
 
-    `thinking`, `metadata`, `output_config`, `service_tier` and the `cache_control` of
-    blocks are accepted, and have no effect: Gemma does not think, and prefixes are
-    always cached.
+    `thinking`, `metadata`, `service_tier`, `effort` in `output_config` and the
+    `cache_control` of blocks are accepted, and have no effect: Gemma does not think,
+    and prefixes are always cached.
     """
 
     messages: Entries[dict[str, Any]] = Field(min_length=1)
@@ -68,6 +70,15 @@ def as_chat(body: CountBody) -> ChatBody:
         raise wrong_argument(RequestError, "messages", allowed, body.messages[-1])
     tools, choice, is_parallel = _tools(body)
     given = {name: getattr(body, name) for name in body.model_fields_set & _SHARED}
+    wanted = _format(body)
+    if wanted is not None:
+        if body.response_format is not None:
+            raise RequestError(
+                "`output_config` and `response_format` both have a format: leave one "
+                "out.",
+                parameter="output_config",
+            )
+        given["response_format"] = wanted
     return ChatBody(
         **given,
         messages=messages,
@@ -78,6 +89,20 @@ def as_chat(body: CountBody) -> ChatBody:
         parallel_tool_calls=is_parallel,
         continue_final_message=is_continued,
         add_generation_prompt=not is_continued,
+    )
+
+
+def _format(body: CountBody) -> ResponseFormat | None:
+    """Return the format of `output_config`, which constrains the answer to a schema."""
+    wanted = (body.output_config or {}).get("format")
+    if wanted is None:
+        return None
+    schema = wanted.get("schema") if isinstance(wanted, dict) else None
+    if not isinstance(schema, dict) or wanted.get("type") != "json_schema":
+        name, allowed = "output_config.format", "{'type': 'json_schema', 'schema': ...}"
+        raise wrong_argument(RequestError, name, allowed, wanted)
+    return ResponseFormat(
+        type="json_schema", json_schema=JsonSchemaFormat(schema=schema)
     )
 
 

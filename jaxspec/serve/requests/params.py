@@ -291,8 +291,10 @@ def _formatted(wanted: ResponseFormat) -> dict[str, Any]:
         return {}
     if wanted.type == "json_object":
         return {"json_object": True}
+    if wanted.type == "structural_tag":
+        return {"structural_tag": wanted.model_dump(exclude_none=True)}
     if wanted.type != "json_schema":
-        allowed = "'text', 'json_object' or 'json_schema'"
+        allowed = "'text', 'json_object', 'json_schema' or 'structural_tag'"
         name = "response_format.type"
         raise wrong_argument(RequestError, name, allowed, wanted.type)
     schema = wanted.json_schema and wanted.json_schema.json_schema

@@ -186,10 +186,17 @@ class JsonSchemaFormat(Part):
 
 
 class ResponseFormat(Part):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`, and vLLM's structural tags.
+
+    Attributes:
+        structures, triggers, format: Of a structural tag.
+    """
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    structures: Entries[dict[str, Any]] | None = None
+    triggers: Entries[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(BaseModel):
@@ -206,7 +213,7 @@ class StructuredOutputs(BaseModel):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class GenerationBody(Body):

@@ -37,7 +37,7 @@ class MessageWriter(Writer):
             chat: The chat request whose answer the message is.
         """
         super().__init__(serving, body, params, f"msg_{request_id}")
-        self._chat = chat
+        self._chat, self._config = chat, serving.config
         name = serving.settings.tool_call_parser
         self._parser = make_parser(chat, read_choice(chat), name, serving.tokenizer)
         # Number of the block that a stream writes, and its type.
@@ -170,11 +170,16 @@ class MessageWriter(Writer):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage_of(self, output: RequestOutput) -> dict[str, Any]:
-        """Count tokens; those of a cached prefix are no input tokens, as in the API."""
-        num_cached = output.num_cached_tokens or 0
+        """Count tokens; input tokens are those that are not in the prefix cache."""
+        num_prompt = len(output.prompt_token_ids or ())
+        num_cached, num_created = output.num_cached_tokens or 0, 0
+        if self._config.enable_prefix_caching:
+            # Complete pages are cached.
+            num_in_pages = num_prompt - num_prompt % self._config.page_size
+            num_created = max(num_in_pages - num_cached, 0)
         return {
-            "input_tokens": len(output.prompt_token_ids or ()) - num_cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": num_prompt - num_cached - num_created,
+            "cache_creation_input_tokens": num_created,
             "cache_read_input_tokens": num_cached,
             "output_tokens": self._num_tokens,
         }

@@ -138,12 +138,14 @@ def _times(stats: RequestStateStats) -> dict[str, Any]:
     gaps = stats.num_generation_tokens - 1
     has_gaps = gaps > 0 and took_s > 0
     queued_s = stats.time_in_queue
+    # As vLLM computes it, with the time of the prompt.
+    ran_s = stats.last_token_ts - stats.scheduled_ts if stats.scheduled_ts else 0.0
     return {
         "time_to_first_token_ms": 1e3 * stats.first_token_latency,
         "generation_time_ms": 1e3 * took_s,
         "queue_time_ms": None if queued_s is None else 1e3 * queued_s,
         "mean_itl_ms": 1e3 * took_s / gaps if has_gaps else None,
-        "tokens_per_second": gaps / took_s if has_gaps else None,
+        "tokens_per_second": stats.num_generation_tokens / ran_s if ran_s > 0 else None,
     }
 
 

@@ -1,11 +1,13 @@
-"""C++ operations for CPUs, called from XLA programs and built where they run.
+"""C++ operations for CPUs, called from XLA programs.
 
 XLA:CPU copies a matrix into another order on every call, cannot multiply float32 rows
 with bfloat16 weights, and runs attention as hundreds of small loops. The sources in
-this folder replace these. The machine's C++ compiler builds a library of them on first
-use (some seconds), which is cached. Its file name contains the hash of its content; a
-damaged library is built again. If the folder cannot be written, each process builds its
-own. If there is no compiler, XLA's operations are used, and the log says so.
+this folder replace these. A wheel for a platform has libraries of them for each kind of
+processor (`compiling`), of which the best is loaded (`shipped_library`). Otherwise the
+machine's C++ compiler builds a library on first use (some seconds), which is cached.
+Its file name contains the hash of its content; a damaged library is built again. If the
+folder cannot be written, each process builds its own. If there is no compiler, XLA's
+operations are used, and the log says so.
 
 The instruction set is chosen at build time: that of this processor (AVX-512, AVX2 or
 SSE on x86-64; NEON on ARM). Machines may share a cache folder, because each kind of
@@ -43,12 +45,11 @@ import sys
 import tempfile
 import uuid
 from importlib import metadata
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import jax
 
-from jaxspec_kernels.native import masks
+from jaxspec_kernels.native import compiling, masks
 
 __all__ = ["digest", "is_available", "require"]
 
@@ -73,30 +74,25 @@ TARGETS = (
 )
 
 _FOLDER = Path(__file__).parent
-_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    # Fuse a product and a sum into one rounding, where the processor can.
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fPIC",
-)
-# The flag for this processor on ARM; Apple's compiler rejects -march=native.
-_FOR_THIS_PROCESSOR = {"arm64": "-mcpu=native", "aarch64": "-mcpu=native"}
-_COMPILE_LIMIT_S = 600
+# Libraries that a wheel has; a checkout has none.
+_SHIPPED = _FOLDER / "shipped"
 
 
 def is_available() -> bool:
     """Return whether the operations can be called; builds them on first use."""
-    setting = os.environ.get(VARIABLE, "") or ON
-    return setting.lower() != OFF and _is_registered(setting)
+    return read_setting().lower() != OFF and _is_registered(read_setting())
+
+
+def read_setting() -> str:
+    """Return `JAXSPEC_NATIVE`: on, off or a folder of built libraries."""
+    return os.environ.get(VARIABLE, "") or ON
 
 
 @functools.cache
 def _is_registered(setting: str) -> bool:
     """Register the operations with XLA; on failure log a warning and return False."""
     try:
-        library = _load(setting)
+        library = load(setting)
         for name in TARGETS:
             capsule = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
@@ -132,11 +128,14 @@ def require(operation: str) -> None:
 
 def digest() -> str:
     """Return the key of programs that call these operations; empty if unavailable."""
-    return _digest(_compiler()) if is_available() else ""
+    if not is_available():
+        return ""
+    shipped = shipped_library(read_setting())
+    return _digest(_compiler()) if shipped is None else shipped.name
 
 
-def _load(setting: str) -> ctypes.CDLL:
-    """Load the library for this machine; build it if none is cached and undamaged.
+def load(setting: str) -> ctypes.CDLL:
+    """Load the library for this machine; build it if none is shipped or cached.
 
     Args:
         setting: `JAXSPEC_NATIVE`, as for `cache_folder`.
@@ -145,6 +144,9 @@ def _load(setting: str) -> ctypes.CDLL:
         OSError: The library can neither be built nor loaded.
         RuntimeError: There is no compiler, or it failed.
     """
+    shipped = shipped_library(setting)
+    if shipped is not None:
+        return ctypes.CDLL(str(shipped))
     compiler = _compiler()
     name = f"native-{_digest(compiler)}"
     for path in _kept_libraries(setting, name):
@@ -172,6 +174,31 @@ def _load(setting: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))  # the file may be removed once it is loaded
 
 
+def shipped_library(setting: str) -> Path | None:
+    """Return the wheel's best library for this processor; None if it has none.
+
+    Args:
+        setting: `JAXSPEC_NATIVE`: a folder asks for a library that is built there.
+    """
+    if setting.lower() != ON or not _SHIPPED.is_dir():
+        return None
+    has, include = _processor_flags(), jax.ffi.include_dir()
+    for variant in compiling.VARIANTS.get(platform.machine(), ()):
+        path = _SHIPPED / compiling.shipped_name(variant, _FOLDER, include)
+        if variant.needs <= has and path.is_file():
+            return path
+    _log.info("No library in %s is for this processor, sources and jaxlib", _SHIPPED)
+    return None
+
+
+def _processor_flags() -> frozenset[str]:
+    """Return the flags of an x86-64 processor on Linux; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.split())
+
+
 def _kept_libraries(setting: str, name: str) -> list[Path]:
     try:
         return sorted(cache_folder(setting).glob(f"{name}-*.so"))
@@ -187,16 +214,9 @@ def _whole_name(name: str, content: bytes) -> str:
 def _build(compiler: str, folder: Path) -> Path:
     """Compile the sources in a private folder; return the library's path."""
     _log.info("Building native operations with %s (once)", compiler)
-    library, sources = folder / "native.so", _sources()
-    objects = [str(folder / f"{source.stem}.o") for source in sources]
-    with ThreadPool(len(sources)) as pool:  # one compiler process each
-        commands = [
-            ["-c", f"-I{jax.ffi.include_dir()}", "-o", to, str(source)]
-            for to, source in zip(objects, sources, strict=True)
-        ]
-        pool.map(functools.partial(_run, compiler), commands)
-    _run(compiler, ["-shared", "-o", str(library), *objects])
-    return library
+    flags, include = compiling.flags_for_this_processor(), jax.ffi.include_dir()
+    sources = compiling.sources_in(_FOLDER)
+    return compiling.compile_library(compiler, flags, include, sources, folder)
 
 
 def _keep(library: Path, folder: Path, name: str) -> Path:
@@ -222,34 +242,6 @@ def _keep(library: Path, folder: Path, name: str) -> Path:
     return path
 
 
-def _run(compiler: str, arguments: list[str]) -> None:
-    """Run the compiler; raise `RuntimeError` with the first line of its message."""
-    try:
-        subprocess.run(
-            [compiler, *_flags(), *arguments],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_COMPILE_LIMIT_S,
-        )
-    except subprocess.CalledProcessError as error:
-        message = " ".join(error.stderr.strip().splitlines()[:1])
-        raise RuntimeError(f"{compiler} fails: {message}") from error
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(
-            f"{compiler} took longer than {_COMPILE_LIMIT_S} s"
-        ) from error
-
-
-def _flags() -> tuple[str, ...]:
-    """Return the flags of every compiler command.
-
-    No flag allows undefined symbols, which Apple's linker rejects: there are none, as
-    XLA's headers call XLA through pointers. macOS also loads a library named .so.
-    """
-    return *_FLAGS, _FOR_THIS_PROCESSOR.get(platform.machine(), "-march=native")
-
-
 def _compiler() -> str:
     """Return the C++ compiler; raise `RuntimeError` if there is none."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
@@ -259,20 +251,12 @@ def _compiler() -> str:
     return compiler
 
 
-def _sources() -> list[Path]:
-    return sorted(_FOLDER.glob("*.cc"))
-
-
 @functools.cache
 def _digest(compiler: str) -> str:
     """Hash everything the library depends on: sources, flags, versions, processor."""
-    digest = hashlib.sha256()
-    for path in sorted(_FOLDER.glob("*.h")) + _sources():
-        digest.update(path.read_bytes())
     versions = jax.__version__, metadata.version("jaxlib")
-    parts = *_flags(), *versions, compiler, platform.machine(), _processor()
-    digest.update("\0".join(parts).encode())
-    return digest.hexdigest()[:16]
+    parts = *compiling.flags_for_this_processor(), *versions, compiler
+    return compiling.digest_of(_FOLDER, (*parts, platform.machine(), _processor()))
 
 
 def _processor() -> str:

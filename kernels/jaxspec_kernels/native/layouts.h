@@ -92,8 +92,10 @@ struct Float8Layout {
 };
 
 // Eight 4-bit integers, one per feature, in a uint32: even features in the lower half,
-// odd features in the upper half, each in ascending order from the lowest bits.
-struct Int4Layout {
+// odd features in the upper half, each in ascending order from the lowest bits. They are
+// -8 to 7, or 0 to 15.
+template <bool IsSigned>
+struct FourBitLayout {
   typedef uint32_t Value;
   static constexpr int kFeatures = 8, kValues = 1;
   static constexpr bool kIsScaled = true;
@@ -103,34 +105,48 @@ struct Int4Layout {
   }
   static float value(const Value* step, int64_t output, int64_t feature) {
     const uint32_t bits = step[output] >> shift(static_cast<int>(feature)) << 28;
-    return static_cast<float>(static_cast<int32_t>(bits) >> 28);
+    return static_cast<float>(IsSigned ? static_cast<int32_t>(bits) >> 28
+                                       : static_cast<int32_t>(bits >> 28));
   }
   static Floats floats(const Value* step, int vector, int feature) {
     Ints bits;
     std::memcpy(&bits, step + vector * kLanes, sizeof(bits));
 #if defined(__AVX512F__)
+    const __m512 numbers =
+        IsSigned
+            ? _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1)
+            : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     // The look-up ignores all but the lowest four bits.
-    return (Floats)_mm512_permutexvar_ps(
-        (__m512i)(bits >> shift(feature)),
-        _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+    return (Floats)_mm512_permutexvar_ps((__m512i)(bits >> shift(feature)), numbers);
 #else
+    if (!IsSigned) return to_floats(bits >> shift(feature) & 15);
     return to_floats((bits << (28 - shift(feature))) >> 28);
 #endif
   }
 #if defined(__AVX512BF16__)
   static __m512i pairs(const Value* step, int vector, int pair) {
     typedef uint16_t Pairs __attribute__((vector_size(64)));
-    // bfloat16 of 0 to 7 and -8 to -1, twice: the look-up uses the lowest five bits.
-    constexpr Pairs kNumbers = {
+    // bfloat16 of 0 to 7 and -8 to -1, or of 0 to 15, twice: the look-up uses the lowest
+    // five bits.
+    constexpr Pairs kSigned = {
         0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
         0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+    constexpr Pairs kUnsigned = {
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
     Pairs bits;
     std::memcpy(&bits, step + vector * kLanes, sizeof(bits));
-    return _mm512_permutexvar_epi16((__m512i)(bits >> (4 * pair)), (__m512i)kNumbers);
+    return _mm512_permutexvar_epi16((__m512i)(bits >> (4 * pair)),
+                                    (__m512i)(IsSigned ? kSigned : kUnsigned));
   }
 #endif
 };
+
+typedef FourBitLayout<true> Int4Layout;
+typedef FourBitLayout<false> Uint4Layout;
 
 }  // namespace jaxspec

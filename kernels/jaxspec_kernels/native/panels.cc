@@ -7,8 +7,10 @@
 //
 // Values are widened in registers: to float32, or to bfloat16 if rows are rounded to it.
 // The sum of a group of features is multiplied by the group's scale and added to the
-// result, group by group: this order is fixed as well. For many rows, a panel is widened
-// once, in a buffer, and its products are the same as from registers.
+// result, group by group: this order is fixed as well. A group's minimum is multiplied by
+// the sum of the row's features, which is computed once for all outputs, and added after
+// the scaled sum. For many rows, a panel is widened once, in a buffer, and its products
+// are the same as from registers.
 //
 // Tiles (AMX) add up 32 features in another order, that of Intel's manual. On processors
 // that have them, rows rounded to bfloat16 are multiplied in this order always: many rows
@@ -40,9 +42,14 @@ constexpr int kVectors = kWidth / kLanes;  // of one panel
 constexpr int most_rows(bool is_widened) {
   return kLanes < 16 ? 4 : is_widened ? 6 : 9;
 }
+// The same if there are several groups of features. Registers also hold the sums of all
+// groups.
+constexpr int kMaxRowsOfGroups = 6;
 // Panels multiplied at once. Few rows take several: independent additions overlap.
-constexpr int panels_at_once(int rows, int sums) {
-  return kLanes < 16 ? 1 : rows * sums <= 2 ? 4 / sums : rows <= 6 ? 2 / sums : 1;
+constexpr int panels_at_once(int rows, int sums, bool is_scaled) {
+  if (kLanes < 16) return 1;
+  if (is_scaled) return rows == 1 ? 4 / sums : rows == 2 ? 2 / sums : 1;
+  return rows * sums <= 2 ? 4 / sums : rows <= 6 ? 2 / sums : 1;
 }
 // Rows that are multiplied with quantized panels in registers. More rows are faster with
 // panels that are unpacked first, or in tiles.
@@ -60,7 +67,7 @@ struct alignas(64) Line {
 };
 
 struct Memory {
-  std::vector<Line> rows, panel, sums;
+  std::vector<Line> rows, panel, sums, row_sums;
 };
 
 Memory& memory() {
@@ -164,22 +171,40 @@ struct InPairs {
   template <int Rows, int Vectors>
   static inline void add(const typename Layout::Value* panels, int64_t size,
                          const Input* inputs, int64_t steps, Floats (*sums)[Vectors]) {
-    for (int64_t step = 0; step < steps; ++step)
-      for (int vector = 0; vector < Vectors; ++vector) {
-        const auto* from =
-            panels + vector / kVectors * size + step * Layout::kValues * kWidth;
-        if (Rows <= kMaxInRegisters) prefetch<Layout>(from, vector % kVectors);
+    auto add_to = [](Floats& sum, __m512i pairs, __m512i input) {
+      sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)input);
+    };
+    for (int64_t step = 0; step < steps; ++step) {
+      auto from = [&](int vector) {
+        return panels + vector / kVectors * size + step * Layout::kValues * kWidth;
+      };
+      auto input = [&](int row, int pair) {
+        return _mm512_set1_epi32(inputs[step * Rows + row].pairs[pair]);
+      };
+      if constexpr (Rows <= kMaxInRegisters) {
+        for (int vector = 0; vector < Vectors; ++vector) {
+          prefetch<Layout>(from(vector), vector % kVectors);
 #pragma GCC unroll 4
+          for (int pair = 0; pair < Layout::kFeatures / 2; ++pair) {
+            const __m512i pairs = Layout::pairs(from(vector), vector % kVectors, pair);
+            for (int row = 0; row < Rows; ++row)
+              add_to(sums[row][vector], pairs, input(row, pair));
+          }
+        }
+      } else {
+        // Registers hold the input of one row at a time.
         for (int pair = 0; pair < Layout::kFeatures / 2; ++pair) {
-          const __m512i pairs = Layout::pairs(from, vector % kVectors, pair);
+          __m512i pairs[Vectors];
+          for (int vector = 0; vector < Vectors; ++vector)
+            pairs[vector] = Layout::pairs(from(vector), vector % kVectors, pair);
           for (int row = 0; row < Rows; ++row) {
-            Floats& sum = sums[row][vector];
-            const uint32_t input = inputs[step * Rows + row].pairs[pair];
-            sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs,
-                                           (__m512bh)_mm512_set1_epi32(input));
+            const __m512i own = input(row, pair);
+            for (int vector = 0; vector < Vectors; ++vector)
+              add_to(sums[row][vector], pairs[vector], own);
           }
         }
       }
+    }
   }
 };
 
@@ -259,11 +284,11 @@ void unpack(const typename Layout::Value* panel, int64_t steps, Bfloat16* to) {
 // Outputs of `Rows` rows from `Panels` panels; `inputs` are [step, row].
 //
 // groups, per_group: number of groups, and of steps per group. first: the first output.
-// outputs: [row, num_outputs]. scales: null, or [panel, group, output], beginning with
-// the first of these panels.
+// outputs: [row, num_outputs]. scales: null, or as in `Panels`, beginning with the first
+// of these panels. row_sums: null without minima, or [row, group].
 template <typename Layout, typename Arithmetic, bool IsScaled, int Rows, int Panels>
 void multiply_panels(const typename Layout::Value* panels, const float* scales,
-                     int64_t groups, int64_t per_group,
+                     const float* row_sums, int64_t groups, int64_t per_group,
                      const typename Arithmetic::Input* inputs, float* outputs,
                      int64_t first, int64_t num_outputs) {
   Floats sums[Rows][Panels * kVectors] = {};
@@ -279,12 +304,21 @@ void multiply_panels(const typename Layout::Value* panels, const float* scales,
       add(own, group * per_group, (group + 1) * per_group);
       for (int panel = 0; panel < Panels; ++panel)
         for (int vector = 0; vector < kVectors; ++vector) {
-          const Floats scale =
-              load(scales + (panel * groups + group) * kWidth + vector * kLanes);
+          const int at = panel * kVectors + vector;
+          const float* from = scales +
+                              (panel * groups + group) * (row_sums ? 2 : 1) * kWidth +
+                              vector * kLanes;
+          const Floats scale = load(from);
+          if (!row_sums) {
+            for (int row = 0; row < Rows; ++row)
+              sums[row][at] = add_product(sums[row][at], own[row][at], scale);
+            continue;
+          }
+          const Floats minimum = load(from + kWidth);
           for (int row = 0; row < Rows; ++row)
-            sums[row][panel * kVectors + vector] =
-                add_product(sums[row][panel * kVectors + vector],
-                            own[row][panel * kVectors + vector], scale);
+            sums[row][at] =
+                add_product(add_product(sums[row][at], own[row][at], scale),
+                            splat(row_sums[row * groups + group]), minimum);
         }
     }
   } else {
@@ -301,15 +335,17 @@ void multiply_panels(const typename Layout::Value* panels, const float* scales,
 // The same for panels `first` to `last` of all outputs; `panels` begins with the first.
 template <typename Layout, typename Arithmetic, bool IsScaled, int Rows>
 void multiply_rows(const typename Layout::Value* panels, const float* scales,
-                   int64_t groups, int64_t per_group, int64_t first, int64_t last,
+                   const float* row_sums, int64_t groups, int64_t per_group,
+                   int64_t first, int64_t last,
                    const typename Arithmetic::Input* inputs, float* outputs,
                    int64_t num_outputs) {
-  constexpr int kPanels = panels_at_once(Rows, Arithmetic::kSums);
+  constexpr int kPanels = panels_at_once(Rows, Arithmetic::kSums, IsScaled);
   const int64_t size = groups * per_group * Layout::kValues * kWidth;
   int64_t panel = first;
   auto run = [&](auto function, int count) {
+    const int64_t of_panel = groups * (row_sums ? 2 : 1) * kWidth;
     function(panels + (panel - first) * size,
-             IsScaled ? scales + panel * groups * kWidth : nullptr, groups, per_group,
+             IsScaled ? scales + panel * of_panel : nullptr, row_sums, groups, per_group,
              inputs, outputs, panel * kWidth, num_outputs);
     panel += count;
   };
@@ -357,6 +393,40 @@ void pack(ffi::ThreadPool& pool, const Groups& rows, int64_t groups, int64_t siz
         }
       }
   });
+}
+
+// Rounds to bfloat16, as `narrow`.
+inline Floats rounded(Floats values) {
+  const Words bits = (Words)values;
+  const Words nearest = bits + 0x7fffu + (bits >> 16 & 1u);
+  return select(values == values, (Floats)(nearest & 0xffff0000u), values);
+}
+
+// Sums of each row's features by group, [row, group], for minima; null without minima.
+// `fill` rows of zeros follow.
+template <bool IsRounded>
+const float* sum_groups(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
+                        int64_t num_rows, int64_t fill) {
+  if (!panels.has_minima) return nullptr;
+  const int64_t groups = panels.groups, size = panels.features / groups;
+  float* sums = reserve<float>(memory().row_sums, (num_rows + fill) * groups);
+  std::fill_n(sums + num_rows * groups, fill * groups, 0.0f);
+  constexpr int64_t kRowsPerPart = 8;
+  const int64_t parts = (num_rows + kRowsPerPart - 1) / kRowsPerPart;
+  for_each_part(pool, parts, [&](int64_t part) {
+    const int64_t last = std::min((part + 1) * kRowsPerPart, num_rows);
+    for (int64_t row = part * kRowsPerPart; row < last; ++row)
+      for (int64_t group = 0; group < groups; ++group) {
+        const float* from = inputs + (row * groups + group) * size;
+        Floats sum = {};
+        for (int64_t at = 0; at < size; at += kLanes) {
+          const Floats values = load_some(from + at, size - at);
+          sum += IsRounded ? rounded(values) : values;
+        }
+        sums[row * groups + group] = sum_of(sum);
+      }
+  });
+  return sums;
 }
 
 // Calls run(first, last) for parts of the panels, on all threads that are useful.
@@ -413,6 +483,7 @@ struct TileRows {
   int64_t num_rows, count, num_blocks;  // blocks of rows; blocks of features
   int size;                             // rows of a block
   Line* lines;
+  const float* sums;  // null without minima, or [row, group] of all blocks' rows
 
   const Line* block(int64_t rows, int64_t features) const {
     return lines + (rows * num_blocks + features) * size;
@@ -426,6 +497,7 @@ TileRows pack_tiles(ffi::ThreadPool& pool, const Panels& panels, int64_t per_gro
   found.size = static_cast<int>((num_rows + found.count - 1) / found.count);
   found.num_blocks = panels.groups * per_group;
   found.lines = reserve<Line>(memory().rows, found.count * found.num_blocks * found.size);
+  found.sums = sum_groups<true>(pool, panels, inputs, num_rows, kTileRows);
   const int64_t size = panels.features / panels.groups;
   for_each_part(pool, found.count, [&](int64_t part) {
     for (int64_t row = 0; row < found.size; ++row) {
@@ -469,15 +541,20 @@ void multiply_tile_rows(const Panels& panels, const TileRows& tiles, int64_t per
     const int64_t output = panel * kWidth + tile % 2 * kTileOutputs;
     const int64_t count = std::min<int64_t>(tiles.size, tiles.num_rows - start);
     const bool is_last = group + 1 == panels.groups;
-    Floats scale = {};
-    if constexpr (IsScaled)
-      scale = load(panels.scales + (panel * panels.groups + group) * kWidth +
-                   tile % 2 * kTileOutputs);
+    Floats scale = {}, minimum = {};
+    if constexpr (IsScaled) {
+      const float* from = panels.scales_of(panel, group) + tile % 2 * kTileOutputs;
+      scale = load(from);
+      if (tiles.sums) minimum = load(from + kWidth);
+    }
     for (int64_t row = 0; row < count; ++row) {
       Floats value = load(own[tile] + row * kTileOutputs);
       if constexpr (IsScaled) {
         float* sum = sums[tile] + row * kTileOutputs;
         value = add_product(group ? load(sum) : Floats{}, value, scale);
+        if (tiles.sums)
+          value = add_product(
+              value, splat(tiles.sums[(start + row) * panels.groups + group]), minimum);
         if (!is_last) store(sum, value);
       }
       if (is_last && output < panels.outputs)
@@ -546,11 +623,17 @@ void multiply_tile_groups(const Panels& panels, const TileRows& tiles, int64_t p
   // Registers hold `total` only if this is inlined.
   auto add = [&](int64_t group) __attribute__((always_inline)) {
     const float* from = products[group % 2];
-    const Floats scale = load(panels.scales + (panel * panels.groups + group) * kWidth +
-                              half * kTileOutputs);
+    const float* scales = panels.scales_of(panel, group) + half * kTileOutputs;
+    const Floats scale = load(scales);
 #pragma GCC unroll 16
     for (int row = 0; row < kTileRows; ++row)
       total[row] = add_product(total[row], load(from + row * kTileOutputs), scale);
+    if (!tiles.sums) return;
+    const Floats minimum = load(scales + kWidth);
+    const float* row_sums = tiles.sums + rows * tiles.size * panels.groups + group;
+#pragma GCC unroll 16
+    for (int row = 0; row < kTileRows; ++row)
+      total[row] = add_product(total[row], splat(row_sums[row * panels.groups]), minimum);
   };
 #pragma GCC unroll 16
   for (int row = 0; row < kTileRows; ++row)
@@ -685,7 +768,7 @@ void multiply_in_tiles(ffi::ThreadPool& pool, const Panels& panels, const float*
 #endif
 
 // Multiplies with panels in registers, or with panels that are unpacked first.
-template <typename Layout, typename Unpacked, typename Arithmetic>
+template <typename Layout, typename Unpacked, typename Arithmetic, bool IsRounded>
 void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
                      int64_t num_rows, float* outputs) {
   typedef typename Unpacked::Value Value;
@@ -695,8 +778,10 @@ void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* i
       kIsUnpacked || std::is_same_v<Unpacked, typename Arithmetic::Unpacked>
           ? Arithmetic::kMaxRows
           : kMaxInRegisters;
-  const Groups rows(num_rows, kMaxRows);
   const Steps<Layout> stored(panels);
+  // A single pass over the panels is faster for up to kMaxRows rows, whatever the groups.
+  const bool is_split = stored.groups > 1 && num_rows > kMaxRows;
+  const Groups rows(num_rows, is_split ? std::min(kMaxRows, kMaxRowsOfGroups) : kMaxRows);
   const int64_t per_group = stored.per_group * Layout::kFeatures / Unpacked::kFeatures;
   const int64_t steps = stored.groups * per_group;
   const int64_t num_panels = (panels.outputs + kWidth - 1) / kWidth;
@@ -704,13 +789,15 @@ void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* i
       reserve<typename Arithmetic::Input>(memory().rows, num_rows * steps);
   pack<Arithmetic, Unpacked::kFeatures>(pool, rows, stored.groups, stored.size, per_group,
                                         inputs, packed);
+  const float* row_sums = sum_groups<IsRounded>(pool, panels, inputs, num_rows, 0);
   auto multiply = [&](const Value* from, int64_t first, int64_t last) {
     for (int64_t group = 0; group < rows.count; ++group) {
       const int64_t start = rows.start(group);
       function_for<Unpacked, Arithmetic, Layout::kIsScaled>(
           rows.size(group), std::make_integer_sequence<int, kMaxRows>())(
-          from, panels.scales, stored.groups, per_group, first, last,
-          packed + start * steps, outputs + start * panels.outputs, panels.outputs);
+          from, panels.scales, row_sums ? row_sums + start * stored.groups : nullptr,
+          stored.groups, per_group, first, last, packed + start * steps,
+          outputs + start * panels.outputs, panels.outputs);
     }
   };
   auto run = [&](int64_t first, int64_t last) {
@@ -751,16 +838,17 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
     if (has_tiles()) {
       if (!is_few)
         return multiply_in_tiles<Layout>(pool, panels, inputs, num_rows, outputs);
-      return multiply_packed<Layout, Layout, InTileOrder<Layout>>(pool, panels, inputs,
-                                                                  num_rows, outputs);
+      return multiply_packed<Layout, Layout, InTileOrder<Layout>, true>(
+          pool, panels, inputs, num_rows, outputs);
     }
 #endif
   typedef ArithmeticOf<Layout, IsRounded> Arithmetic;
   typedef typename Arithmetic::Unpacked Unpacked;
   if (is_few)
-    multiply_packed<Layout, Layout, Arithmetic>(pool, panels, inputs, num_rows, outputs);
+    multiply_packed<Layout, Layout, Arithmetic, IsRounded>(pool, panels, inputs, num_rows,
+                                                           outputs);
   else
-    multiply_packed<Layout, Unpacked, ArithmeticOf<Unpacked, IsRounded>>(
+    multiply_packed<Layout, Unpacked, ArithmeticOf<Unpacked, IsRounded>, IsRounded>(
         pool, panels, inputs, num_rows, outputs);
 }
 
@@ -794,12 +882,14 @@ Panels panels_of(ffi::AnyBuffer buffer, ffi::Buffer<ffi::F32> scales, int64_t ou
     found.kind = Panels::kBfloat16;
     if (!is_filled(2)) return found;
   } else {
-    if (form_of_scales.size() != 3 || form_of_scales[0] != shape[0] ||
-        form_of_scales[1] < 1 || form_of_scales[2] != kWidth)
+    found.has_minima = form_of_scales.size() == 4 && form_of_scales[2] == 2;
+    if ((form_of_scales.size() != 3 && !found.has_minima) ||
+        form_of_scales[0] != shape[0] || form_of_scales[1] < 1 ||
+        form_of_scales.back() != kWidth)
       return found;
     found.scales = scales.typed_data(), found.groups = form_of_scales[1];
     if (type == ffi::U32 && shape.size() == 3 && shape[2] == kWidth) {
-      found.kind = Panels::kInt4;
+      found.kind = found.has_minima ? Panels::kUint4 : Panels::kInt4;
       if (!is_filled(8)) return found;
     } else if ((type == ffi::S8 || type == ffi::F8E4M3FN) && shape.size() == 4 &&
                shape[2] == 2 && shape[3] == kWidth) {
@@ -828,6 +918,8 @@ void multiply(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
       return multiply_layout<Int8Layout>(pool, panels, inputs, num_rows, outputs);
     case Panels::kInt4:
       return multiply_layout<Int4Layout>(pool, panels, inputs, num_rows, outputs);
+    case Panels::kUint4:
+      return multiply_layout<Uint4Layout>(pool, panels, inputs, num_rows, outputs);
     case Panels::kFloat8:
       return multiply_layout<Float8Layout>(pool, panels, inputs, num_rows, outputs);
   }
@@ -899,14 +991,19 @@ ffi::Error LookUp(ffi::Buffer<ffi::S32> index, ffi::AnyBuffer panels,
       const auto* from = values + panel * steps.values();
       float* to = rows->typed_data() + number * features;
       for (int64_t group = 0; group < steps.groups; ++group) {
-        float scale = 1.0f;
-        if constexpr (Layout::kIsScaled)
-          scale = matrix.scales[(panel * steps.groups + group) * kWidth + place];
+        float scale = 1.0f, minimum = 0.0f;
+        if constexpr (Layout::kIsScaled) {
+          const float* scales = matrix.scales_of(panel, group) + place;
+          scale = *scales;
+          if (matrix.has_minima) minimum = scales[kWidth];
+        }
         for (int64_t feature = 0; feature < steps.size; ++feature) {
           const int64_t step = group * steps.per_group + feature / Layout::kFeatures;
           const float value = Layout::value(from + step * Layout::kValues * kWidth, place,
                                             feature % Layout::kFeatures);
-          *to++ = Layout::kIsScaled ? value * scale : value;
+          *to = Layout::kIsScaled ? value * scale : value;
+          if (matrix.has_minima) *to += minimum;
+          ++to;
         }
       }
     }
@@ -923,6 +1020,9 @@ ffi::Error LookUp(ffi::Buffer<ffi::S32> index, ffi::AnyBuffer panels,
       break;
     case Panels::kInt4:
       run(Int4Layout());
+      break;
+    case Panels::kUint4:
+      run(Uint4Layout());
       break;
     case Panels::kFloat8:
       run(Float8Layout());

@@ -30,12 +30,16 @@ SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
 class QuantizedPanels(NamedTuple):
     """8-bit or 4-bit values, and a scale for each output and group of features.
 
+    With minima, a number is its value times the scale, plus the minimum of its output
+    and group; 4-bit values are then 0 to 15 instead of -8 to 7.
+
     Attributes:
         values: int8 or float8_e4m3fn, [panel, pair of features, 2, WIDTH]; or 4-bit
             values of eight features in a uint32, [panel, eight features, WIDTH]: those
             of even features in its lower half, the first in the lowest bits. Zeros fill
             the last pair or uint32 of each group.
-        scales: float32, [panel, group, WIDTH].
+        scales: float32, [panel, group, WIDTH]; or [panel, group, 2, WIDTH]: scales and
+            minima.
     """
 
     values: Any
@@ -46,9 +50,12 @@ Panels = Num[Array, "..."] | QuantizedPanels
 
 
 def quantized_form(
-    shape: tuple[int, ...], dtype: Any, num_groups: int
+    shape: tuple[int, ...], dtype: Any, num_groups: int, *, has_minima: bool = False
 ) -> tuple[tuple[tuple[int, ...], Any], tuple[tuple[int, ...], Any]]:
     """Return shapes and types of the panels of quantized [out, features] values.
+
+    Args:
+        dtype: int8 or float8_e4m3fn; int4, or uint4 with minima.
 
     Raises:
         ValueError: Groups are not whole.
@@ -59,18 +66,25 @@ def quantized_form(
             f"{features} features must divide into {num_groups} groups of equal size"
         )
     count = -(-outputs // WIDTH)
-    together = 8 if dtype == jnp.int4 else 2
-    steps = -(-features // num_groups // together) * num_groups
+    is_packed = dtype in (jnp.int4, jnp.uint4)
+    steps = -(-features // num_groups // (8 if is_packed else 2)) * num_groups
     values = ((count, steps, WIDTH), jnp.uint32)
-    if dtype != jnp.int4:
+    if not is_packed:
         values = ((count, steps, 2, WIDTH), dtype)
-    return values, ((count, num_groups, WIDTH), jnp.float32)
+    scales = (count, num_groups, 2, WIDTH) if has_minima else (count, num_groups, WIDTH)
+    return values, (scales, jnp.float32)
 
 
 def quantized_panels(values: np.ndarray, scales: np.ndarray) -> QuantizedPanels:
-    """Pack [out, features] values and [out, group] scales in panels, on the host."""
-    num_groups = scales.shape[1]
-    (form, kind), _ = quantized_form(values.shape, values.dtype, num_groups)
+    """Pack [out, features] values and their scales in panels, on the host.
+
+    Args:
+        scales: [out, group]; or [out, group, 2]: scales and minima.
+    """
+    num_groups, has_minima = scales.shape[1], scales.ndim == 3
+    (form, kind), (form_of_scales, _) = quantized_form(
+        values.shape, values.dtype, num_groups, has_minima=has_minima
+    )
     is_packed, whole = kind == jnp.uint32, -(-len(values) // WIDTH) * WIDTH
     values = values.reshape(len(values), num_groups, -1)
     missing = -values.shape[2] % (8 if is_packed else 2)
@@ -81,22 +95,27 @@ def quantized_panels(values: np.ndarray, scales: np.ndarray) -> QuantizedPanels:
         for feature, shift in enumerate(SHIFTS):
             values |= bits[:, :, feature::8].astype(np.uint32) << shift
     panels = _split(values.reshape(len(values), -1), whole).reshape(form)
-    return QuantizedPanels(panels, to_panels(np.asarray(scales, np.float32)))
+    columns = np.asarray(scales, np.float32).reshape(len(values), -1)
+    return QuantizedPanels(panels, to_panels(columns).reshape(form_of_scales))
 
 
 def from_quantized_panels(
     panels: QuantizedPanels, shape: tuple[int, ...]
 ) -> np.ndarray:
     """Dequantize panels to a float32 (out, features) matrix, on the host."""
-    count, num_groups, _ = panels.scales.shape
+    count, num_groups = panels.scales.shape[:2]
+    has_minima = panels.scales.ndim == 4
     values = panels.values.reshape(count, -1, WIDTH)
     values = np.moveaxis(values, 2, 1).reshape(count * WIDTH, -1)
     if values.dtype == np.uint32:
         bits = values[:, :, None] >> SHIFTS << np.uint32(28)
-        values = bits.view(np.int32) >> 28
-    scales = from_panels(panels.scales, (shape[0], num_groups))
-    numbers = values[: shape[0]].astype(np.float32).reshape(*scales.shape, -1)
-    numbers = numbers[:, :, : shape[1] // num_groups] * scales[:, :, None]
+        values = (bits if has_minima else bits.view(np.int32)) >> 28
+    columns = panels.scales.reshape(count, -1, WIDTH)
+    columns = from_panels(columns, (shape[0], columns.shape[1]))
+    scales = columns.reshape(shape[0], num_groups, -1)
+    numbers = values[: shape[0]].astype(np.float32).reshape(*scales.shape[:2], -1)
+    numbers = numbers[:, :, : shape[1] // num_groups] * scales[:, :, :1]
+    numbers = numbers + scales[:, :, 1:] if has_minima else numbers
     return numbers.reshape(shape)
 
 
@@ -166,7 +185,8 @@ def panel_matmul(
     Args:
         inputs: float32.
         panels: float32; or bfloat16 or quantized, widened as they are read. The sum of
-            a group is multiplied by its scale.
+            a group is multiplied by its scale; a minimum is multiplied by the sum of
+            the row's features.
         num_outputs: Outputs of the matrix, without padding of the last panel.
         is_rounded: Round rows to bfloat16 first, unless the panels are float32:
             processors multiply bfloat16 faster. Sums are float32 in any case.
@@ -221,9 +241,10 @@ def _check(panels: Panels, shape: tuple[int, ...]) -> None:
 
 def _check_quantized(panels: QuantizedPanels, shape: tuple[int, ...]) -> None:
     values, scales = panels
-    groups, is_packed = scales.shape[1], values.dtype == jnp.uint32
+    groups, has_minima = scales.shape[1], scales.ndim == 4
+    is_packed = values.dtype == jnp.uint32
     kind = jnp.dtype(jnp.int4) if is_packed else values.dtype
-    needed = quantized_form(shape, kind, groups)
+    needed = quantized_form(shape, kind, groups, has_minima=has_minima)
     found = (values.shape, values.dtype), (scales.shape, scales.dtype)
     if values.dtype not in _VALUES or found != needed:
         raise ValueError(

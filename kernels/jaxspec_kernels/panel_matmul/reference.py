@@ -44,13 +44,19 @@ def _matrix(panels: Panels, shape: tuple[int, ...]) -> Float[Array, "out feature
 def _quantized_matrix(
     panels: QuantizedPanels, shape: tuple[int, ...]
 ) -> Float[Array, "out features"]:
-    count, num_groups, width = panels.scales.shape
+    count, num_groups, *_, width = panels.scales.shape
+    has_minima = panels.scales.ndim == 4
     values = panels.values.reshape(count, -1, width)
     values = jnp.moveaxis(values, 2, 1).reshape(count * width, -1)
     if values.dtype == jnp.uint32:
         bits = values[:, :, None] >> jnp.asarray(SHIFTS)[None, None] << 28
-        values = jax.lax.bitcast_convert_type(bits, jnp.int32) >> 28
-    scales = _matrix(panels.scales, (shape[0], num_groups))
-    numbers = values[: shape[0]].astype(jnp.float32).reshape(*scales.shape, -1)
-    numbers = numbers[:, :, : shape[1] // num_groups] * scales[:, :, None]
+        if not has_minima:
+            bits = jax.lax.bitcast_convert_type(bits, jnp.int32)
+        values = bits >> 28
+    columns = panels.scales.reshape(count, -1, width)
+    columns = _matrix(columns, (shape[0], columns.shape[1]))
+    scales = columns.reshape(shape[0], num_groups, -1)
+    numbers = values[: shape[0]].astype(jnp.float32).reshape(*scales.shape[:2], -1)
+    numbers = numbers[:, :, : shape[1] // num_groups] * scales[:, :, :1]
+    numbers = numbers + scales[:, :, 1:] if has_minima else numbers
     return numbers.reshape(shape)

@@ -584,7 +584,12 @@ def config_of(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_devices"), [("float32", 2), ("bfloat16", 1), ("bfloat16", 2)]
+    ("dtype", "num_devices"),
+    [
+        pytest.param("float32", 2, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+        ("bfloat16", 2),
+    ],
 )
 def test_counted_bytes_equal_array_bytes(dtype: str, num_devices: int):
     config = config_of(dtype=dtype, tensor_parallel_size=num_devices)

@@ -83,17 +83,21 @@ CONFIGS = {
 }
 
 
+# Engines use depth 1: one launch runs ahead of the results that they have read.
 @pytest.mark.parametrize(
-    ("name", "depth"),
+    ("name", "depth", "num_seeds"),
     [
-        # Engines use depth 1: one launch runs ahead of the results that they have read.
-        pytest.param(*one, marks=() if one[1] or one[0] == "base" else pytest.mark.slow)
-        for one in itertools.product(CONFIGS, (0, 1))
+        *((name, 1, 1) for name in CONFIGS),
+        ("base", 0, 1),
+        *(
+            pytest.param(name, depth, 3, marks=pytest.mark.slow)
+            for name, depth in itertools.product(CONFIGS, (0, 1))
+        ),
     ],
 )
-def test_random_traffic_finishes(name, depth):
+def test_random_traffic_finishes(name, depth, num_seeds):
     config = make_config(**CONFIGS[name])
-    for seed in range(3):
+    for seed in range(num_seeds):
         random = np.random.default_rng(seed)
         loop = Loop(config, seed, depth)
         requests = [make_request(i, random, config) for i in range(10)]
@@ -115,9 +119,10 @@ def test_random_traffic_finishes(name, depth):
     "name",
     ["base", "switching_one_tile", "many_rows_few_pages", "windows_few_pages"],
 )
-def test_requests_can_be_dropped_at_any_time(name):
+@pytest.mark.parametrize("num_seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_requests_can_be_dropped_at_any_time(name, num_seeds):
     config = make_config(**CONFIGS[name])
-    for seed in range(6):
+    for seed in range(num_seeds):
         random = np.random.default_rng(seed)
         loop = Loop(config, seed)
         requests = [make_request(i, random, config) for i in range(10)]

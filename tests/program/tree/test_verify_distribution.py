@@ -6,8 +6,8 @@ probabilities are multiples of 1 / `PARTS`, so all of these have equal weight, a
 weights of outcomes are summed. Side branches hold arbitrary tokens, including equal
 siblings.
 
-Coupled and greedy sequences are deterministic: `test_verify.py` compares their tokens
-with plain decoding.
+Coupled and greedy sequences are deterministic: `test_side_branches.py` compares their
+tokens with plain decoding.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from jaxspec.config.token_tree import leaf_paths, parents_of
-from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program import verify as verify_module
 from jaxspec.program.plan import RULES
@@ -28,7 +27,6 @@ from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import Numbers
 from jaxspec.program.tree.tree import Tree
-from jaxspec.program.tree.verify import verify_tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support import enumeration
 from tests.support.enumeration import (
@@ -41,7 +39,7 @@ from tests.support.enumeration import (
     standard_oracle,
 )
 from tests.support.rows import make_active
-from tests.support.trees import every_tree
+from tests.support.trees import every_tree, verify_tree
 
 # Probabilities are multiples of one fourth, zeros among them.
 PARTS = 4
@@ -165,13 +163,9 @@ def distribution_of_round(
             return verify_tree(
                 tree,
                 Proposal(tokens, levels, probs),
-                jnp.concatenate([active.last_tokens[:, 1:], tokens], axis=1),
                 logits.reshape(-1, VOCAB),
                 levels,
                 active,
-                Backend(),
-                adjust=None,
-                forced_acceptance=None,
                 max_model_len=1000,
             )
 

@@ -114,7 +114,9 @@ def test_logprob_token_ids_are_validated():
 
 
 SCHEMA = {"type": "object"}
-TAG: Any = {"structural_tag": "x"}
+TAG: Any = {"structures": [], "triggers": ["<f="]}
+NEW_TAG: Any = {"format": {"type": "any_text"}}
+OF_TAG = {"type": "structural_tag"}
 OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
@@ -124,6 +126,12 @@ OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEM
         ({"response_format": {"type": "json_object"}}, "json_object", True),
         ({"response_format": OF_SCHEMA}, "json", SCHEMA),
         ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"]),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag", "x"),
+        ({"structured_outputs": {"structural_tag": TAG}}, "structural_tag", TAG),
+        *(
+            ({"response_format": one | OF_TAG}, "structural_tag", one | OF_TAG)
+            for one in (TAG, NEW_TAG)
+        ),
         ({"structured_outputs": {"json": {}}}, "json", {}),
         ({"guided_choice": ["a"]}, "choice", ["a"]),
         ({"guided_json": {}}, "json", {}),
@@ -205,10 +213,9 @@ def test_refuses_contradictions(body: dict[str, Any]):
 
 
 def test_refuses_unsupported_fields():
-    for body in ({"kv_transfer_params": {}}, {"structured_outputs": TAG}):
-        for make in (completion, chat):
-            with pytest.raises(UnsupportedError):
-                make(**body)
+    for make in (completion, chat):
+        with pytest.raises(UnsupportedError):
+            make(kv_transfer_params={})
     for value in ("", "AAAA", ["AAAA"]):
         with pytest.raises(UnsupportedError, match="prompt_embeds is not") as refused:
             completion(prompt_embeds=value)

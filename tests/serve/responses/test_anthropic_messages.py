@@ -12,7 +12,7 @@ from tests.serve.test_clients import CLIENTS, needs_clients, run
 from tests.serve.test_tool_calls import AUTO, CITY, NOW, ROME, Stage
 from tests.serve.test_tool_calls import said as calls_said
 from tests.support.fake_engines import letters, said
-from tests.support.serving import MESSAGES, Client, server
+from tests.support.serving import MESSAGES, PROMPT, Client, server
 
 HERE = Path(__file__).parent
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -107,6 +107,7 @@ def test_message_has_anthropics_fields(http, given, words, reason, sequence, is_
     assert found.pop("id").startswith("msg_")
     usage = found.pop("usage")
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 3
+    assert usage["cache_creation_input_tokens"] == 0
     assert usage["output_tokens"] == len(words) + (sequence is not None)
     assert found == {
         "type": "message",
@@ -172,6 +173,16 @@ def chat_of(messages: list[Any], **given: Any) -> Any:
     return as_chat(MessagesBody(messages=messages, max_tokens=9, **given))
 
 
+def test_usage_counts_tokens_of_the_prefix_cache():
+    content = PROMPT * 6
+    with server() as http:
+        asked = ASKED | {"messages": [{"role": "user", "content": content}]}
+        first, second = (http.ask(PATH, **asked)["usage"] for _ in range(2))
+    parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert [first[name] for name in parts] == [2, 16, 0]
+    assert [second[name] for name in parts] == [2, 0, 16]
+
+
 def test_blocks_become_chat_messages():
     user = [text("Warm"), text("in Rom?")]
     answer = [{"type": "thinking", "thinking": "Hm."}, text("Let me see."), TOOL_USE]
@@ -215,6 +226,14 @@ def test_sampling_values_and_tools_are_passed_on():
     assert functions[1].description == "Tells it."
 
 
+def test_format_of_the_output_is_passed_on():
+    wanted = {"type": "json_schema", "schema": CITY}
+    found = chat_of(MESSAGES, output_config={"format": wanted, "effort": "low"})
+    assert found.response_format.json_schema.json_schema == CITY
+    found = chat_of(MESSAGES, output_config={"effort": "low"})
+    assert found.response_format is None
+
+
 def test_tools_of_the_provider_are_left_out():
     search = {"type": "web_search_20250305", "name": "web_search"}
     found = chat_of(MESSAGES, tools=[search])
@@ -251,6 +270,19 @@ def test_counts_the_tokens_of_the_prompt(http: Client):
         ),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "JSON schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "'any'"),
+        (
+            {"output_config": {"format": {"type": "x"}}},
+            "output_config.format",
+            "schema",
+        ),
+        (
+            {
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+                "response_format": {"type": "text"},
+            },
+            "output_config",
+            "leave one out",
+        ),
         ({"tool_choice": {"type": "any"}}, "tools", "must be set"),
     ],
 )

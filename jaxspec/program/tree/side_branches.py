@@ -1,4 +1,4 @@
-"""Tree verification: continue along side branches where the main chain is rejected.
+"""Side branches of a tree: continue along them where the main chain is rejected.
 
 The rule of a sequence verifies the main chain and samples one more token. Where a side
 branch continues with that token, the target has already computed its row: the next
@@ -16,11 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.backend import Backend
-from jaxspec.program.controls import Adjust
-from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.tree.tree import Tree
-from jaxspec.program.verify import place_next, verify
+from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import Verdict
 
 # Tokens, number of valid tokens, row of the last one, row to continue from (0: none).
@@ -35,84 +33,34 @@ class Decision(NamedTuple):
     tree_row: Int[Array, " seq"]  # of the last accepted draft
 
 
-def verify_tree(
+def follow_branches(
     tree: Tree,
-    proposal: Proposal | None,
+    verdict: Verdict,
     inputs: Int[Array, "seq width"],
     logits: Float[Array, "token vocab"],
     num_valid_drafts: Int[Array, " seq"],
     active: Active,
     backend: Backend,
     *,
-    adjust: Adjust | None,
-    forced_acceptance: Float[Array, " probability"] | None,
     max_model_len: int,
 ) -> Decision:
-    """Verify the main chain by each sequence's rule, then its side branches.
-
-    Args:
-        inputs: Tokens that the target read: the newest one, then the drafts by node.
-        logits: Sequence-major, of all rows of the tree.
-        num_valid_drafts: Valid levels of drafts of each sequence: nodes of deeper
-            levels are padding.
-        adjust, forced_acceptance: As for `verify`; only for chains.
-        max_model_len: Nodes whose slots would lie past it are ignored.
-    """
-    if tree.is_chain:
-        verdict = verify(
-            proposal,
-            logits,
-            num_valid_drafts,
-            active,
-            backend,
-            tree=tree,
-            adjust=adjust,
-            forced_acceptance=forced_acceptance,
-        )
-        accepted = verdict.num_accepted
-        return Decision(place_next(inputs[:, 1:], verdict), accepted, accepted)
-    assert proposal is not None, "a tree without drafts"
-    assert adjust is None, "controls are computed for one path only"
-    assert forced_acceptance is None, "forced acceptance needs a chain"
-    chain = tree.main_chain
-    rows = logits.reshape(len(num_valid_drafts), tree.num_rows, -1)
-    verdict = verify(
-        proposal.first(chain.num_nodes),
-        rows[:, : chain.num_rows].reshape(-1, rows.shape[2]),
-        jnp.minimum(num_valid_drafts, chain.num_nodes),
-        active,
-        backend,
-        tree=chain,
-        adjust=None,
-    )
-    is_usable = _usable_nodes(tree, num_valid_drafts, active, max_model_len)
-    drafts = inputs[:, 1:]
-    tokens, row = _follow_branches(
-        tree, drafts, rows, verdict, is_usable, active, backend
-    )
-    return Decision(tokens, verdict.num_accepted, row)
-
-
-def _follow_branches(
-    tree: Tree,
-    drafts: Int[Array, "seq draft"],
-    rows: Float[Array, "seq width vocab"],
-    verdict: Verdict,
-    is_usable: Bool[Array, "seq draft"],
-    active: Active,
-    backend: Backend,
-) -> tuple[Int[Array, "seq _"], Int[Array, " seq"]]:
     """Continue from the verdict on the main chain while a draft matches the next token.
 
     Args:
-        rows: Logits of all rows of the tree.
-        is_usable: Valid drafts.
-
-    Returns:
-        The round's tokens, and the row of the last accepted draft.
+        verdict: The result of `verify`; a chain has no other drafts.
+        inputs: Tokens that the target read: the newest one, then the drafts by node.
+        logits, num_valid_drafts: As for `verify`.
+        max_model_len: Nodes whose slots would lie past it are ignored.
     """
-    seqs, width = drafts.shape[0], tree.max_emitted
+    seqs, width = inputs.shape[0], tree.max_emitted
     seq = jnp.arange(seqs, dtype=jnp.int32)
+    drafts, row = inputs[:, 1:], verdict.num_accepted  # the main chain's rows are first
+    tokens = jnp.pad(drafts[:, : tree.main_chain.num_nodes], ((0, 0), (0, 1)))
+    tokens = tokens.at[seq, row].set(verdict.next_token)
+    if tree.is_chain:
+        return Decision(tokens, verdict.num_accepted, row)
+    rows = logits.reshape(seqs, tree.num_rows, -1)
+    is_usable = _usable_nodes(tree, num_valid_drafts, active, max_model_len)
     parents = jnp.array([tree.parents], jnp.int32) + 1
 
     def child_of(row: Array, token: Array) -> Array:
@@ -140,15 +88,12 @@ def _follow_branches(
         child = jnp.where(is_matched, child_of(row, token), 0)
         return tokens, count + is_matched.astype(jnp.int32), row, child
 
-    length = tree.main_chain.num_nodes
-    tokens = place_next(drafts[:, :length], verdict)
     tokens = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
-    row = verdict.num_accepted  # the main chain's rows come first
     start = tokens, row + 1, row, child_of(row, verdict.next_token)
     tokens, _, row, _ = jax.lax.while_loop(
         lambda steps: (steps[-1] > 0).any(), step, start
     )
-    return tokens, row
+    return Decision(tokens, verdict.num_accepted, row)
 
 
 def _usable_nodes(

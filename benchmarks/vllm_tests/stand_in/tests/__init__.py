@@ -1,0 +1,1 @@
+"""vLLM's tests, with other helpers."""

@@ -1,0 +1,1 @@
+"""Names of vLLM's `entrypoints.openai.completion`."""

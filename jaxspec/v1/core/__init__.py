@@ -1,0 +1,1 @@
+"""Names of vLLM's `v1.core`."""

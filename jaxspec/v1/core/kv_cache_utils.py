@@ -1,0 +1,3 @@
+"""The type of page keys in KV events, at vLLM's import path."""
+
+ExternalBlockHash = bytes | int
