@@ -256,8 +256,14 @@ def test_best_shipped_library_for_the_processor_is_loaded(tmp_path, monkeypatch)
     monkeypatch.setattr(native, "is_available", lambda: True)
     monkeypatch.setenv(native.VARIABLE, "on")
     assert native.digest() == names["x86-64"]
-    # A library of other sources, or for another interface of XLA, has another name.
-    monkeypatch.setattr(compiling, "interface_version", lambda _: "0.0")
+    # XLA calls libraries for older minor versions of its interface, and no others.
+    major, minor = compiling.interface_version(include)
+    for change, is_found in (((0, 2), True), ((0, -1), False), ((1, 2), False)):
+        version = major + change[0], minor + change[1]
+        monkeypatch.setattr(compiling, "interface_version", lambda _, v=version: v)
+        assert (native.shipped_library("on") is not None) == is_found, version
+    monkeypatch.setattr(compiling, "interface_version", lambda _: (major, minor))
+    monkeypatch.setattr(compiling, "digest_of", lambda *_: "of other sources")
     assert native.shipped_library("on") is None
 
 
@@ -265,6 +271,9 @@ def test_interface_version_is_read_from_xlas_header(tmp_path):
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     header.parent.mkdir(parents=True)
     header.write_text("#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 12\n")
-    assert compiling.interface_version(str(tmp_path)) == "1.12"
-    here = compiling.interface_version(native.jax.ffi.include_dir())
-    assert re.fullmatch(r"\d+\.\d+", here)
+    assert compiling.interface_version(str(tmp_path)) == (1, 12)
+    header.write_text("#define XLA_FFI_API_MAJOR 1\n")
+    with pytest.raises(RuntimeError, match="does not define XLA's version"):
+        compiling.interface_version(str(tmp_path))
+    major, minor = compiling.interface_version(native.jax.ffi.include_dir())
+    assert major >= 0 and minor >= 3, "that of jaxlib 0.10.2"

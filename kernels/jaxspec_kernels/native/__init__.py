@@ -184,7 +184,7 @@ def shipped_library(setting: str) -> Path | None:
         return None
     has, include = _processor_flags(), jax.ffi.include_dir()
     for variant in compiling.VARIANTS.get(platform.machine(), ()):
-        path = _SHIPPED / compiling.shipped_name(variant, _FOLDER, include)
+        path = compiling.find_shipped(variant, _FOLDER, _SHIPPED, include)
         if variant.needs <= has and path.is_file():
             return path
     _log.info("No library in %s is for this processor, sources and jaxlib", _SHIPPED)

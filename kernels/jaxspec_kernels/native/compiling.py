@@ -134,20 +134,44 @@ def digest_of(folder: Path, parts: Iterable[str]) -> str:
 
 
 def shipped_name(variant: Variant, folder: Path, include: str) -> str:
-    """Return the file name of a wheel's library.
+    """Return the file name of a wheel's library, compiled with the headers `include`.
 
-    It depends on the sources, the flags and the version of XLA's interface, so that a
-    library of other sources, or for another jaxlib, is never loaded.
+    Its last part depends on the sources and the flags, so that a library of other
+    sources is never loaded.
     """
-    parts = *FLAGS, *variant.flags, interface_version(include)
-    return f"{variant.name}-{digest_of(folder, parts)}{SUFFIX}"
+    major, minor = interface_version(include)
+    digest = digest_of(folder, (*FLAGS, *variant.flags))
+    return f"{variant.name}-xla{major}.{minor}-{digest}{SUFFIX}"
 
 
-def interface_version(include: str) -> str:
-    """Return the version of XLA's interface for foreign functions, such as "0.3"."""
+def find_shipped(variant: Variant, folder: Path, shipped: Path, include: str) -> Path:
+    """Return the path of a wheel's library; it exists if jaxlib can call it.
+
+    XLA calls libraries of its own version, and of older ones with the same major
+    version: it promises to do so for at least a year.
+
+    Args:
+        include: The folder of the installed jaxlib's headers.
+    """
+    major, minor = interface_version(include)
+    name = shipped_name(variant, folder, include)
+    names = [
+        name.replace(f"-xla{major}.{minor}-", f"-xla{major}.{older}-")
+        for older in range(minor, -1, -1)
+    ]
+    paths = [shipped / one for one in names]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
+def interface_version(include: str) -> tuple[int, int]:
+    """Return the major and minor version of XLA's interface for foreign functions.
+
+    Raises:
+        RuntimeError: The headers do not define it.
+    """
     text = (Path(include) / _HEADER).read_text(encoding="utf-8")
-    numbers = (
-        re.search(rf"^#define XLA_FFI_API_{part}\s+(\d+)", text, re.MULTILINE)
-        for part in ("MAJOR", "MINOR")
-    )
-    return ".".join(number[1] if number else "?" for number in numbers)
+    pattern = r"^#define XLA_FFI_API_(MAJOR|MINOR)\s+(\d+)"
+    found = dict(re.findall(pattern, text, re.MULTILINE))
+    if len(found) != 2:
+        raise RuntimeError(f"{_HEADER} of jaxlib does not define XLA's version")
+    return int(found["MAJOR"]), int(found["MINOR"])
