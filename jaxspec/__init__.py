@@ -26,8 +26,8 @@ processes with live engines (`jaxspec.exit`), errors for packages that an extra 
 (`jaxspec.extras`), progress bars (`jaxspec.progress`), and
 vLLM's import paths: `jaxspec.benchmarks`, `jaxspec.distributed`, `jaxspec.entrypoints`,
 `jaxspec.envs`, `jaxspec.exceptions`, `jaxspec.logger`, `jaxspec.lora`,
-`jaxspec.sequence`, `jaxspec.tool_parsers`, `jaxspec.usage`, `jaxspec.utils`,
-`jaxspec.v1`, `jaxspec.version`.
+`jaxspec.platforms`, `jaxspec.sequence`, `jaxspec.tokenizers`, `jaxspec.tool_parsers`,
+`jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`, `jaxspec.version`.
 """
 
 import importlib

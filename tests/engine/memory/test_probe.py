@@ -252,7 +252,9 @@ def test_eight_chips_share_both_models():
     # This context is shorter than the window: a page holds the tokens of all layers.
     args = pair("27b", tensor_parallel_size=8, **whole)
     assert plan_for(args, "v5e-8").facts.draft == ModelBytes(
-        weight_bytes=WEIGHT_BYTES["2b"], page_bytes=16 * KV_BYTES["2b"]
+        weight_bytes=WEIGHT_BYTES["2b"],
+        page_bytes=16 * KV_BYTES["2b"],
+        num_values=WEIGHT_BYTES["2b"] // 2,
     )
     # On a TPU, compiled programs take device memory; on a GPU they are small.
     assert facts.programs.code_bytes > GIB
