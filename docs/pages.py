@@ -78,6 +78,7 @@ REFERENCE = {
         *("jaxspec.errors.ArgumentError", "jaxspec.errors.ConfigError"),
         *("jaxspec.errors.RequestError", "jaxspec.errors.UnsupportedError"),
         "jaxspec.errors.EngineGenerateError",
+        "jaxspec.errors.RetryableRequestError",
         "jaxspec.errors.EngineDeadError",
     ),
     "Kernels": (

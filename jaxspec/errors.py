@@ -58,6 +58,10 @@ class EngineGenerateError(Exception):
     """A step of this request failed; the engine continues without the request."""
 
 
+class RetryableRequestError(Exception):
+    """The engine accepts no requests now; the same request may succeed later."""
+
+
 class EngineDeadError(Exception):
     """The engine has ended, and accepts no more requests."""
 

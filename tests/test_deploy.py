@@ -19,6 +19,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from jsonschema.validators import validator_for
 
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.serve import ray_app
@@ -198,7 +199,7 @@ def test_manifests_match_their_schemas(manifest, file: str, unknown: tuple[str, 
     assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
     # These schemas do not describe `metadata`, which Kubernetes defines.
     schema["properties"]["metadata"] = {"required": ["name"]}
-    validator = jsonschema.validators.validator_for(schema)(schema)
+    validator = validator_for(schema)(schema)
     validator.check_schema(schema)
     validator.validate(manifest)
     for change in unknown:

@@ -20,6 +20,7 @@ from jaxspec.errors import (
     EngineDeadError,
     EngineGenerateError,
     RequestError,
+    RetryableRequestError,
     check_choice,
     refuse,
 )
@@ -116,7 +117,8 @@ class AsyncLLMEngine:
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable, the id is in
-                use, or the engine sleeps or is paused.
+                use, or the engine sleeps.
+            RetryableRequestError: The engine is paused; see `pause_generation`.
             NotImplementedError: An argument or a sampling value that is not supported.
             EngineGenerateError: A step of this request failed.
             EngineDeadError: The engine has stopped.
@@ -437,7 +439,7 @@ class AsyncLLMEngine:
 
     def _check_not_paused(self) -> None:
         if self._rejects_requests:
-            raise RequestError(
+            raise RetryableRequestError(
                 "The engine is paused, and rejects requests until resume_generation."
             )
 

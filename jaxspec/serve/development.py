@@ -3,21 +3,34 @@
 They need no API key: any client that reaches them can stop the model.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
 
 import jaxspec
 from jaxspec import envs
+from jaxspec.errors import ArgumentError
 from jaxspec.serve.serving import Serving
 
 # Packages whose versions /server_info returns.
 PACKAGES = ("jax", "jaxlib", "numpy")
+
+
+@contextlib.contextmanager
+def _errors_of_query() -> Iterator[None]:
+    """Name the query in argument errors, as `query.level`, as vLLM does."""
+    try:
+        yield
+    except ArgumentError as error:
+        error.parameter = error.parameter and f"query.{error.parameter}"
+        raise
 
 
 def development_routes(serving: Serving) -> APIRouter:
@@ -29,13 +42,15 @@ def development_routes(serving: Serving) -> APIRouter:
     @router.post("/sleep")
     async def sleep(level: int = 1, mode: str = "abort") -> Response:
         """Free the devices' memory; requests are refused until /wake_up."""
-        await engine.sleep(level, mode)
+        with _errors_of_query():
+            await engine.sleep(level, mode)
         return Response()
 
     @router.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """Restore the memory that /sleep freed; `tags` selects weights or kv_cache."""
-        await engine.wake_up(tags or None)
+        with _errors_of_query():
+            await engine.wake_up(tags or None)
         return Response()
 
     @router.get("/is_sleeping")
@@ -46,7 +61,8 @@ def development_routes(serving: Serving) -> APIRouter:
     @router.post("/pause")
     async def pause(mode: str = "abort", clear_cache: bool = True) -> dict[str, Any]:
         """Stop generation until /resume, as `AsyncLLMEngine.pause_generation` does."""
-        await engine.pause_generation(mode=mode, clear_cache=clear_cache)
+        with _errors_of_query():
+            await engine.pause_generation(mode=mode, clear_cache=clear_cache)
         return {"status": "paused"}
 
     @router.post("/resume")

@@ -10,7 +10,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from jaxspec.errors import ArgumentError, EngineDeadError, EngineGenerateError
+from jaxspec.errors import (
+    ArgumentError,
+    EngineDeadError,
+    EngineGenerateError,
+    RetryableRequestError,
+)
 from jaxspec.serve.requests.protocol import FieldError
 from jaxspec.serve.response_store import ResponseNotFoundError
 
@@ -91,7 +96,7 @@ def status_and_body(error: BaseException) -> tuple[int, dict[str, Any]]:
             return 404, error_body(404, str(error), "model")
         case ResponseNotFoundError():
             return 404, error_body(404, str(error), "response_id")
-        case OverloadedError():
+        case OverloadedError() | RetryableRequestError():
             return 503, error_body(503, str(error))
         case TimeLimitError():
             return 504, error_body(504, str(error))
@@ -149,7 +154,7 @@ async def refuse_crash(request: Request, error: Exception) -> Response:
 
 
 def _field(fault: Mapping[str, Any]) -> str | None:
-    """Return the field at fault, such as "messages.0.role".
+    """Return the field at fault: "messages.0.role" of the body, or "query.level".
 
     Leaves out names of types, such as "list[str]", which pydantic adds to the path for
     a union.
@@ -159,7 +164,8 @@ def _field(fault: Mapping[str, Any]) -> str | None:
     error = fault.get("ctx", {}).get("error")
     if isinstance(error, FieldError):
         return error.field or None
-    parts = map(str, fault["loc"][1:])
+    is_of_query = fault["loc"][0] == "query"
+    parts = map(str, fault["loc"][0 if is_of_query else 1 :])
     return ".".join(one for one in parts if one != "str" and "[" not in one) or None
 
 
@@ -177,7 +183,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, refuse_fields)
     app.add_exception_handler(HTTPException, refuse_route)
     expected = (ArgumentError, ModelNotFoundError, ResponseNotFoundError)
-    expected += (OverloadedError, TimeLimitError)
+    expected += (OverloadedError, RetryableRequestError, TimeLimitError)
     for kind in (*expected, EngineDeadError, EngineGenerateError):
         app.add_exception_handler(kind, refuse_argument)
     app.add_exception_handler(Exception, refuse_crash)

@@ -146,7 +146,7 @@ def generation_routes(serving: Serving) -> APIRouter:
             raise RequestError(
                 "starting_after is the number of an event in a stream, so it needs "
                 "stream=true.",
-                parameter="starting_after",
+                parameter="query.starting_after",
                 value=starting_after,
             )
         return await _json(serving, response)
@@ -530,7 +530,7 @@ async def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> Eve
         reason = "Either another server generates this response, and its events can be "
         reason += "streamed here once it is finished, or it was made without "
         reason += "stream=True."
-    raise RequestError(reason, parameter="stream", value=True)
+    raise RequestError(reason, parameter="query.stream", value=True)
 
 
 @no_type_check  # runtime type checks do not support async generators

@@ -527,7 +527,9 @@ def test_bundled_model_card_has_the_measured_figures() -> None:
         assert f"| `{path}` | `{digest}` |" in text
 
 
-def test_prompts_of_drafters_are_held_out_by_document(tmp_path, monkeypatch):
+def test_prompts_of_drafters_are_held_out_by_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     chat = "<start_of_turn>user\n{0} and {0}?<end_of_turn>\n<start_of_turn>model\n{1}"
     module = "def double(number):\n    '''Return {0}.'''\n    return 2 * number\n"
     for split in ("train", "valid"):
@@ -538,7 +540,8 @@ def test_prompts_of_drafters_are_held_out_by_document(tmp_path, monkeypatch):
         lines = (
             json.dumps(dict(domain=domain, text=text)) for domain, text in texts.items()
         )
-        with lzma.open(tmp_path / f"{split}.jsonl.xz", "wt") as out:
+        file = tmp_path / f"{split}.jsonl.xz"
+        with lzma.open(file, "wt", encoding="utf-8") as out:
             out.write("\n".join(lines))
     arguments = ["drafter_prompts", "--corpus", str(tmp_path), "--out", str(tmp_path)]
     arguments += ["--per-domain", "6", "--held-out-per-domain", "3"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
-from jaxspec.errors import EngineDeadError, RequestError
+from jaxspec.errors import EngineDeadError, RequestError, RetryableRequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.fake_engines import PROMPT, letters, said, serve
@@ -187,7 +187,7 @@ async def test_pause_ends_or_waits_for_requests_and_rejects_new_ones(serving, mo
     (text,) = (await task)[-1].outputs
     expected = ("abort", False) if mode == "abort" else ("length", True)
     assert (text.finish_reason, len(text.token_ids) == 30) == expected
-    with pytest.raises(RequestError, match="paused"):
+    with pytest.raises(RetryableRequestError, match="paused"):
         await outputs_of(serving, "b")
     with pytest.raises(RequestError, match="mode must be.*'keep', got 'x'"):
         await serving.pause_generation(mode="x")

@@ -46,6 +46,10 @@ vLLM's default in parentheses unless it is None or empty. At its default, an arg
 changes nothing.
 Other values are ignored, with a warning in the log, if they only tune a part of vLLM,
 and are an error if they ask for a feature that jaxspec does not have.
+
+One argument has a lower limit: `max_logprobs` is at most 1,024, because a launch with
+logprobs copies that number of them to the host for each token. So -1, all tokens, needs
+a vocabulary of at most 1,024 tokens, and Gemma's are larger.
 """
 OWN_TESTS = """\
 ## vLLM's own tests and examples

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from tests.serve.test_tool_calls import Stage
 from tests.support.fake_engines import letters, said
 from tests.support.serving import (
     COMPLETIONS,
@@ -50,6 +51,13 @@ def site() -> Iterator[Site]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    made = Stage(api_keys=KEYS)
+    yield made
+    made.end()
+
+
 def run(words: list[Any], environment: dict[str, str], limit_s: float = 120) -> str:
     """Run a program that must succeed; return its output."""
     done = subprocess.run(
@@ -72,6 +80,30 @@ def test_openai(site: Site):
         assert len(second.logprobs.tokens) == 9
         chunks = create(stream=True, **asked)
         assert "".join(chunk.choices[0].text for chunk in chunks) == letters(said(9))
+
+
+def code_of_server_page(site: Site, client: str) -> str:
+    """Return the block of docs/server.md that uses a client, for this server."""
+    page = (HERE.parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = (one for one in blocks if f"from {client} import" in one)
+    for shown, used in (("http://127.0.0.1:8000", site.url[:-1]), ("none", "secret")):
+        assert shown in code
+        code = code.replace(shown, used)
+    return code
+
+
+@pytest.mark.parametrize(
+    ("client", "python"),
+    [
+        ("openai", sys.executable),
+        pytest.param("anthropic", CLIENTS / "python", marks=needs_clients),
+    ],
+)
+def test_code_of_server_page_runs(stage: Stage, client: str, python: Any):
+    stage.script.say("Very warm.")
+    code = code_of_server_page(stage, client)
+    assert run([python, "-c", code], {}).rstrip("\n") == "Very warm."
 
 
 @needs_clients

@@ -10,6 +10,7 @@ from tests.support.fake_engines import letters, said
 from tests.support.serving import COMPLETIONS, PROMPT, Client, error_of, server
 
 BODY = {"prompt": PROMPT, "max_tokens": 80}
+PAUSED = 503, "ServiceUnavailableError"
 
 
 def test_endpoints_need_dev_mode(http: Client):
@@ -41,7 +42,7 @@ def test_sleep_and_wake_up():
 
         for query in ("level=0", "level=x", "mode=keep"):
             name = query.partition("=")[0]
-            assert http.refusal(f"/sleep?{query}", {})["param"] == name
+            assert http.refusal(f"/sleep?{query}", {})["param"] == f"query.{name}"
         assert not is_sleeping()
         asked = pool.submit(http.ask, COMPLETIONS, **BODY)
         running = "vllm:num_requests_running{.*} 1.0"
@@ -56,7 +57,7 @@ def test_sleep_and_wake_up():
         assert http.get("/health").status_code == 200
         state = 'vllm:engine_sleep_state{.*sleep_state="weights_offloaded".*} 1.0'
         assert re.search(state, http.get("/metrics").text)
-        assert http.refusal("/wake_up?tags=all", {})["param"] == "tags"
+        assert http.refusal("/wake_up?tags=all", {})["param"] == "query.tags"
         change("/wake_up?tags=kv_cache")
         assert is_sleeping()
         change("/wake_up?tags=weights&tags=kv_cache")
@@ -74,11 +75,13 @@ def test_generation_is_paused_and_resumed():
         def is_paused() -> bool:
             return http.get("/is_paused").json()["is_paused"]
 
-        assert http.refusal("/pause?mode=now", {})["param"] == "mode"
+        assert http.refusal("/pause?mode=now", {})["param"] == "query.mode"
         assert not is_paused()
         assert http.post("/pause").json() == {"status": "paused"}
         assert is_paused()
-        assert "paused" in http.refusal(COMPLETIONS, BODY)["message"]
+        assert "paused" in http.refusal(COMPLETIONS, BODY, *PAUSED)["message"]
+        streamed = http.refusal(COMPLETIONS, BODY | {"stream": True}, *PAUSED)
+        assert "paused" in streamed["message"]
         assert http.post("/resume").json() == {"status": "resumed"}
         assert http.post("/pause?mode=keep&clear_cache=false").status_code == 200
         asked = pool.submit(http.ask, COMPLETIONS, prompt=PROMPT, max_tokens=4)

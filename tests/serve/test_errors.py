@@ -4,7 +4,12 @@ import json
 
 import pytest
 
-from jaxspec.errors import EngineDeadError, RequestError, UnsupportedError
+from jaxspec.errors import (
+    EngineDeadError,
+    RequestError,
+    RetryableRequestError,
+    UnsupportedError,
+)
 from jaxspec.serve.errors import (
     MAX_MESSAGE,
     ModelNotFoundError,
@@ -21,6 +26,7 @@ from tests.support.serving import COMPLETIONS, Client, error_of, server
         (UnsupportedError("x", parameter="n"), 400, "BadRequestError"),
         (ModelNotFoundError("x"), 404, "NotFoundError"),
         (OverloadedError("x", 3), 503, "ServiceUnavailableError"),
+        (RetryableRequestError("x"), 503, "ServiceUnavailableError"),
         (EngineDeadError("x"), 500, "InternalServerError"),
     ],
 )

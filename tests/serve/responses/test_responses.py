@@ -211,10 +211,10 @@ def test_response_is_retrieved_and_deleted(
     with pytest.raises(openai.BadRequestError, match="background=True"):
         responses.cancel(created.id)
     wrong: Any = (
-        ({"stream": "true"}, "stream"),
-        ({"stream": "maybe"}, "stream"),
-        ({"starting_after": 2}, "starting_after"),
-        ({"stream": "true", "starting_after": -1}, "starting_after"),
+        ({"stream": "true"}, "query.stream"),
+        ({"stream": "maybe"}, "query.stream"),
+        ({"starting_after": 2}, "query.starting_after"),
+        ({"stream": "true", "starting_after": -1}, "query.starting_after"),
     )
     for params, name in wrong:
         refused = http.get(f"{RESPONSES}/{created.id}", params=params)
