@@ -54,6 +54,6 @@ def test_measured_drafts_are_compared_with_the_goals():
     assert "| qa | 0 | 4 | 1.30 (1.30) | 1.30 |" in found
     assert "best fixed K of 0, 1 and 2;" in found
     # A round with K = 2 takes 1.25 plain rounds: 1.4 times that many tokens are needed,
-    # as many as acceptance 0.5 gives: 1 + 0.5 + 0.25.
+    # the number that acceptance 0.5 gives: 1 + 0.5 + 0.25.
     assert "| a lookup | 0.000 | " in found
     assert "1.75 tokens, acceptance 0.50 |" in found

@@ -166,8 +166,8 @@ def test_best_choice_allows_trees_and_unknown_times(known, best):
 
 @pytest.mark.parametrize("k", [0, 1, 2])
 def test_no_drafts_that_are_not_accepted_whatever_plain_rounds_took(k):
-    # In a benchmark, plain rounds were timed while the machine was slow: K stayed 1 for
-    # 600 rounds, at 0.64 of the speed of plain decoding.
+    # In a benchmark, plain rounds were timed while the machine was slow: K remained 1
+    # for 600 rounds, at 0.64 of the speed of plain decoding.
     known = estimates(0.0, [0.0039, 0.0034, 0.0036])
     assert best_choice(known, Choice(num_draft_tokens=k)).num_draft_tokens == 0
 
