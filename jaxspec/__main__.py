@@ -3,19 +3,21 @@
 Imports the subcommand's module only when it runs: jax takes seconds, `--help` must not.
 """
 
-import argparse
-import importlib
-import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from jaxspec.exit import interrupts_end, run_main
 
-from jaxspec.command_line import CommandParser, json_flag, run_command
-from jaxspec.config.methods import DEFAULT_DRAFT_TOKENS
-from jaxspec.config.token_tree import TREE_KEY
-from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
-from jaxspec.exit import end, interrupts_end
-from jaxspec.extras import needs_extra
-from jaxspec.version import __version__
+with interrupts_end():  # the other imports take 0.3 s
+    import argparse
+    import importlib
+    import sys
+    from collections.abc import Sequence
+    from typing import NoReturn
+
+    from jaxspec.command_line import CommandParser, json_flag, run_command
+    from jaxspec.config.methods import DEFAULT_DRAFT_TOKENS
+    from jaxspec.config.token_tree import TREE_KEY
+    from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
+    from jaxspec.extras import needs_extra
+    from jaxspec.version import __version__
 
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Subcommands with their own parsers, which have the engine's flags.
@@ -234,7 +236,7 @@ def _run_own(command: str, arguments: Sequence[str], prog: str) -> int:
     """Run a subcommand that parses its own arguments; return the exit code."""
 
     def run() -> int:
-        with needs_extra("serve", "This command"):
+        with interrupts_end(), needs_extra("serve", "This command"):
             module = importlib.import_module(_OWN[command])
         return module.main(arguments, prog=prog)
 
@@ -261,8 +263,8 @@ def _choose_models(options: argparse.Namespace) -> None:
 
 def script() -> NoReturn:
     """Entry point of the installed program `jaxspec`."""
-    end(main(prog="jaxspec"))
+    run_main(lambda: main(prog="jaxspec"))
 
 
 if __name__ == "__main__":
-    end(main())
+    run_main(main)

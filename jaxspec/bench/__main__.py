@@ -3,16 +3,18 @@
 Imports the subcommand's module only when it runs: jax takes seconds, `--help` must not.
 """
 
-import contextlib
-import importlib
-import json
-import sys
-from collections.abc import Sequence
+from jaxspec.exit import interrupts_end, run_main
 
-from jaxspec.bench.flags import MODULES, make_parser
-from jaxspec.command_line import CommandError, parse_flags, run_command
-from jaxspec.exit import end, interrupts_end
-from jaxspec.extras import needs_extra
+with interrupts_end():
+    import contextlib
+    import importlib
+    import json
+    import sys
+    from collections.abc import Sequence
+
+    from jaxspec.bench.flags import MODULES, make_parser
+    from jaxspec.command_line import CommandError, parse_flags, run_command
+    from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.bench"
 
@@ -42,4 +44,4 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 if __name__ == "__main__":
-    end(main())
+    run_main(main)

@@ -4,13 +4,15 @@ Imports the server's flags when it runs, because they need the extra `serve`, an
 engine after the flags are checked, because importing jax takes seconds.
 """
 
-import importlib
-import sys
-from collections.abc import Sequence
+from jaxspec.exit import interrupts_end, run_main
 
-from jaxspec.command_line import run_command
-from jaxspec.exit import end, interrupts_end
-from jaxspec.extras import needs_extra
+with interrupts_end():
+    import importlib
+    import sys
+    from collections.abc import Sequence
+
+    from jaxspec.command_line import run_command
+    from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.serve"
 
@@ -30,4 +32,4 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 if __name__ == "__main__":
-    end(main())
+    run_main(main)
