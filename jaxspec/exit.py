@@ -119,6 +119,8 @@ def _finish() -> None:
 
 def run_main(main: Callable[[], int]) -> NoReturn:
     """Run a program's main function and exit with its status; Ctrl-C exits with 130."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `jaxspec/__init__.py`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = main()
     except KeyboardInterrupt:

@@ -3,18 +3,16 @@
 Imports the subcommand's module only when it runs: jax takes seconds, `--help` must not.
 """
 
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+from jaxspec.bench.flags import MODULES, make_parser
+from jaxspec.command_line import CommandError, parse_flags, run_command
 from jaxspec.exit import interrupts_end, run_main
-
-with interrupts_end():
-    import contextlib
-    import importlib
-    import json
-    import sys
-    from collections.abc import Sequence
-
-    from jaxspec.bench.flags import MODULES, make_parser
-    from jaxspec.command_line import CommandError, parse_flags, run_command
-    from jaxspec.extras import needs_extra
+from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.bench"
 

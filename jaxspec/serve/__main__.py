@@ -4,15 +4,12 @@ Imports the server's flags when it runs, because they need the extra `serve`, an
 engine after the flags are checked, because importing jax takes seconds.
 """
 
+import importlib
+import sys
+from collections.abc import Sequence
+
 from jaxspec.exit import interrupts_end, run_main
-
-with interrupts_end():
-    import importlib
-    import sys
-    from collections.abc import Sequence
-
-    from jaxspec.command_line import run_command
-    from jaxspec.extras import needs_extra
+from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.serve"
 
@@ -28,7 +25,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
             options = flags.read_flags(prog, given)
             return importlib.import_module("jaxspec.serve.launcher").run(options)
 
-    return run_command(prog, run)
+    with interrupts_end():
+        command_line = importlib.import_module("jaxspec.command_line")
+    return command_line.run_command(prog, run)
 
 
 if __name__ == "__main__":

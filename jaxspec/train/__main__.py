@@ -4,17 +4,15 @@ Imports the training modules only after the command line is parsed: importing ja
 seconds.
 """
 
+import argparse
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxspec.command_line import CommandParser, run_command
 from jaxspec.exit import interrupts_end, run_main
-
-with interrupts_end():
-    import argparse
-    import importlib
-    import logging
-    from collections.abc import Callable, Sequence
-    from typing import Any
-
-    from jaxspec.command_line import CommandParser, run_command
-    from jaxspec.extras import needs_extra
+from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.train"
 

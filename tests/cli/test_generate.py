@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxspec import __main__ as command_line
-from jaxspec.__main__ import make_parser
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Run
 from jaxspec.cli import chat, generate
+from jaxspec.cli.commands import make_parser
 from jaxspec.cli.generate import comparison, decode, difference, encode, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError
