@@ -126,7 +126,9 @@ def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> No
         futures = [threads.submit(fill, shape) for shape in shapes]
         try:
             done = as_completed(futures)
-            for future in tqdm(done, total=len(futures), unit="program"):
+            # `disable=None`: a bar is drawn on a terminal only.
+            bar = tqdm(done, total=len(futures), unit="program", disable=None)
+            for future in bar:
                 name, built = future.result()
                 num_there += built is None
                 if built is not None:

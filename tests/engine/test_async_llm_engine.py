@@ -246,12 +246,21 @@ async def test_rejected_sleep_leaves_requests_and_wake_up_restores_parts(serving
     assert await serving.get_num_unfinished_requests() == 1
     await serving.sleep()
     assert (await asked)[-1].outputs[0].finish_reason == "abort"
-    with pytest.raises(RequestError, match=r"is asleep.* call wake_up\(\)"):
-        await outputs_of(serving, "b")
-    await serving.wake_up(["weights"])
+    waiting = [
+        asyncio.ensure_future(outputs_of(serving, name, max_tokens=4))
+        for name in ("b", "c")
+    ]
+    while await serving.get_num_unfinished_requests() < 2:
+        await asyncio.sleep(0.001)
+    await serving.abort("c")
+    assert (await waiting[1])[-1].outputs[0].finish_reason == "abort"
+    await serving.sleep(mode="wait")  # it sleeps already
+    assert not await serving.wake_up(["weights"])
     assert await serving.is_sleeping()
-    await serving.wake_up()
+    assert not waiting[0].done()
+    assert await serving.wake_up()
     assert not await serving.is_sleeping()
+    assert (await waiting[0])[-1].outputs[0].finish_reason == "length"
 
 
 @served()
