@@ -210,6 +210,34 @@ async def test_several_event_loops_share_an_engine(serving):
     assert ours[-1].outputs[0].text == theirs[-1].outputs[0].text
 
 
+@served(delay_s=0.005)
+async def test_rejected_sleep_leaves_requests_and_wake_up_restores_parts(serving):
+    asked = asyncio.ensure_future(outputs_of(serving, "a", max_tokens=40))
+    while not await serving.get_num_unfinished_requests():
+        await asyncio.sleep(0.001)
+    for wrong, name in (((3, "abort"), "level"), ((1, "keep"), "mode")):
+        with pytest.raises(RequestError, match=f"{name} must be"):
+            await serving.sleep(*wrong)
+    assert await serving.get_num_unfinished_requests() == 1
+    await serving.sleep()
+    assert (await asked)[-1].outputs[0].finish_reason == "abort"
+    waiting = [
+        asyncio.ensure_future(outputs_of(serving, name, max_tokens=4))
+        for name in ("b", "c")
+    ]
+    while await serving.get_num_unfinished_requests() < 2:
+        await asyncio.sleep(0.001)
+    await serving.abort("c")
+    assert (await waiting[1])[-1].outputs[0].finish_reason == "abort"
+    await serving.sleep(mode="wait")  # it sleeps already
+    assert not await serving.wake_up(["weights"])
+    assert await serving.is_sleeping()
+    assert not waiting[0].done()
+    assert await serving.wake_up()
+    assert not await serving.is_sleeping()
+    assert (await waiting[0])[-1].outputs[0].finish_reason == "length"
+
+
 @served()
 async def test_other_methods_reach_the_engine(serving):
     assert await serving.get_tokenizer() is serving.engine.tokenizer

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,6 +36,7 @@ from tests.support.fake_engines import (
 from tests.support.stub_tokenizer import StubTokenizer, TurnsTokenizer
 
 # After a prompt of three tokens, the model's text is `letters(said(count))`.
+ROOT = Path(__file__).parents[2]
 PROMPT = letters([2, 3, 4])
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -235,6 +237,8 @@ def error_of(response: httpx.Response, status: int, kind: str) -> dict[str, Any]
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["code"], error["type"]) == (status, kind)
+    # Clients must not see the server's folders.
+    assert str(ROOT) not in error["message"]
     return error
 
 
