@@ -193,11 +193,7 @@ def test_rejects_impossible_forced_acceptance(given: dict[str, Any], message: st
     ("keys", "parents", "num_levels"),
     [
         ({}, None, 5),
-        (
-            {"num_speculative_tokens": 3, "num_side_leaves": 1},
-            (-1, 0, 1, -1, 0, 1),
-            3,
-        ),
+        ({"num_speculative_tokens": 3, "num_side_leaves": 1}, (-1, 0, 1, -1, 0, 1), 3),
         (OF_TREE, (-1, 0, -1, 0), 2),
         (
             {"num_speculative_tokens": 2, "speculative_token_tree": "[(0,), (0, 0)]"},
