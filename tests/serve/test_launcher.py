@@ -26,7 +26,7 @@ from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
 from jaxspec.serve.response_store import ResponseStore
 from jaxspec.text.tokenizer import NoTokenizer
-from tests.support.fake_engines import letters, make_fake_engine, said
+from tests.support.fake_engines import before_launches, letters, make_fake_engine, said
 from tests.support.programs import quick_environment
 from tests.support.serving import COMPLETIONS, PROMPT, Gate, TurnsTokenizer, events_of
 
@@ -45,16 +45,9 @@ def served(
     Args:
         connecting: Arguments of the client's `httpx.HTTPTransport`.
     """
-    engine, fake = make_fake_engine(num_draft_tokens=3)
+    engine, runner = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
-    runner: Any = fake
-    launch = runner.launch
-
-    def delayed(*arguments: Any) -> Any:
-        time.sleep(delay_s)
-        return launch(*arguments)
-
-    runner.launch = delayed
+    before_launches(runner, lambda: time.sleep(delay_s))
     always = ["m", "--port", "0", "--shutdown-timeout", str(timeout_s)]
     options = read_flags("prog", [*always, *flags])
     launcher._check_tls(options.listening)

@@ -1,6 +1,7 @@
 """Run the server's application with a fake device, and HTTP clients for it."""
 
 import contextlib
+import itertools
 import json
 import socket
 import threading
@@ -25,7 +26,13 @@ from jaxspec.serve.response_store import ResponseStore
 from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
-from tests.support.fake_engines import assert_idle, letters, make_fake_engine, serve
+from tests.support.fake_engines import (
+    assert_idle,
+    before_launches,
+    letters,
+    make_fake_engine,
+    serve,
+)
 from tests.support.stub_tokenizer import StubTokenizer, TurnsTokenizer
 
 # After a prompt of three tokens, the model's text is `letters(said(count))`.
@@ -105,14 +112,7 @@ class Site:
         engine, runner = make_fake_engine(num_draft_tokens=3, **engine_changes)
         engine.tokenizer = tokenizer or TurnsTokenizer(16)
         self.delay_s = 0.0
-        patched: Any = runner
-        launch = runner.launch
-
-        def delayed(*arguments: Any) -> Any:
-            time.sleep(self.delay_s)
-            return launch(*arguments)
-
-        patched.launch = delayed
+        before_launches(runner, lambda: time.sleep(self.delay_s))
         self.engine = AsyncLLMEngine(engine)
         self._port = 0
         self.start(**settings)
@@ -165,16 +165,13 @@ def site_of(
 
 
 def _break(runner: Any, number: int) -> None:
-    launch, count = runner.launch, 0
+    numbers = itertools.count()
 
-    def broken(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count - number in (1, 2):
+    def fail() -> None:
+        if next(numbers) - number in (0, 1):
             raise RuntimeError("boom")
-        return launch(*arguments)
 
-    runner.launch = broken
+    before_launches(runner, fail)
 
 
 class Client(httpx.Client):
