@@ -101,7 +101,9 @@ def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> No
     cache = importlib.import_module("jaxspec.engine.program_cache")
     programs = cache.ProgramCache(folder)
     rows, num_there = [], 0
-    with tqdm(wanted_shapes(config, options.warm_up), unit="program") as bar:
+    shapes = wanted_shapes(config, options.warm_up)
+    # `disable=None`: a bar is drawn on a terminal only.
+    with tqdm(shapes, unit="program", disable=None) as bar:
         for shape in bar:
             name = cache.program_name(shape)
             bar.set_description_str(name)
