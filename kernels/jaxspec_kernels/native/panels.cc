@@ -9,8 +9,7 @@
 // The sum of a group of features is multiplied by the group's scale and added to the
 // result, group by group: this order is fixed as well. A group's minimum is multiplied by
 // the sum of the row's features, which is computed once for all outputs, and added after
-// the scaled sum. For many rows, a panel is widened once, in a buffer, and its products
-// are the same as from registers.
+// the scaled sum.
 //
 // Tiles (AMX) add up 32 features in another order, that of Intel's manual. On processors
 // that have them, rows rounded to bfloat16 are multiplied in this order always: many rows
@@ -36,24 +35,18 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t kWidth = kPanelWidth;
 constexpr int kVectors = kWidth / kLanes;  // of one panel
-// Rows that are multiplied together: accumulators, the matrix's vectors and their widened
-// copies fill the registers. With twelve rows of 32 registers, compilers keep some of
-// them in memory: 0.8 of the speed.
-constexpr int most_rows(bool is_widened) {
-  return kLanes < 16 ? 4 : is_widened ? 6 : 9;
-}
-// The same if there are several groups of features. Registers also hold the sums of all
-// groups.
-constexpr int kMaxRowsOfGroups = 6;
+// Rows that are multiplied together, with values that are widened once for all of them:
+// accumulators, the matrix's vectors and their widened copies fill the registers. With
+// twelve rows of 32 registers, compilers keep some of them in memory: 0.8 of the speed.
+constexpr int kMaxRows = kLanes < 16 ? 4 : 8;
 // Panels multiplied at once. Few rows take several: independent additions overlap.
 constexpr int panels_at_once(int rows, int sums, bool is_scaled) {
   if (kLanes < 16) return 1;
   if (is_scaled) return rows == 1 ? 4 / sums : rows == 2 ? 2 / sums : 1;
   return rows * sums <= 2 ? 4 / sums : rows <= 6 ? 2 / sums : 1;
 }
-// Rows that are multiplied with quantized panels in registers. More rows are faster with
-// panels that are unpacked first, or in tiles.
-constexpr int kMaxInRegisters = 2;
+// At most so many rows are few: reading the matrix takes longer than their products.
+constexpr int kFewRows = 2;
 // Bytes of the matrix per thread: handing work to another takes some microseconds. With
 // one row or two, reading dominates, and one core does most of it: on few cores a
 // second thread takes time from the thread that prepares the next launch.
@@ -115,17 +108,15 @@ struct AsSet {
 
 // Products in float32.
 //
-// Input: the numbers of a row for one step. Unpacked: layout in which many rows are
-// multiplied. Mode: set while a thread multiplies. kSums: accumulators per row and output.
+// Input: the numbers of a row for one step. Mode: set while a thread multiplies. kSums:
+// accumulators per row and output.
 template <typename Layout, bool IsRounded>
 struct InFloats {
   typedef struct {
     float values[Layout::kFeatures];
   } Input;
-  typedef std::conditional_t<Layout::kIsScaled, Float32Layout, Layout> Unpacked;
   typedef AsSet Mode;
   static constexpr int kSums = 1;
-  static constexpr int kMaxRows = most_rows(true);
 
   static void pack(const float* row, Input* to) {
     for (int i = 0; i < Layout::kFeatures; ++i)
@@ -135,18 +126,41 @@ struct InFloats {
   template <int Rows, int Vectors>
   static inline void add(const typename Layout::Value* panels, int64_t size,
                          const Input* inputs, int64_t steps, Floats (*sums)[Vectors]) {
-    for (int64_t step = 0; step < steps; ++step)
-      for (int vector = 0; vector < Vectors; ++vector) {
-        const auto* from =
-            panels + vector / kVectors * size + step * Layout::kValues * kWidth;
-        if (Rows <= kMaxInRegisters) prefetch<Layout>(from, vector % kVectors);
+    for (int64_t step = 0; step < steps; ++step) {
+      auto from = [&](int vector) {
+        return panels + vector / kVectors * size + step * Layout::kValues * kWidth;
+      };
+      auto input = [&](int row, int feature) {
+        return splat(inputs[step * Rows + row].values[feature]);
+      };
+      if constexpr (Rows <= kFewRows || kLanes < 16) {
+        for (int vector = 0; vector < Vectors; ++vector) {
+          if (Layout::kIsScaled || Rows <= kFewRows)
+            prefetch<Layout>(from(vector), vector % kVectors);
 #pragma GCC unroll 8
+          for (int feature = 0; feature < Layout::kFeatures; ++feature) {
+            const Floats value = Layout::floats(from(vector), vector % kVectors, feature);
+            for (int row = 0; row < Rows; ++row)
+              sums[row][vector] += input(row, feature) * value;
+          }
+        }
+      } else {
+        // Registers hold the input of one row at a time.
         for (int feature = 0; feature < Layout::kFeatures; ++feature) {
-          const Floats value = Layout::floats(from, vector % kVectors, feature);
-          for (int row = 0; row < Rows; ++row)
-            sums[row][vector] += splat(inputs[step * Rows + row].values[feature]) * value;
+          Floats values[Vectors];
+          for (int vector = 0; vector < Vectors; ++vector) {
+            if (Layout::kIsScaled && !feature)
+              prefetch<Layout>(from(vector), vector % kVectors);
+            values[vector] = Layout::floats(from(vector), vector % kVectors, feature);
+          }
+          for (int row = 0; row < Rows; ++row) {
+            const Floats own = input(row, feature);
+            for (int vector = 0; vector < Vectors; ++vector)
+              sums[row][vector] += own * values[vector];
+          }
         }
       }
+    }
   }
 };
 
@@ -158,10 +172,8 @@ struct InPairs {
   typedef struct {
     uint32_t pairs[Layout::kFeatures / 2];
   } Input;
-  typedef Bfloat16Layout Unpacked;
   typedef AsSet Mode;
   static constexpr int kSums = 1;
-  static constexpr int kMaxRows = most_rows(false);
 
   static void pack(const float* row, Input* to) {
     for (int i = 0; i < Layout::kFeatures / 2; ++i)
@@ -181,7 +193,7 @@ struct InPairs {
       auto input = [&](int row, int pair) {
         return _mm512_set1_epi32(inputs[step * Rows + row].pairs[pair]);
       };
-      if constexpr (Rows <= kMaxInRegisters) {
+      if constexpr (Rows <= kFewRows) {
         for (int vector = 0; vector < Vectors; ++vector) {
           prefetch<Layout>(from(vector), vector % kVectors);
 #pragma GCC unroll 4
@@ -195,8 +207,11 @@ struct InPairs {
         // Registers hold the input of one row at a time.
         for (int pair = 0; pair < Layout::kFeatures / 2; ++pair) {
           __m512i pairs[Vectors];
-          for (int vector = 0; vector < Vectors; ++vector)
+          for (int vector = 0; vector < Vectors; ++vector) {
+            if (Layout::kIsScaled && !pair)
+              prefetch<Layout>(from(vector), vector % kVectors);
             pairs[vector] = Layout::pairs(from(vector), vector % kVectors, pair);
+          }
           for (int row = 0; row < Rows; ++row) {
             const __m512i own = input(row, pair);
             for (int vector = 0; vector < Vectors; ++vector)
@@ -225,7 +240,6 @@ struct InTileOrder : InFloats<Layout, true> {
   typedef FlushDenormals Mode;
   static constexpr int kSums = 2;
   static constexpr int kSteps = kTileFeatures / Layout::kFeatures;
-  static constexpr int kMaxRows = kMaxInRegisters;
 
   static void pack(const float* row, typename InFloats<Layout, true>::Input* to) {
     for (int i = 0; i < Layout::kFeatures; ++i)
@@ -258,27 +272,6 @@ struct InTileOrder : InFloats<Layout, true> {
     }
   }
 };
-#endif
-
-// Converts a panel to another layout: float32, or pairs of bfloat16.
-template <typename Layout>
-void unpack(const typename Layout::Value* panel, int64_t steps, float* to) {
-  for (int64_t step = 0; step < steps; ++step, panel += Layout::kValues * kWidth)
-    for (int feature = 0; feature < Layout::kFeatures; ++feature, to += kWidth)
-      for (int vector = 0; vector < kVectors; ++vector)
-        store(to + vector * kLanes, Layout::floats(panel, vector, feature));
-}
-
-#if defined(__AVX512BF16__)
-template <typename Layout>
-void unpack(const typename Layout::Value* panel, int64_t steps, Bfloat16* to) {
-  for (int64_t step = 0; step < steps; ++step, panel += Layout::kValues * kWidth)
-#pragma GCC unroll 4
-    for (int pair = 0; pair < Layout::kFeatures / 2; ++pair, to += 2 * kWidth)
-      for (int vector = 0; vector < kVectors; ++vector)
-        _mm512_store_si512(to + 2 * vector * kLanes,
-                           Layout::pairs(panel, vector, pair));
-}
 #endif
 
 // Outputs of `Rows` rows from `Panels` panels; `inputs` are [step, row].
@@ -684,10 +677,16 @@ void multiply_in_tiles(ffi::ThreadPool& pool, const Panels& panels, const float*
   auto unpack_block = [&](int64_t panel, int64_t block, Bfloat16* to) {
     const int64_t group = block / per_group, step = block % per_group * kSteps;
     const int64_t count = std::min(kSteps, steps.per_group - step);
-    unpack<Layout>(values + panel * steps.values() +
-                       (group * steps.per_group + step) * Layout::kValues * kWidth,
-                   count, to);
-    std::fill(to + count * Layout::kFeatures * kWidth, to + kBlock, Bfloat16{});
+    const auto* from = values + panel * steps.values() +
+                       (group * steps.per_group + step) * Layout::kValues * kWidth;
+    Bfloat16* const end = to + kBlock;
+    for (int64_t one = 0; one < count; ++one, from += Layout::kValues * kWidth)
+#pragma GCC unroll 4
+      for (int pair = 0; pair < Layout::kFeatures / 2; ++pair, to += 2 * kWidth)
+        for (int vector = 0; vector < kVectors; ++vector)
+          _mm512_store_si512(to + 2 * vector * kLanes,
+                             Layout::pairs(from, vector, pair));
+    std::fill(to, end, Bfloat16{});
   };
   // Products of one block of rows. Blocks are unpacked one ahead.
   auto run_few = [&](int64_t first, int64_t last) {
@@ -767,63 +766,37 @@ void multiply_in_tiles(ffi::ThreadPool& pool, const Panels& panels, const float*
 }
 #endif
 
-// Multiplies with panels in registers, or with panels that are unpacked first.
-template <typename Layout, typename Unpacked, typename Arithmetic, bool IsRounded>
-void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
-                     int64_t num_rows, float* outputs) {
-  typedef typename Unpacked::Value Value;
-  constexpr bool kIsUnpacked = !std::is_same_v<Layout, Unpacked>;
+// Multiplies with values that are widened in registers.
+template <typename Layout, typename Arithmetic, bool IsRounded>
+void multiply_in_registers(ffi::ThreadPool& pool, const Panels& panels,
+                           const float* inputs, int64_t num_rows, float* outputs) {
   const auto* values = static_cast<const typename Layout::Value*>(panels.values);
-  constexpr int kMaxRows =
-      kIsUnpacked || std::is_same_v<Unpacked, typename Arithmetic::Unpacked>
-          ? Arithmetic::kMaxRows
-          : kMaxInRegisters;
-  const Steps<Layout> stored(panels);
-  // A single pass over the panels is faster for up to kMaxRows rows, whatever the groups.
-  const bool is_split = stored.groups > 1 && num_rows > kMaxRows;
-  const Groups rows(num_rows, is_split ? std::min(kMaxRows, kMaxRowsOfGroups) : kMaxRows);
-  const int64_t per_group = stored.per_group * Layout::kFeatures / Unpacked::kFeatures;
-  const int64_t steps = stored.groups * per_group;
+  const Steps<Layout> steps(panels);
+  // More than few rows are never multiplied in the order of tiles here.
+  constexpr int kMost = Arithmetic::kSums > 1 ? kFewRows : kMaxRows;
+  const Groups rows(num_rows, kMost);
   const int64_t num_panels = (panels.outputs + kWidth - 1) / kWidth;
   auto* packed =
-      reserve<typename Arithmetic::Input>(memory().rows, num_rows * steps);
-  pack<Arithmetic, Unpacked::kFeatures>(pool, rows, stored.groups, stored.size, per_group,
-                                        inputs, packed);
+      reserve<typename Arithmetic::Input>(memory().rows, num_rows * steps.count());
+  pack<Arithmetic, Layout::kFeatures>(pool, rows, steps.groups, steps.size,
+                                      steps.per_group, inputs, packed);
   const float* row_sums = sum_groups<IsRounded>(pool, panels, inputs, num_rows, 0);
-  auto multiply = [&](const Value* from, int64_t first, int64_t last) {
-    for (int64_t group = 0; group < rows.count; ++group) {
-      const int64_t start = rows.start(group);
-      function_for<Unpacked, Arithmetic, Layout::kIsScaled>(
-          rows.size(group), std::make_integer_sequence<int, kMaxRows>())(
-          from, panels.scales, row_sums ? row_sums + start * stored.groups : nullptr,
-          stored.groups, per_group, first, last, packed + start * steps,
-          outputs + start * panels.outputs, panels.outputs);
-    }
-  };
   auto run = [&](int64_t first, int64_t last) {
     const typename Arithmetic::Mode mode;
-    if constexpr (!kIsUnpacked) {
-      multiply(values + first * stored.values(), first, last);
-    } else {
-      // Bytes of panels unpacked together; they stay in a core's cache for all rows.
-      constexpr int64_t kUnpackedBytes = 1 << 19;
-      const int64_t size = steps * Unpacked::kValues * kWidth;
-      const int64_t most = kUnpackedBytes / sizeof(Value);
-      const int64_t together = std::max(most / size, int64_t{1});
-      Value* unpacked = reserve<Value>(memory().panel, together * size);
-      for (int64_t start = first; start < last; start += together) {
-        const int64_t stop = std::min(start + together, last);
-        for (int64_t panel = start; panel < stop; ++panel)
-          unpack<Layout>(values + panel * stored.values(), stored.count(),
-                         unpacked + (panel - start) * size);
-        multiply(unpacked, start, stop);
-      }
+    for (int64_t group = 0; group < rows.count; ++group) {
+      const int64_t start = rows.start(group);
+      function_for<Layout, Arithmetic, Layout::kIsScaled>(
+          rows.size(group), std::make_integer_sequence<int, kMost>())(
+          values + first * steps.values(), panels.scales,
+          row_sums ? row_sums + start * steps.groups : nullptr, steps.groups,
+          steps.per_group, first, last, packed + start * steps.count(),
+          outputs + start * panels.outputs, panels.outputs);
     }
   };
   // With several groups of rows, a part stays in a core's cache for all of them. With a
   // single group, each value is read once, and parts may have any size.
   constexpr int64_t kPartBytes = 1 << 18;
-  const int64_t panel_bytes = stored.values() * sizeof(typename Layout::Value);
+  const int64_t panel_bytes = steps.values() * sizeof(typename Layout::Value);
   const int64_t most = std::max(kPartBytes / panel_bytes, int64_t{1});
   for_each_panels(pool, num_panels, panel_bytes, num_rows, rows.count > 1 ? most : 0,
                   run);
@@ -832,24 +805,17 @@ void multiply_packed(ffi::ThreadPool& pool, const Panels& panels, const float* i
 template <typename Layout, bool IsRounded>
 void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
                    int64_t num_rows, float* outputs) {
-  const bool is_few = num_rows <= kMaxInRegisters;
 #if defined(JAXSPEC_HAS_TILES)
   if constexpr (IsRounded)
     if (has_tiles()) {
-      if (!is_few)
+      if (num_rows > kFewRows)
         return multiply_in_tiles<Layout>(pool, panels, inputs, num_rows, outputs);
-      return multiply_packed<Layout, Layout, InTileOrder<Layout>, true>(
+      return multiply_in_registers<Layout, InTileOrder<Layout>, true>(
           pool, panels, inputs, num_rows, outputs);
     }
 #endif
-  typedef ArithmeticOf<Layout, IsRounded> Arithmetic;
-  typedef typename Arithmetic::Unpacked Unpacked;
-  if (is_few)
-    multiply_packed<Layout, Layout, Arithmetic, IsRounded>(pool, panels, inputs, num_rows,
-                                                           outputs);
-  else
-    multiply_packed<Layout, Unpacked, ArithmeticOf<Unpacked, IsRounded>, IsRounded>(
-        pool, panels, inputs, num_rows, outputs);
+  multiply_in_registers<Layout, ArithmeticOf<Layout, IsRounded>, IsRounded>(
+      pool, panels, inputs, num_rows, outputs);
 }
 
 template <typename Layout>
