@@ -128,9 +128,12 @@ $(bin)/python:
 	@echo "Making the environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }  # no half environment
 
-# One line per package; pip's errors go to stderr and are not filtered.
+# One line per package, and one before pip writes their files, which takes most of the
+# time; pip's errors go to stderr and are not filtered.
 pip_install = set -o pipefail; $(bin)/python -m pip install -e "$(1)" \
-  | awk '/^(Collecting|Processing)/ {print "  " $$2; fflush()}'
+  | awk '/^(Collecting|Processing)/ {print "  " $$2; fflush()} \
+    /^Installing collected packages:/ { \
+      print "Unpacking " NF - 3 " packages (half a minute or more)"; fflush()}'
 
 build_native = echo "Building what CPUs run in C++ (once; some ten seconds)"; \
   $(bin)/python -c 'from jaxspec_kernels import native; native.is_available()'

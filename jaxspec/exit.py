@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 # Exit status of an interrupt, as in shells.
 INTERRUPTED = 128 + signal.SIGINT
+INTERRUPT_MESSAGE = b"\nInterrupted.\n"
 # Name of an engine's compiler thread.
 COMPILER_THREAD = "jaxspec-compiler"
 
@@ -116,6 +117,18 @@ def _finish() -> None:
             _log.exception("An engine did not shut down cleanly at exit")
 
 
+def run_main(main: Callable[[], int]) -> NoReturn:
+    """Run a program's main function and exit with its status; Ctrl-C exits with 130."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `jaxspec/__init__.py`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        os.write(2, INTERRUPT_MESSAGE)
+        status = INTERRUPTED
+    end(status)
+
+
 def end(status: int) -> NoReturn:
     """Exit with a status, without waiting for a running compile.
 
@@ -150,7 +163,7 @@ def interrupts_end(release: Callable[[], object] = lambda: None) -> Iterator[Non
     def end_now(*_: object) -> None:
         release()
         # Not `print`: the interrupt may have hit a call of it.
-        os.write(2, b"\nInterrupted.\n")
+        os.write(2, INTERRUPT_MESSAGE)
         os._exit(INTERRUPTED)
 
     before = signal.getsignal(signal.SIGINT)

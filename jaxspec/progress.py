@@ -66,8 +66,10 @@ class Progress:
 
 @contextmanager
 def watch_compiles(engine: Announcer) -> Iterator[None]:
-    """Show a bar of programs as they are compiled."""
-    with tqdm(desc="Compiling", unit=" programs", dynamic_ncols=True) as bar:
+    """Show a bar of programs as they are compiled, if stderr is a terminal."""
+    with tqdm(
+        desc="Compiling", unit=" programs", dynamic_ncols=True, disable=None
+    ) as bar:
 
         def show(program: str) -> None:
             if program:

@@ -63,11 +63,7 @@ def test_allowed_values_are_returned(check: Any, given: object, found: object):
 @pytest.mark.parametrize(
     ("check", "values", "message"),
     [
-        (
-            INTEGER,
-            [0, 4, True, 2.0, "2", None],
-            "k must be an integer from 1 to 3",
-        ),
+        (INTEGER, [0, 4, True, 2.0, "2", None], "k must be an integer from 1 to 3"),
         (
             NUMBER,
             [0, -1, 1.01, math.nan, math.inf, True, "1", None],
@@ -80,11 +76,7 @@ def test_allowed_values_are_returned(check: Any, given: object, found: object):
         ((check_number, dict(low=0)), [math.inf], "a finite number"),
         ((check_flag, {}), [0, 1, "True", None], "k must be True or False, got"),
         (CHOICE, ["c", None, ["a"]], "k must be one of 'a', 'b', got"),
-        (
-            (check_strings, {}),
-            [["a", "\ud800"]],
-            "k must be text that UTF-8 can",
-        ),
+        ((check_strings, {}), [["a", "\ud800"]], "k must be text that UTF-8 can"),
     ],
 )
 def test_rejects_wrong_values(check: Any, values: list[object], message: str):

@@ -114,6 +114,24 @@ def test_interrupt_during_start_is_not_lost():
     assert error == "\nInterrupted.\n"
 
 
+@pytest.mark.parametrize("program", ["jaxspec", "jaxspec.bench", "jaxspec.train"])
+def test_interrupt_while_modules_are_imported_has_no_traceback(program: str):
+    """The signal arrives while `jaxspec` itself is imported: at its first import."""
+    code = f"""
+import importlib.abc, os, runpy, signal, sys
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name in ("jaxspec.inputs", "numpy"):
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+sys.orig_argv[1:], sys.argv[0] = ["-m", {program!r}], "-m"
+runpy.run_module({program!r}, run_name="__main__", alter_sys=True)
+"""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_interrupt_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     try:

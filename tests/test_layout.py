@@ -71,7 +71,8 @@ TESTED_ELSEWHERE = {
     "tests/models/test_cpu.py": ("models/matrices",),
     "tests/support/oracles.py": ("models/network",),
     "tests/models/test_weights.py": ("models/params",),
-    "tests/test_public_names.py": ("__init__",),
+    "tests/test_public_names.py": ("__init__", "config/__init__"),
+    "tests/test_main.py": ("cli/commands",),
     "tests/config/test_engine.py": ("config/model",),
     "tests/serve/test_generation.py": ("serve/app", "serve/serving"),
     "tests/test_vllm_paths.py": (

@@ -1,7 +1,5 @@
 import dataclasses
 
-import pytest
-
 from jaxspec.logprobs import Logprob
 
 
@@ -9,8 +7,3 @@ def test_fields_equal_vllms():
     entry = Logprob(-0.5)
     assert dataclasses.astuple(entry) == (-0.5, None, None)
     assert Logprob(-0.5, 1, "a") == Logprob(logprob=-0.5, rank=1, decoded_token="a")
-
-
-def test_logprob_is_immutable():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Logprob(-0.5).rank = 2  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""The command line `python -m jaxspec`: arguments, errors and output."""
+"""The command line `python -m jaxspec`: its subcommands, errors and output."""
 
 import argparse
 import re

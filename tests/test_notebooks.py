@@ -50,9 +50,8 @@ SHELL = """
 import importlib.util, sys
 from IPython.core.interactiveshell import InteractiveShell
 
-source, is_installed, cell = sys.argv[1:]
-if is_installed == "no":
-    importlib.util.find_spec = lambda name: None
+source, missing, cell = sys.argv[1:]
+importlib.util.find_spec = lambda name: None if name == missing else True
 shell = InteractiveShell()
 shell.system = print
 shell.user_ns["SOURCE"] = source
@@ -111,10 +110,10 @@ def test_arguments_exist(name: str):
     assert {"LLM", "SamplingParams"} < seen
 
 
-def set_up(name: str, source: str, folder: Path, installed: str = "yes") -> Any:
+def set_up(name: str, source: str, folder: Path, missing: str = "") -> Any:
     cell = source_of(read(name), "setup")
     return subprocess.run(
-        [sys.executable, "-c", SHELL, source, installed, cell],
+        [sys.executable, "-c", SHELL, source, missing, cell],
         capture_output=True,
         text=True,
         env=os.environ | {"IPYTHONDIR": str(folder)},
@@ -140,11 +139,22 @@ def test_set_up_cell_installs_from_an_address_or_a_folder(name, tmp_path):
         assert ("tpu" in requirement.extras) == name.endswith("_tpu")
 
 
-def test_set_up_cell_reports_a_missing_source(tmp_path):
+def test_set_up_cell_reports_missing_packages(tmp_path):
     assert set_up("quickstart", "", tmp_path).stdout == "", "nothing to install"
-    done = set_up("quickstart", "", tmp_path, installed="no")
-    assert done.returncode == 1
-    assert "Set SOURCE above" in done.stderr
+    drawn = [
+        name
+        for name in NAMES
+        if "pyplot" in "".join(map(ast.unparse, trees(read(name))))
+    ]
+    assert "quickstart" in drawn
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = Requirement(f"{project['name']}[notebooks]")
+    assert extra.extras <= project["optional-dependencies"].keys()
+    cases = [(name, "matplotlib", f'%pip install "{extra}"') for name in drawn]
+    for name, missing, advice in [("quickstart", "jaxspec", "Set SOURCE"), *cases]:
+        done = set_up(name, "", tmp_path, missing)
+        assert done.returncode == 1, name
+        assert advice in done.stderr
 
 
 def test_memory_of_published_sizes_is_shown(capsys):

@@ -1,5 +1,6 @@
 """The progress bar counts finished requests and names programs that are compiled."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -91,8 +92,15 @@ def test_speeds_are_tokens_per_second():
     assert bar.postfix == "est. speed input: 1.50 toks/s, output: 5.00 toks/s"
 
 
-def test_programs_are_counted(capsys: pytest.CaptureFixture[str]):
+def test_programs_are_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     engine = Engine()
+    with watch_compiles(engine):
+        assert engine.announce is not None
+        engine.announce("Compiling one")
+    assert capsys.readouterr().err == "", "nothing is drawn into a file or a pipe"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.raises(KeyboardInterrupt), watch_compiles(engine):
         assert engine.announce is not None
         engine.announce("Compiling one")

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 import jaxspec
+from jaxspec import config
 from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,17 @@ def test_public_names_are_listed_and_at_vllms_paths():
     args = pytest.importorskip("jaxspec.engine.arg_utils")
     assert jaxspec.EngineArgs is args.EngineArgs
     assert jaxspec.AsyncEngineArgs is args.AsyncEngineArgs
+
+
+def test_importing_jaxspec_does_not_import_numpy():
+    """Importing numpy takes most of the time in which Ctrl-C is not handled yet."""
+    code = "import sys, jaxspec.exit; assert 'numpy' not in sys.modules"
+    run_python("-c", code, check=True)
+    # The names of `jaxspec.config` are therefore imported on first use.
+    for name in config._MODULES:
+        assert getattr(config, name).__name__ == name
+    with pytest.raises(AttributeError, match="PoolerConfig"):
+        _ = config.PoolerConfig
 
 
 def test_unknown_name_is_an_attribute_error():

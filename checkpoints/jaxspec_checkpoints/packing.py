@@ -82,9 +82,22 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | MixedScheme | None:
         is_symmetric = not given.get("zero_point", True)
     if bits == 8 and not is_symmetric:
         _refuse(method, "sym", "true for 8 bits", False)
-    # 4-bit values minus a zero point need five bits, so they are stored as int8.
-    kind = INT4 if bits == 4 and is_symmetric else INT8
-    return Scheme(kind=kind, group_size=None if size == -1 else size, method=method)
+    size = None if size == -1 else size
+    if not is_symmetric:
+        return _with_zeros(size, method)
+    return Scheme(kind=INT4 if bits == 4 else INT8, group_size=size, method=method)
+
+
+def _with_zeros(size: int | None, method: str) -> Scheme:
+    """Return the scheme of 4-bit values with zero points.
+
+    A group's zero point becomes a minimum, `-scale * zero`, and its values remain 0 to
+    15. If all features of an output share a zero point, the values minus it, which need
+    five bits, are stored as int8.
+    """
+    if size is None:
+        return Scheme(kind=INT8, method=method)
+    return Scheme(kind=INT4, group_size=size, has_minima=True, method=method)
 
 
 def _compressed_scheme(given: Mapping[str, Any]) -> Scheme:
@@ -125,7 +138,7 @@ def _compressed_scheme(given: Mapping[str, Any]) -> Scheme:
     if not weights.get("symmetric", True):
         if kind != INT4:
             _refuse(COMPRESSED, "symmetric", "true for 8 bits", False)
-        kind = INT8
+        return _with_zeros(size, COMPRESSED)
     return Scheme(kind=kind, group_size=size, method=COMPRESSED)
 
 
@@ -275,24 +288,44 @@ def _compressed(
     num_groups = scheme.num_groups(shape[1])
 
     def zeros_of(start: int, stop: int) -> np.ndarray:
-        assert zeros is not None
+        if zeros is None:
+            return np.full((stop - start, num_groups), offset, np.int16)
         every = unpacked_words(np.ascontiguousarray(zeros.whole().T), bits).T
-        return every[start:stop].astype(np.int16) - offset
+        return every[start:stop].astype(np.int16)
 
     def make(start: int, rows: np.ndarray) -> np.ndarray:
-        found = unpacked_words(rows, bits)[:, : shape[1]].astype(np.int16) - offset
-        if zeros is not None:
+        found = unpacked_words(rows, bits)[:, : shape[1]].astype(np.int16)
+        if not scheme.has_minima:
             found = found.reshape(len(rows), num_groups, -1)
             found = found - zeros_of(start, start + len(rows))[:, :, None]
         return _narrowed(found.reshape(len(rows), -1), scheme, words)
 
     values = derived(words, make, shape=shape, dtype=scheme.value_type)
-    return quantized_tensor(values, _scales(parts, scheme, shape))
+    scales = _scales(parts, scheme, shape)
+    if scheme.has_minima:
+        scales = derived(
+            scales,
+            lambda start, rows: _with_minima(rows, zeros_of(start, start + len(rows))),
+            shape=(*scales.shape, 2),
+            dtype=np.float32,
+        )
+    return quantized_tensor(values, scales)
+
+
+def _with_minima(scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+    """Return float32 [out, group, 2] scales and minima.
+
+    `scale * value + minimum` equals `scale * (value - zero)` exactly if the file's
+    scales have 16 bits, because the products then fit in a float32.
+    """
+    return np.stack([scales, -scales * zeros.astype(np.float32)], axis=2)
 
 
 def _narrowed(values: np.ndarray, scheme: Scheme, origin: Tensor) -> np.ndarray:
     """Return integers in the scheme's type; raise if one of them does not fit."""
     least, most = (-8, 7) if scheme.kind == INT4 else (-128, 127)
+    if scheme.has_minima:
+        least, most = 0, 15
     if values.size and not least <= values.min() <= values.max() <= most:
         raise CheckpointError(
             f"{origin.source} has values from {values.min()} to {values.max()}, which "
@@ -361,13 +394,15 @@ def _awq(
     zeros = parts.maybe("qzeros")
     shape = words.shape[1] * 8, words.shape[0]
 
-    def unpacked() -> np.ndarray:
-        found = unpacked_words(words.whole(), 4, _AWQ_ORDER).astype(np.int16)
-        if zeros is None:
-            return found - 8
-        return _less(found, unpacked_words(zeros.whole(), 4, _AWQ_ORDER))
+    def values_of() -> np.ndarray:
+        return unpacked_words(words.whole(), 4, _AWQ_ORDER)
 
-    return _transposed(parts, scheme, shape, words, scales, unpacked, last)
+    def zeros_of() -> np.ndarray:
+        if zeros is None:
+            return np.full(scales.shape, 8, np.uint8)
+        return unpacked_words(zeros.whole(), 4, _AWQ_ORDER)
+
+    return _transposed(parts, scheme, shape, words, scales, values_of, zeros_of, last)
 
 
 def _gptq(
@@ -382,19 +417,19 @@ def _gptq(
     _check_order(parts, "g_idx", scheme, shape[1])
     is_newer = given.get("checkpoint_format") == "gptq_v2"
 
-    def unpacked() -> np.ndarray:
-        found = unpacked_words(np.ascontiguousarray(words.whole().T), bits).T
-        offsets = unpacked_words(zeros.whole(), bits).astype(np.int16)
-        if not is_newer:
-            offsets = offsets + 1 & (1 << bits) - 1
-        return _less(found.astype(np.int16), offsets)
+    def values_of() -> np.ndarray:
+        return unpacked_words(np.ascontiguousarray(words.whole().T), bits).T
 
-    return _transposed(parts, scheme, shape, words, scales, unpacked, last)
+    def zeros_of() -> np.ndarray:
+        found = unpacked_words(zeros.whole(), bits).astype(np.int16)
+        return found if is_newer else found + 1 & (1 << bits) - 1
+
+    return _transposed(parts, scheme, shape, words, scales, values_of, zeros_of, last)
 
 
 def _less(values: np.ndarray, zeros: np.ndarray) -> np.ndarray:
     """Subtract [group, out] zero points from [feature, out] values."""
-    groups = values.reshape(len(zeros), -1, values.shape[1])
+    groups = values.astype(np.int16).reshape(len(zeros), -1, values.shape[1])
     return (groups - zeros.astype(np.int16)[:, None]).reshape(values.shape)
 
 
@@ -404,10 +439,16 @@ def _transposed(
     shape: tuple[int, int],
     words: Tensor,
     scales: Tensor,
-    unpacked: Callable[[], np.ndarray],
+    values_of: Callable[[], np.ndarray],
+    zeros_of: Callable[[], np.ndarray],
     last: _Last,
 ) -> QuantizedTensor:
-    """Describe a matrix of a file in which features are rows."""
+    """Describe a matrix of a file in which features are rows.
+
+    Args:
+        values_of: Returns unsigned values, [feature, out].
+        zeros_of: Returns zero points, [group, out].
+    """
     form = shape[0], scheme.num_groups(shape[1])
     if scales.shape != form[::-1]:
         raise CheckpointError(
@@ -416,13 +457,19 @@ def _transposed(
         )
 
     def whole() -> np.ndarray:
-        return np.ascontiguousarray(_narrowed(unpacked(), scheme, words).T)
+        found = values_of()
+        if not scheme.has_minima:
+            found = _less(found, zeros_of())
+        return np.ascontiguousarray(_narrowed(found, scheme, words).T)
 
     def read(start: int, stop: int) -> np.ndarray:
         return last.get(parts.module, whole)[start:stop]
 
     def read_scales(start: int, stop: int) -> np.ndarray:
-        return scales.whole().T[start:stop].astype(np.float32)
+        found = scales.whole().T[start:stop].astype(np.float32)
+        if scheme.has_minima:
+            found = _with_minima(found, zeros_of().T[start:stop])
+        return found
 
     values = Tensor(
         shape=shape, dtype=scheme.value_type, source=words.source, read=read
@@ -430,7 +477,7 @@ def _transposed(
     return quantized_tensor(
         values,
         Tensor(
-            shape=form,
+            shape=scheme.scales_shape(shape),
             dtype=np.dtype(np.float32),
             source=scales.source,
             read=read_scales,

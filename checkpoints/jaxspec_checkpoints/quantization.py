@@ -99,7 +99,8 @@ class Scheme:
 
 
 # Types of a GGUF file whose numbers are values times scales, with or without minima,
-# and a scheme that holds them exactly. Types with tables of values have no such scheme.
+# and a scheme that holds them exactly. The tables of IQ4_NL and IQ4_XS are of integers
+# from -127 to 113.
 GGUF_SCHEMES = {
     "Q4_0": Scheme(kind=INT4, group_size=32),
     "Q4_1": Scheme(kind=INT4, group_size=32, has_minima=True),
@@ -111,6 +112,8 @@ GGUF_SCHEMES = {
     "Q4_K": Scheme(kind=INT4, group_size=32, has_minima=True),
     "Q5_K": Scheme(kind=INT8, group_size=32, has_minima=True),
     "Q6_K": Scheme(kind=INT8, group_size=16),
+    "IQ4_NL": Scheme(kind=INT8, group_size=32),
+    "IQ4_XS": Scheme(kind=INT8, group_size=32),
 }
 
 
@@ -143,7 +146,7 @@ class MixedScheme:
         return found
 
     def describe(self) -> str:
-        """Describe the types: `IQ4_NL unpacked, Q5_0 as int8 in groups of 32`."""
+        """Describe the types: `F16 unpacked, Q5_0 as int8 in groups of 32`."""
         kinds: dict[str, list[str]] = {}
         for kind in sorted({kind for _, kind in self.types}):
             scheme = GGUF_SCHEMES.get(kind)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jaxspec.bench.flags import MODULES, make_parser
 from jaxspec.command_line import CommandError, parse_flags, run_command
-from jaxspec.exit import end, interrupts_end
+from jaxspec.exit import interrupts_end, run_main
 from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.bench"
@@ -42,4 +42,4 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 if __name__ == "__main__":
-    end(main())
+    run_main(main)

@@ -94,7 +94,7 @@ class Offline:
     @contextlib.contextmanager
     def bench(self, num_runs: int) -> Iterator[Bench]:
         """Yield a `Bench` with a progress bar of `num_runs` runs."""
-        with tqdm(total=num_runs, desc="Runs", dynamic_ncols=True) as bar:
+        with tqdm(total=num_runs, desc="Runs", dynamic_ncols=True, disable=None) as bar:
             self.engine.announce_compiles(
                 lambda program: bar.set_description(program or "Runs")
             )
@@ -112,9 +112,10 @@ class Offline:
         """Measure the parts of a round of `size` sequences, for each draft length."""
         if not self.options.parts:
             return []
+        title = f"Parts of a round, batch {size}"
         return [
             found
-            for k in tqdm(draft_lengths, desc=f"Parts of a round, batch {size}")
+            for k in tqdm(draft_lengths, desc=title, disable=None)
             for found in measure_parts(self.engine, self.batch(k, slice(size)), [k])
         ]
 

@@ -272,7 +272,8 @@ async def _send(
     fields = {**site.client.fields, **fields}
     client = dataclasses.replace(site.client, fields=fields)
     name = _name_of(load)
-    with tqdm(total=len(task.prompts), desc=name, dynamic_ncols=True) as bar:
+    total = len(task.prompts)
+    with tqdm(total=total, desc=name, dynamic_ncols=True, disable=None) as bar:
         return await send(task.prompts, load, client.ask, bar.update)
 
 

@@ -48,7 +48,8 @@ HELP = """\
 /clear           start a new conversation
 /temperature T   0 takes the most likely token
 /k K             draft at most K tokens per round; 0 for none
-/quit            end, like Ctrl-D; Ctrl-C stops an answer"""
+/exit, /quit     end, like Ctrl-D; Ctrl-C stops an answer"""
+_END = ("/exit", "/quit")
 
 
 class EngineBackend:
@@ -194,7 +195,7 @@ class ChatSession:
             _print_note(HELP)
             self._printer.explain()
         for line in self._lines():
-            if line == "/quit":
+            if line in _END:
                 return
             if line.startswith("/"):
                 self._handle(line)
@@ -210,7 +211,7 @@ class ChatSession:
             except KeyboardInterrupt:
                 if not self._is_terminal:
                     raise
-                _print_note("\nCtrl-D or /quit ends.")
+                _print_note("\nCtrl-D or /exit ends.")
 
     def _handle(self, line: str) -> None:
         command, _, value = line.partition(" ")

@@ -6,8 +6,11 @@ Reads no weights. Imports jax only after the command line has been checked.
 import argparse
 import dataclasses
 import importlib
+import os
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,12 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import AsyncEngineArgs, engine_args
 from jaxspec.engine.scheduling.programs import GREEDY, SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, check_integer
 from jaxspec.program.plan import Features, StepShape
 
 PROG = "python -m jaxspec compile"
+# XLA uses one or two cores to compile a program.
+CORES_PER_JOB = 2
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -54,6 +59,14 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         help="plain: programs of plain requests (default); all: also those for "
         "logprobs, penalties and masks",
     )
+    group.add_argument(
+        "--jobs",
+        type=int,
+        default=max((os.cpu_count() or 1) // CORES_PER_JOB, 1),
+        metavar="N",
+        help="programs to compile at once (default: half of the cores); each takes one "
+        "or two cores, and up to some GB of memory for a large model",
+    )
     AsyncEngineArgs.add_cli_args(parser)
     return parser
 
@@ -70,6 +83,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ArgumentError: An option is invalid; nothing has been compiled.
     """
+    check_integer(ConfigError, "jobs", options.jobs, low=1)
     devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
     if options.device is not None:
         devices.check_device(options.device)
@@ -100,16 +114,32 @@ def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> No
     xla = importlib.import_module("jaxspec.engine.runner").options_of(config, mesh)
     cache = importlib.import_module("jaxspec.engine.program_cache")
     programs = cache.ProgramCache(folder)
+    shapes = wanted_shapes(config, options.warm_up)
     rows, num_there = [], 0
-    with tqdm(wanted_shapes(config, options.warm_up), unit="program") as bar:
-        for shape in bar:
-            name = cache.program_name(shape)
-            bar.set_description_str(name)
-            built = programs.fill(program, shape, forms, xla)
-            num_there += built is None
-            if built is not None:
-                rows.append((name, built.lower_s, built.compile_s, built.num_bytes))
+    start = time.monotonic()
+
+    def fill(shape: StepShape) -> tuple[str, Any]:
+        return cache.program_name(shape), programs.fill(program, shape, forms, xla)
+
+    # XLA releases the GIL while it compiles.
+    with ThreadPoolExecutor(options.jobs) as threads:
+        futures = [threads.submit(fill, shape) for shape in shapes]
+        try:
+            done = as_completed(futures)
+            # `disable=None`: a bar is drawn on a terminal only.
+            bar = tqdm(done, total=len(futures), unit="program", disable=None)
+            for future in bar:
+                name, built = future.result()
+                num_there += built is None
+                if built is not None:
+                    row = name, built.lower_s, built.compile_s, built.num_bytes
+                    rows.append(row)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     print(table(rows))
+    if rows:
+        print(f"in {time.monotonic() - start:.1f} s, {options.jobs} at once")
     device = options.device or mesh.devices.flat[0].device_kind
     print(f"{len(rows)} programs for {device} written to {folder}", end="")
     print(f", {num_there} were already there" if num_there else "")

@@ -4,6 +4,7 @@ Uses the engine's public interface: `add_request` and `step`.
 """
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -107,7 +108,8 @@ def load_engine(options: argparse.Namespace, *, is_chat: bool) -> LLMEngine:
         raise ArgumentError(
             f"--model {options.model} has no chat template: it was not trained on "
             "conversations. Choose an instruction-tuned model, or let it continue a "
-            'text: python -m jaxspec generate "TEXT" --raw.'
+            'text:\n    python -m jaxspec generate "TEXT" --raw --model '
+            f"{shlex.quote(str(options.model))}"
         )
     start = time.monotonic()
     drafts = options.speculative_model
@@ -224,7 +226,7 @@ def comparison(
         ),
     ]
     drafts = sum((run.acceptance for run in speculative), Acceptance())
-    notes: list[str] = []
+    notes, ratios = list[str](), list[float]()
     if drafts.num_drafts:
         rows += [
             ("acceptance rate", f"{drafts.rate:.3f}"),
@@ -251,6 +253,12 @@ def comparison(
     ]
     count = len(speculative)
     repeats = "one run" if count == 1 else f"medians of {count} alternating runs"
+    if len(ratios) > 1:
+        notes.insert(
+            0,
+            f"speed-up: median of {len(ratios)} ratios, each of one run to the plain "
+            "run after it",
+        )
     lines.append(
         f"{repeats}; tokens/s are measured after the first token, without compilation"
     )

@@ -7,18 +7,22 @@
 `kv_events`, `profiler`, `hosts` (several processes, one target).
 """
 
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.kv_events import KvEventsConfig
-from jaxspec.config.model import ModelConfig
-from jaxspec.config.profiler import ProfilerConfig
-from jaxspec.config.speculation import SpeculativeConfig
-from jaxspec.config.structured_outputs import StructuredOutputsConfig
+import importlib
+from typing import Any
 
-__all__ = [
-    "EngineConfig",
-    "KvEventsConfig",
-    "ModelConfig",
-    "ProfilerConfig",
-    "SpeculativeConfig",
-    "StructuredOutputsConfig",
-]
+# The modules of the public names, which are imported on first use: they import numpy,
+# which takes 0.3 s, and `jaxspec` itself needs only `structured_outputs`.
+_MODULES = {
+    "EngineConfig": "engine",
+    "KvEventsConfig": "kv_events",
+    "ModelConfig": "model",
+    "ProfilerConfig": "profiler",
+    "SpeculativeConfig": "speculation",
+    "StructuredOutputsConfig": "structured_outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

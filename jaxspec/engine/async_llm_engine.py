@@ -104,7 +104,8 @@ class AsyncLLMEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; yield outputs as they are made.
 
-        The request starts when the first output is awaited. Leaving the loop early, or
+        The request starts when the first output is awaited, or waits for `wake_up` if
+        the engine sleeps. Leaving the loop early, or
         cancelling the task, aborts it. A caller that is slower than the engine gets
         several outputs as one: the newest, or deltas joined.
 
@@ -117,7 +118,7 @@ class AsyncLLMEngine:
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable, the id is in
-                use, or the engine sleeps.
+                use.
             RetryableRequestError: The engine is paused; see `pause_generation`.
             NotImplementedError: An argument or a sampling value that is not supported.
             EngineGenerateError: A step of this request failed.
@@ -368,9 +369,11 @@ class AsyncLLMEngine:
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`.
 
+        Requests that arrive while the engine sleeps wait for `wake_up`.
+
         Args:
             mode: "abort" ends requests with the text so far; "wait" waits until no
-                request is left, including those that arrive meanwhile.
+                request is left, including those that arrive before the engine sleeps.
 
         Raises:
             RequestError: There is no such level or mode.
@@ -382,21 +385,26 @@ class AsyncLLMEngine:
         def fall_asleep(driver: EngineDriver, engine: LLMEngine) -> bool:
             if mode == "abort":
                 driver.abort(engine, list(driver.collectors))
+            if engine.is_sleeping():
+                return True
             if engine.get_num_unfinished_requests():
                 return False
             engine.sleep(level)
             return True
 
-        while mode == "wait" and await self.get_num_unfinished_requests():
-            await asyncio.sleep(IDLE_POLL_S)
         while not all(
             await self._each_driver(lambda driver: partial(fall_asleep, driver))
         ):
             await asyncio.sleep(IDLE_POLL_S)
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore what `sleep` freed: all, or only "weights" or "kv_cache"."""
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Restore what `sleep` freed: all, or only "weights" or "kv_cache".
+
+        Returns:
+            Whether everything is restored; waiting requests then run.
+        """
         await self._each(lambda engine: engine.wake_up(tags))
+        return not await self.is_sleeping()
 
     async def is_sleeping(self) -> bool:
         """Return whether any part of an engine is off the devices."""

@@ -96,7 +96,8 @@ class EngineThread:
     def _run(self) -> None:
         failures = 0
         while not self._is_stopped:
-            has_work = self._engine.has_unfinished_requests() and not self._is_paused
+            is_idle = self._is_paused or self._engine.is_sleeping()
+            has_work = self._engine.has_unfinished_requests() and not is_idle
             if not has_work:
                 self._engine.log_if_due()  # no further step will log
             self._handle_calls(waits=not has_work)
@@ -185,10 +186,13 @@ class EngineDriver:
     def add_prepared(
         self, prepared: Prepared, collector: "RequestOutputCollector"
     ) -> Future[Any]:
-        """Queue a request before the next step, with its collector registered first."""
+        """Queue a request before the next step, with its collector registered first.
+
+        While the engine sleeps, the request waits for its wake-up.
+        """
 
         def add(engine: LLMEngine) -> None:
-            engine.add_prepared(prepared)
+            engine.add_prepared(prepared, may_wait_for_wake_up=True)
             self.collectors[prepared.request_id] = collector
 
         return self.thread.call(add)

@@ -258,8 +258,14 @@ class LLMEngine:
         return request_id
 
     @exclusive
-    def add_prepared(self, prepared: Prepared) -> None:
+    def add_prepared(
+        self, prepared: Prepared, *, may_wait_for_wake_up: bool = False
+    ) -> None:
         """Queue what `input_processor.prepare` made.
+
+        Args:
+            may_wait_for_wake_up: Also while the engine sleeps; `step` must not be
+                called then.
 
         Raises:
             RequestError: The id is in use, or the engine sleeps.
@@ -268,6 +274,10 @@ class LLMEngine:
         """
         self.runner.check_features(prepared.requests[0].features)
         parent = prepared.parent
+        if self.is_sleeping() and not may_wait_for_wake_up:
+            raise RequestError(
+                "The engine is asleep and accepts no requests: call wake_up() first."
+            )
         self._check_open(prepared.request_id)
         if parent is not None:
             for child_id in parent.children:
@@ -286,10 +296,6 @@ class LLMEngine:
         if self.runner.compiler.is_exiting:
             raise EngineDeadError(
                 "The Python interpreter is exiting: no request can run."
-            )
-        if self.is_sleeping():
-            raise RequestError(
-                "The engine is asleep and accepts no requests: call wake_up() first."
             )
         if self.is_unfinished(request_id):
             raise RequestError(

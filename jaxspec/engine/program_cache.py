@@ -5,7 +5,8 @@ jax's own cache is keyed by the lowered program, so it saves neither tracing nor
 lowering, which take as long as reading an executable. Here the file name is a digest of
 the inputs of tracing: the packages' sources, the configuration, shapes and placement of
 the arguments, the devices, the versions, and jax's settings. None of these settings is
-changed.
+changed. The file starts with a line that has these parts, so that a miss can be
+explained.
 
 Several threads and processes may build programs at once. A folder contains code: anyone
 who can write to it can run arbitrary code in the processes that read it.
@@ -14,6 +15,7 @@ who can write to it can run arbitrary code in the processes that read it.
 import contextlib
 import dataclasses
 import hashlib
+import json
 import logging
 import math
 import os
@@ -52,6 +54,10 @@ MAX_BYTES = 4 * 2**30
 SUFFIX = ".program"
 
 Options = dict[str, str | bool]
+# Parts of everything that an executable depends on, by name: text, or a digest.
+Key = dict[str, str]
+# Parts that are readable.
+_READABLE = ("versions", "flags", "devices")
 
 _PACKAGES = ("jaxspec", "jaxspec_kernels")
 # jax settings that do not change programs: storage, logging and the choice of devices
@@ -108,12 +114,13 @@ class ProgramCache:
             arguments: The parameters and the state, or their shapes.
             options: XLA options, by the names of its flags.
         """
-        path = self.path(program, shape, arguments, options)
-        if path is None:
+        key = self._key(program, shape, arguments, options)
+        if key is None:
             # Named differently from saved programs, because jax's cache may store this
             # one.
             name = f"{program_name(shape)}_unkept"
             return _compile(program, shape, arguments, options, name)
+        path = self._path(shape, key)
         start = time.monotonic()
         given = flatten(used_arguments(program.proposers, shape, arguments))
         loaded = _load(path, program.mesh, given)
@@ -124,10 +131,12 @@ class ProgramCache:
                 lower_s=0.0,
                 compile_s=time.monotonic() - start,
             )
+        if not path.exists():
+            self._explain_miss(shape, key)
         with _past_jax_cache():
             built = _compile(program, shape, arguments, options, program_name(shape))
         try:
-            num_bytes = _save(path, built.executable)
+            num_bytes = _save(path, key, built.executable)
         except (OSError, *_UNSUPPORTED) as error:
             if not self._has_warned:
                 _log.warning(
@@ -153,13 +162,14 @@ class ProgramCache:
         Raises:
             OSError: The folder cannot be written.
         """
-        path = self.path(program, shape, arguments, options)
-        assert path is not None, "a program that is not saved"
+        key = self._key(program, shape, arguments, options)
+        assert key is not None, "a program that is not saved"
+        path = self._path(shape, key)
         if _is_whole(path):
             return None
         with _past_jax_cache():
             built = _compile(program, shape, arguments, options, program_name(shape))
-        return dataclasses.replace(built, num_bytes=_save(path, built.executable))
+        return dataclasses.replace(built, num_bytes=_save(path, key, built.executable))
 
     def path(
         self,
@@ -173,13 +183,52 @@ class ProgramCache:
         None without a folder, and for a program that calls back into an object of this
         process for grammar masks.
         """
-        if self._folder is None:
-            return None
+        key = self._key(program, shape, arguments, options)
+        return None if key is None else self._path(shape, key)
+
+    def _key(
+        self,
+        program: ProgramConfig,
+        shape: StepShape,
+        arguments: Arguments,
+        options: Options | None,
+    ) -> Key | None:
         is_by_name = program.mask_source is grammar.native_masks
-        if shape.features.has_grammar and not is_by_name:
+        is_kept = is_by_name or not shape.features.has_grammar
+        if self._folder is None or not is_kept:
             return None
-        digest = _digest(program, shape, arguments, options)
-        return self._folder / f"{program_name(shape)}-{digest}{SUFFIX}"
+        return _key_of(program, shape, arguments, options)
+
+    def _path(self, shape: StepShape, key: Key) -> Path:
+        assert self._folder is not None
+        name = f"{program_name(shape)}-{digest_of(key)}{SUFFIX}"
+        return self._folder / name
+
+    def _explain_miss(self, shape: StepShape, key: Key) -> None:
+        """Log in which parts the most similar file of this name differs, if any.
+
+        A program for another model or pool is normal in a shared folder. One for the
+        same model in another environment was probably made for this start.
+        """
+        assert self._folder is not None
+        found = []
+        for path in self._folder.glob(f"{program_name(shape)}-*{SUFFIX}"):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(_read_key(path))
+        nearest = min(found, key=lambda one: len(differences(one, key)), default=None)
+        if nearest is None:
+            return
+        changed = differences(nearest, key)
+        is_same_engine = not {"configuration", "arguments"} & changed.keys()
+        level = logging.WARNING if is_same_engine else logging.INFO
+        _log.log(
+            level,
+            "%s is not in %s, so it is compiled. A saved program of this name differs "
+            "in %s",
+            program_name(shape),
+            self._folder,
+            "; ".join(changed.values()),
+        )
 
 
 def program_name(shape: StepShape) -> str:
@@ -231,7 +280,7 @@ def _load(
         jax.tree.structure((arguments[1], "result")),
     )
     try:
-        payload = zlib.decompress(path.read_bytes())
+        payload = _payload(path.read_bytes())
         loaded = serialize_executable.deserialize_and_load(
             payload, *trees, execution_devices=list(mesh.devices.flat)
         )
@@ -247,7 +296,7 @@ def _load(
     return loaded
 
 
-def _save(path: Path, executable: Any) -> int:
+def _save(path: Path, key: Key, executable: Any) -> int:
     """Save an executable for the next start; return its size in bytes.
 
     Raises:
@@ -258,7 +307,8 @@ def _save(path: Path, executable: Any) -> int:
     payload, _, _ = serialize_executable.serialize(executable)
     # A compressed file has a fifth of the bytes. Decompressing it takes a twentieth of
     # the time to load the executable, and detects damage.
-    content = zlib.compress(payload, level=1)
+    line = json.dumps(key).encode() + b"\n"
+    content = line + zlib.compress(line + payload, level=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another process may write the same file: rename complete files only.
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
@@ -276,10 +326,36 @@ def _save(path: Path, executable: Any) -> int:
 
 def _is_whole(path: Path) -> bool:
     try:
-        zlib.decompress(path.read_bytes())
-    except (OSError, zlib.error):
+        _payload(path.read_bytes())
+    except (OSError, ValueError, zlib.error):
         return False
     return True
+
+
+def _payload(content: bytes) -> bytes:
+    """Return the serialized executable of a file.
+
+    Raises:
+        ValueError, zlib.error: The file is damaged.
+    """
+    line, _, compressed = content.partition(b"\n")
+    unpacked = zlib.decompress(compressed)
+    if not unpacked.startswith(line + b"\n"):
+        raise ValueError("its first line is damaged")
+    return unpacked[len(line) + 1 :]
+
+
+def _read_key(path: Path) -> Key:
+    """Return the key of a file.
+
+    Raises:
+        OSError, ValueError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        found = json.loads(file.readline())
+    if not isinstance(found, dict):
+        raise ValueError("its first line is damaged")
+    return found
 
 
 def _make_room(folder: Path) -> None:
@@ -296,13 +372,13 @@ def _make_room(folder: Path) -> None:
             surplus -= status.st_size
 
 
-def _digest(
+def _key_of(
     program: ProgramConfig,
     shape: StepShape,
     arguments: Arguments,
     options: Options | None,
-) -> str:
-    """Return a digest of everything that an executable depends on."""
+) -> Key:
+    """Return everything that an executable depends on, besides its shape."""
     mesh = program.mesh
     leaves, structure = jax.tree.flatten(arguments)
     forms = [
@@ -311,16 +387,40 @@ def _digest(
     ]
     # A grammar's program calls back into an object of this process.
     program = dataclasses.replace(program, mask_source=None)
-    digest = hashlib.sha256(_sources())
-    for value in (
-        _part_of(mesh),
-        *_settings(),
-        *_about(list(mesh.devices.flat)),
-        *(list(mesh.shape.items()), mesh.axis_types),
-        *(program, shape, forms, structure, sorted((options or {}).items())),
-    ):
-        digest.update(repr(value).encode() + b"\0")
-    return digest.hexdigest()
+    versions, settings, flags = _settings()
+    about, compilers, compiler_flags = _about(list(mesh.devices.flat))
+    devices = [about, _part_of(mesh), list(mesh.shape.items()), mesh.axis_types]
+    return {
+        "versions": repr([versions, compilers]),
+        "flags": repr([flags, compiler_flags, sorted((options or {}).items())]),
+        "devices": repr(devices),
+        "settings": _hashed(settings),
+        "sources": _sources().hex(),
+        "configuration": _hashed([program, shape]),
+        "arguments": _hashed([forms, structure]),
+    }
+
+
+def _hashed(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def digest_of(key: Key) -> str:
+    """Return the digest of all parts of a key."""
+    return _hashed(sorted(key.items()))
+
+
+def differences(saved: Key, key: Key) -> Key:
+    """Return the parts in which two keys differ, described in words."""
+    found = {}
+    for name in key:
+        before = saved.get(name)
+        if before == key[name]:
+            continue
+        found[name] = name
+        if name in _READABLE:
+            found[name] += f": {before}, and here {key[name]}"
+    return found
 
 
 def _part_of(mesh: Mesh) -> tuple[int, int]:
@@ -364,23 +464,22 @@ def _settings() -> list[object]:
     return [versions, settings, os.environ.get("XLA_FLAGS", "").split()]
 
 
-def _about(devices: Sequence[Any]) -> Iterator[object]:
-    """Yield the properties of devices that programs depend on.
+def _about(devices: Sequence[Any]) -> tuple[object, object, object]:
+    """Return devices, versions of compilers and flags that programs depend on.
 
     They are equal for described (AOT) devices and present ones.
     """
     platform = devices[0].platform
+    about: list[object] = []
     for device in devices:
         place = list(device.coords) if platform == "tpu" else None
-        yield device.id, _MEMORY.sub("", device.device_kind), place
+        about.append((device.id, _MEMORY.sub("", device.device_kind), place))
     if platform == "cpu":
-        yield cpu.instructions()
-        yield native.digest()
-    elif platform == "tpu":
-        yield devices[0].client.platform_version
-        yield os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    else:
-        yield _plugin_versions()
+        return [*about, cpu.instructions()], native.digest(), None
+    if platform == "tpu":
+        flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+        return about, devices[0].client.platform_version, flags
+    return about, _plugin_versions(), None
 
 
 @cache

@@ -160,7 +160,8 @@ def load_params(
 
     Args:
         token_ids: The tokens that a trimmed head keeps, ascending.
-        progress: Title of a progress bar; it appears when loading takes a while.
+        progress: Title of a progress bar; it appears on a terminal, when loading takes
+            a while.
         is_trained: Gradients will be taken through the network.
 
     Raises:
@@ -178,7 +179,7 @@ def load_params(
         unit="B",
         unit_scale=True,
         delay=1.0,  # none for a small model
-        disable=progress is None,
+        disable=True if progress is None else None,  # None: unless on a terminal
     ) as bar:
         params = _make_all(
             config,

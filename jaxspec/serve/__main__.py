@@ -8,8 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxspec.command_line import run_command
-from jaxspec.exit import end, interrupts_end
+from jaxspec.exit import interrupts_end, run_main
 from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.serve"
@@ -26,8 +25,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
             options = flags.read_flags(prog, given)
             return importlib.import_module("jaxspec.serve.launcher").run(options)
 
-    return run_command(prog, run)
+    with interrupts_end():
+        command_line = importlib.import_module("jaxspec.command_line")
+    return command_line.run_command(prog, run)
 
 
 if __name__ == "__main__":
-    end(main())
+    run_main(main)

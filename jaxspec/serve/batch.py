@@ -155,7 +155,10 @@ def run(
             with (
                 logging_redirect_tqdm(),
                 tqdm(
-                    total=len(requests), desc="Running batch", unit=" requests"
+                    total=len(requests),
+                    desc="Running batch",
+                    unit=" requests",
+                    disable=None,  # drawn on a terminal only
                 ) as bar,
             ):
                 return asyncio.run(answer(engine, app, requests, write, bar.update))

@@ -12,7 +12,7 @@ import platform
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query
 
 import jaxspec
 from jaxspec import envs
@@ -40,18 +40,20 @@ def development_routes(serving: Serving) -> APIRouter:
         return router
 
     @router.post("/sleep")
-    async def sleep(level: int = 1, mode: str = "abort") -> Response:
-        """Free the devices' memory; requests are refused until /wake_up."""
+    async def sleep(level: int = 1, mode: str = "abort") -> dict[str, Any]:
+        """Free the devices' memory; new requests wait until /wake_up."""
         with _errors_of_query():
             await engine.sleep(level, mode)
-        return Response()
+        return {"status": "sleeping", "level": level}
 
     @router.post("/wake_up")
-    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
+    async def wake_up(
+        tags: Annotated[list[str] | None, Query()] = None,
+    ) -> dict[str, Any]:
         """Restore the memory that /sleep freed; `tags` selects weights or kv_cache."""
         with _errors_of_query():
-            await engine.wake_up(tags or None)
-        return Response()
+            is_awake = await engine.wake_up(tags or None)
+        return {"status": "awake" if is_awake else "sleeping", "tags": tags or None}
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +26,9 @@ _log = logging.getLogger(__name__)
 MAX_REPORTED_FAULTS = 5
 # Maximum characters of an error message, which may quote a long request.
 MAX_MESSAGE = 2000
+# Folders of an absolute path, before its last name. Not of URLs ("http://a/b"), JSON
+# pointers ("#/a/b") or our endpoints ("/v1/a").
+_FOLDERS = re.compile(r"(?<![\w:/.#])/(?!v1/)(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
 _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -85,23 +89,29 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
 
 
+def without_folders(text: str) -> str:
+    """Shorten absolute paths to their last names: folders are the server's own."""
+    return _FOLDERS.sub("", text)
+
+
 def status_and_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and the JSON body of an error's response."""
     match error:
         case ArgumentError():
             # Also for UnsupportedError. Not 501, because the server can serve other
             # requests.
-            return 400, error_body(400, str(error), error.parameter)
+            message = without_folders(str(error))
+            return 400, error_body(400, message, error.parameter)
         case ModelNotFoundError():
             return 404, error_body(404, str(error), "model")
         case ResponseNotFoundError():
             return 404, error_body(404, str(error), "response_id")
         case OverloadedError() | RetryableRequestError():
-            return 503, error_body(503, str(error))
+            return 503, error_body(503, without_folders(str(error)))
         case TimeLimitError():
             return 504, error_body(504, str(error))
         case EngineDeadError() | EngineGenerateError():
-            return 500, error_body(500, str(error))
+            return 500, error_body(500, without_folders(str(error)))
     # Internal details go to the log, not to clients.
     return 500, error_body(500, "Internal server error; see the server's log.")
 

@@ -342,8 +342,8 @@ def _add_lifecycle(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         type=int,
         default=30,
-        help="time for running requests to finish after SIGTERM (default: "
-        "%(default)s); a second signal stops the server at once",
+        help="time for running requests to finish after Ctrl-C or SIGTERM (default: "
+        "%(default)s); the second one stops the server at once",
     )
 
 

@@ -15,7 +15,7 @@ import ssl
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -63,8 +63,21 @@ class Server(uvicorn.Server):
     the signal's status.
     """
 
-    def __init__(self, config: uvicorn.Config, serving: Serving, timeout_s: int):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        serving: Serving,
+        timeout_s: int,
+        release: Callable[[], object],
+    ):
+        """Make a server.
+
+        Args:
+            timeout_s: Seconds that running requests have after a signal.
+            release: Called before the exit at a second signal.
+        """
         super().__init__(config)
+        self._release, self._signal = release, signal.SIGTERM
         self._serving, self._timeout_s = serving, timeout_s
         self._warming = Warming(serving.engine)
         self._descriptors = DescriptorWatch(serving.admission)
@@ -83,8 +96,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the shutdown; at the second signal, exit at once."""
         if self.should_exit:
+            self._release()
             os._exit(128 + sig)
-        self.should_exit = True
+        self.should_exit, self._signal = True, signal.Signals(sig)
 
     async def on_tick(self, counter: int) -> bool:
         """Check the engine, several times a second."""
@@ -99,10 +113,15 @@ class Server(uvicorn.Server):
         """Accept no more requests, and wait for the running ones."""
         count = self._serving.admission.num_requests
         if count:
+            is_key = self._signal == signal.SIGINT
+            again = "press Ctrl-C again" if is_key else "repeat it"
             _log.info(
-                "Shutting down: %d running requests have %d s to finish",
-                count,
+                "%s: waiting up to %d s for %d running request%s; %s to stop now",
+                self._signal.name,
                 self._timeout_s,
+                count,
+                "" if count == 1 else "s",
+                again,
             )
         loop = asyncio.get_running_loop()
         end = loop.call_later(self._timeout_s, lambda: loop.create_task(self._abort()))
@@ -268,7 +287,9 @@ def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> in
         timeout_graceful_shutdown=timeout_s + FLUSH_TIMEOUT_S,
         **_tls(given),
     )
-    server = Server(config, app.state.serving, timeout_s)
+    server = Server(
+        config, app.state.serving, timeout_s, lambda: _release(bound, given)
+    )
     freeze_heap()
     _log.info("Serving %s on %s", options.settings.model_name, _address(bound, given))
     server.run(sockets=[bound])

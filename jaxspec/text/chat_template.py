@@ -44,12 +44,15 @@ class ChatTemplate:
 
     Attributes:
         text: Source text.
-        source: Its name in error messages.
+        source: Its name in error messages, without a folder: a server's clients see it.
         reads_tools: Whether it renders tools, their calls and results.
     """
 
-    def __init__(self, text: str, source: str):
+    def __init__(self, text: str, source: str, path: Path | None = None):
         """Compile `text`; `source` is its name in error messages.
+
+        Args:
+            path: Its file, which the error for an invalid template names in full.
 
         Raises:
             ConfigError: `text` is not a valid template.
@@ -61,7 +64,8 @@ class ChatTemplate:
             read = meta.find_undeclared_variables(environment.parse(text))
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             line = getattr(error, "lineno", None)
-            where = f"{source}, line {line}," if line else source
+            where = source if path is None else source.replace(path.name, str(path))
+            where += f", line {line}," if line else ""
             raise ConfigError(
                 f"{where} must be a Jinja template: {error}. Correct it, or pass "
                 "another one as chat_template.",
@@ -256,7 +260,8 @@ def folder_template(folder: Path) -> ChatTemplate | None:
             given = read_json(path).get("chat_template")
     if given is None:
         return _from_gguf(files[GGUF]) if GGUF in files else None
-    name, text = f"chat_template in {path}", given
+    assert path is not None
+    name, text = f"chat_template in {path.name}", given
     if isinstance(given, list):
         named = {
             item.get("name"): item.get("template")
@@ -266,8 +271,8 @@ def folder_template(folder: Path) -> ChatTemplate | None:
         text = named.get("default")
     if not isinstance(text, str):
         allowed = "a template or a list of {'name', 'template'}, one named 'default'"
-        raise wrong_argument(ConfigError, name, allowed, given)
-    return ChatTemplate(text, name)
+        raise wrong_argument(ConfigError, f"chat_template in {path}", allowed, given)
+    return ChatTemplate(text, name, path)
 
 
 def can_hold_template(folder: Path) -> bool:
@@ -286,15 +291,18 @@ def _from_gguf(path: Path) -> ChatTemplate | None:
     except CheckpointError as error:
         name = "chat_template"
         raise ConfigError(f"{error}.", parameter=name, value=str(path)) from error
-    return None if text is None else ChatTemplate(text, f"chat_template in {path}")
+    if text is None:
+        return None
+    return ChatTemplate(text, f"chat_template in {path.name}", path)
 
 
 def _from_file(path: Path) -> ChatTemplate:
     try:
-        return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} must be a readable text file: {error}.",
             parameter="chat_template",
             value=str(path),
         ) from error
+    return ChatTemplate(text, path.name, path)

@@ -7,12 +7,11 @@ seconds.
 import argparse
 import importlib
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxspec.command_line import CommandParser, run_command
-from jaxspec.exit import end
+from jaxspec.exit import interrupts_end, run_main
 from jaxspec.extras import needs_extra
 
 PROG = "python -m jaxspec.train"
@@ -346,9 +345,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         logging.getLogger("absl").setLevel(logging.WARNING)
         if options.method == TEXT:
-            importlib.import_module("jaxspec.train.texts").write_texts(options)
+            with interrupts_end():
+                texts = importlib.import_module("jaxspec.train.texts")
+            texts.write_texts(options)
             return
-        with needs_extra("train", "Training"):
+        with interrupts_end(), needs_extra("train", "Training"):
             training = importlib.import_module("jaxspec.train.run")
         training.run(options)
 
@@ -356,4 +357,4 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 if __name__ == "__main__":
-    end(main(sys.argv[1:]))
+    run_main(main)

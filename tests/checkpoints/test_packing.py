@@ -170,7 +170,12 @@ FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
     "w4a16 with zero points": (
         of_compressed("pack-quantized", **IN_GROUPS, symmetric=False),
         compressed_packed(4, GROUP, has_zeros=True),
-        Scheme(kind="int8", group_size=GROUP, **COMPRESSED),
+        Scheme(kind="int4", group_size=GROUP, has_minima=True, **COMPRESSED),
+    ),
+    "w4a16 per channel with zero points": (
+        of_compressed("pack-quantized", num_bits=4, symmetric=False),
+        compressed_packed(4, None, has_zeros=True),
+        Scheme(kind="int8", **COMPRESSED),
     ),
     "w8a8": (
         of_compressed("int-quantized"),
@@ -187,7 +192,11 @@ FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
         compressed_bytes(FP8, is_tensor=True),
         Scheme(kind="fp8", **COMPRESSED),
     ),
-    "awq": (AWQ, awq, Scheme(kind="int8", group_size=GROUP, method="awq")),
+    "awq": (
+        AWQ,
+        awq,
+        Scheme(kind="int4", group_size=GROUP, has_minima=True, method="awq"),
+    ),
     "gptq": (
         GPTQ,
         gptq(4, GROUP, is_symmetric=True, lacks=1),
@@ -196,7 +205,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
     "gptq with zero points": (
         GPTQ | dict(sym=False, checkpoint_format="gptq_v2"),
         gptq(4, GROUP, is_symmetric=False, lacks=0),
-        Scheme(kind="int8", group_size=GROUP, method="gptq"),
+        Scheme(kind="int4", group_size=GROUP, has_minima=True, method="gptq"),
     ),
     "gptq of 8 bits": (
         GPTQ | dict(bits=8, group_size=-1),

@@ -98,8 +98,9 @@ def type_lines(
 
 
 def test_clear_starts_new_conversation(session):
-    asked = session("a", "", "b", "/clear", "c", "/quit", "never")
-    assert [texts for texts, _ in asked] == [["a"], ["a", "a!", "b"], ["c"]]
+    for end in ("/quit", "/exit"):
+        asked = session("a", "", "b", "/clear", "c", end, "never")
+        assert [texts for texts, _ in asked] == [["a"], ["a", "a!", "b"], ["c"]]
 
 
 def test_settings_can_be_changed(session, capsys):
@@ -117,7 +118,8 @@ def test_settings_can_be_changed(session, capsys):
     assert shown.count("/clear           start") == 3, "the help, first and twice more"
     assert "No command '/what'." in shown
     session("/help")
-    assert "No command" not in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "No command" not in shown and "/exit, /quit" in shown
 
 
 def test_failures_and_interrupts_end_only_the_answer(session, capsys):
@@ -125,7 +127,7 @@ def test_failures_and_interrupts_end_only_the_answer(session, capsys):
     # A failed answer is not added to the conversation; an interrupted one is.
     assert asked[-1][0] == ["interrupt", "So", "a"]
     shown = capsys.readouterr().err
-    for text in ("error: no such thing", "[stopped]", "Ctrl-D or /quit ends."):
+    for text in ("error: no such thing", "[stopped]", "Ctrl-D or /exit ends."):
         assert text in shown
 
 

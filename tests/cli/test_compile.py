@@ -1,6 +1,7 @@
 """`python -m jaxspec compile` compiles all programs that an engine loads later."""
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxspec.cli import compile as ahead
 from jaxspec.engine import program_cache
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.memory.device_descriptions import DEVICES
+from jaxspec.engine.program_cache import Built
 
 SIZES = {"max_num_seqs": 1, "max_num_batched_tokens": 32}
 MODELS: dict[str, Any] = SIZES | {"model": "jaxspec/tiny-gemma2"}
@@ -63,6 +65,23 @@ def test_each_data_parallel_engine_has_its_own_programs(tmp_path, monkeypatch):
     monkeypatch.setattr(ahead, "_fill", fill)
     assert run(tmp_path, "--data-parallel-size", "2") == 0
     assert made == [(0, 2, tmp_path), (1, 2, tmp_path)]
+
+
+def test_programs_are_compiled_at_once(tmp_path, monkeypatch, capsys):
+    both = threading.Barrier(2, timeout=30)
+
+    def fill(_: object, program: Any, shape: Any, *more: Any) -> Built:
+        both.wait()  # breaks, and raises, unless two programs are compiled at once
+        return Built(executable=print, was_loaded=False, lower_s=1.0, compile_s=2.0)
+
+    whole = ahead.wanted_shapes
+    monkeypatch.setattr(ahead, "wanted_shapes", lambda *given: whole(*given)[:2])
+    monkeypatch.setattr(program_cache.ProgramCache, "fill", fill)
+    assert run(tmp_path, "--jobs", "2") == 0
+    printed = capsys.readouterr().out
+    assert "2 programs for cpu written" in printed and "2 at once" in printed
+    assert run(tmp_path, "--jobs", "0") == 2
+    assert "jobs must be an integer of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("extent", ["plain", "all"])

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxspec import __main__ as command_line
-from jaxspec.__main__ import make_parser
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Run
 from jaxspec.cli import chat, generate
+from jaxspec.cli.commands import make_parser
 from jaxspec.cli.generate import comparison, decode, difference, encode, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError
@@ -158,7 +159,9 @@ def test_table_has_medians_and_spread_of_repeats():
     assert found["tokens/s"] == ["40.0", "20.0"]
     assert found["speed-up"] == ["2.00x"]
     assert found["least, most"] == ["0.80x, 2.50x"]
-    assert table.splitlines()[-1].startswith("medians of 3 alternating runs; ")
+    *_, repeats, meaning = table.splitlines()
+    assert repeats.startswith("medians of 3 alternating runs; ")
+    assert meaning.startswith("speed-up: median of 3 ratios, each of one run to ")
     other = [*plain[:2], decoded([*tokens[:-1], 99], 1.0)]
     assert rows(comparison(ours, other))["texts"] == ["differs at token 21"]
 
@@ -231,8 +234,13 @@ def test_continues_prompt_where_model_has_no_chat_template(untuned, capsys):
 def test_rejects_chat_where_model_has_no_chat_template(untuned, monkeypatch):
     monkeypatch.setattr(generate, "LLMEngine", None)  # weights are not loaded
     chosen = options("--model", str(untuned), "--chat")
-    with pytest.raises(ArgumentError, match=r"no chat template: .* generate .*--raw"):
+    with pytest.raises(ArgumentError, match="no chat template: ") as refused:
         generate.run(chosen)
+    # The hint's command works as it is pasted.
+    program, hint = str(refused.value).splitlines()[-1].split("generate", 1)
+    assert program.strip() == "python -m jaxspec"
+    pasted = make_parser().parse_args(["generate", *shlex.split(hint)])
+    assert (pasted.model, pasted.is_chat) == (str(untuned), False)
     chosen = make_parser().parse_args(["chat", "--model", str(untuned)])
     with pytest.raises(ArgumentError, match="no chat template"):
         chat.run(chosen)

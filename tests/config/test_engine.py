@@ -144,22 +144,18 @@ def test_reads_newer_layout():
     ("error", "changes", "message"),
     [
         (ConfigError, {"model_type": "llama"}, "'gemma2'.*got 'llama'"),
-        (ConfigError, {"model_type": None}, "'gemma2'.*got None"),
         (ConfigError, {"head_dim": None}, "needs.*head_dim"),
         (ConfigError, {"vocab_size": 0}, "at least 1, got 0"),
-        (ConfigError, {"vocab_size": "big"}, "an integer.*got 'big'"),
         (ConfigError, {"head_dim": 255}, "even.*got 255"),
         (ConfigError, {"num_key_value_heads": 3}, "num_key_value_heads=3, got 8"),
         (ConfigError, {"eos_token_id": 256000}, "0 to 255999, got 256000"),
         (ConfigError, {"rms_norm_eps": 0}, "above 0, got 0"),
         (ConfigError, {"attn_logit_softcapping": -1}, "above 0.*got -1"),
-        (ConfigError, {"attn_logit_softcapping": True}, "above 0.*got True"),
         (ConfigError, {"query_pre_attn_scalar": 10**400}, "a finite number.*got inf"),
         (ConfigError, {"rope_theta": "abc"}, "above 0.*got 'abc'"),
         (ConfigError, {"rope_theta": 10**400}, "rope_theta.*a finite number"),
         (ConfigError, {"rope_parameters": [1]}, r"an object.*got \[1\]"),
         (ConfigError, {"eos_token_id": [[1]]}, r"an integer.*got \[1\]"),
-        (ConfigError, {"eos_token_id": {}}, "an integer.*got {}"),
         (ConfigError, {"tie_word_embeddings": "no"}, "tie_word_embeddings.*'no'"),
         (UnsupportedError, {"attention_bias": True}, "False.*got True"),
         (
@@ -234,8 +230,3 @@ def test_rejects_draft_that_does_not_fit_target():
         devices = {"draft_tensor_parallel_size": draft}
         with pytest.raises(ConfigError, match=message):
             with_draft(speculative=devices, tensor_parallel_size=target)
-
-
-def test_configs_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        engine_config().seed = 3  # pyright: ignore[reportAttributeAccessIssue]

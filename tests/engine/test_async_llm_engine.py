@@ -163,19 +163,6 @@ def test_shutdown_reports_to_waiting_callers():
         serve(use, delay_s=0.005)
 
 
-@served()
-async def test_generation_can_be_paused(serving):
-    assert not await serving.is_paused()
-    await serving.pause_generation(mode="keep")
-    assert await serving.is_paused()
-    task = asyncio.ensure_future(outputs_of(serving, "a"))
-    await asyncio.sleep(0.05)
-    assert not task.done()
-    assert await serving.get_num_unfinished_requests() == 1
-    await serving.resume_generation()
-    assert (await task)[-1].finished
-
-
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 @served(delay_s=0.004)
 async def test_pause_ends_or_waits_for_requests_and_rejects_new_ones(serving, mode):
@@ -223,18 +210,6 @@ async def test_several_event_loops_share_an_engine(serving):
     assert ours[-1].outputs[0].text == theirs[-1].outputs[0].text
 
 
-@served(max_num_seqs=4)
-async def test_many_streams_return_their_own_texts(serving):
-    counts = [1 + number % 13 for number in range(40)]
-    streams = [
-        outputs_of(serving, str(number), max_tokens=count, output_kind=DELTA)
-        for number, count in enumerate(counts)
-    ]
-    for count, outputs in zip(counts, await asyncio.gather(*streams), strict=True):
-        text = "".join(output.outputs[0].text for output in outputs)
-        assert text == letters(said(count))
-
-
 @served(delay_s=0.005)
 async def test_rejected_sleep_leaves_requests_and_wake_up_restores_parts(serving):
     asked = asyncio.ensure_future(outputs_of(serving, "a", max_tokens=40))
@@ -246,12 +221,21 @@ async def test_rejected_sleep_leaves_requests_and_wake_up_restores_parts(serving
     assert await serving.get_num_unfinished_requests() == 1
     await serving.sleep()
     assert (await asked)[-1].outputs[0].finish_reason == "abort"
-    with pytest.raises(RequestError, match=r"is asleep.* call wake_up\(\)"):
-        await outputs_of(serving, "b")
-    await serving.wake_up(["weights"])
+    waiting = [
+        asyncio.ensure_future(outputs_of(serving, name, max_tokens=4))
+        for name in ("b", "c")
+    ]
+    while await serving.get_num_unfinished_requests() < 2:
+        await asyncio.sleep(0.001)
+    await serving.abort("c")
+    assert (await waiting[1])[-1].outputs[0].finish_reason == "abort"
+    await serving.sleep(mode="wait")  # it sleeps already
+    assert not await serving.wake_up(["weights"])
     assert await serving.is_sleeping()
-    await serving.wake_up()
+    assert not waiting[0].done()
+    assert await serving.wake_up()
     assert not await serving.is_sleeping()
+    assert (await waiting[0])[-1].outputs[0].finish_reason == "length"
 
 
 @served()

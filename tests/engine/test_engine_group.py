@@ -21,8 +21,8 @@ from jaxspec.serve.settings import ServerSettings
 from tests.support.fake_engines import (
     COUNT,
     PROMPT,
-    _before_launches,
     assert_idle,
+    before_launches,
     letters,
     make_engines,
     said,
@@ -66,7 +66,7 @@ def test_requests_go_to_the_least_loaded_engine():
 def test_engines_step_concurrently():
     engines, meeting = make_engines(), threading.Barrier(COUNT)
     for engine in engines:
-        _before_launches(engine.runner, lambda: meeting.wait(10))
+        before_launches(engine.runner, lambda: meeting.wait(10))
     group = EngineGroup(engines)
     for number in range(COUNT):
         params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -132,7 +132,7 @@ def _break_next(runner: Any, count: int = 2) -> None:
         if left:
             raise left.pop()
 
-    _before_launches(runner, fail)
+    before_launches(runner, fail)
 
 
 def served(*, is_idle: bool = True, **changes: Any) -> Any:

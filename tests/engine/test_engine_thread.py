@@ -39,6 +39,9 @@ class Engine(LLMEngine):
     def has_unfinished_requests(self) -> bool:
         return self.work > 0
 
+    def is_sleeping(self) -> bool:
+        return False
+
     def step(self) -> list[Any]:
         self.threads.add(threading.current_thread().name)
         self.work -= 1

@@ -354,8 +354,10 @@ def test_rejects_sleep_of_running_requests_and_unknown_levels_or_tags(
         with pytest.raises(RequestError, match="level must be an integer from 1 to 2"):
             engine.sleep(level)
         assert not engine.is_sleeping()
-    with pytest.raises(RequestError, match="'weights', 'kv_cache', got 'all'"):
-        engine.wake_up(tags=["weights", "all"])
+    wrong: Any = (["weights", "all"], "all"), ("weights", "weights")
+    for tags, named in wrong:
+        with pytest.raises(RequestError, match=f"'kv_cache'.* got '{named}'"):
+            engine.wake_up(tags=tags)
     engine.add_request("0", [2, 3], SamplingParams(max_tokens=20))
     with pytest.raises(RequestError, match="1 requests are running"):
         engine.sleep()

@@ -1,7 +1,5 @@
 """While better programs are compiled, requests run in others and get the same texts."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -40,8 +38,7 @@ class ComingPrograms(SomePrograms):
 
 
 def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
-    for request in requests:
-        loop.scheduler.add(request)
+    loop.add(requests)
     for _ in range(20_000):
         if not loop.step():
             break
@@ -49,9 +46,7 @@ def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
         assert launched is None or launched in programs
         programs.tick()
     assert len(loop.finished) == len(requests)
-    for request in requests:
-        loop.assert_said_the_truth(request)
-    loop.assert_idle()
+    loop.check_ended(requests)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
@@ -92,16 +87,14 @@ def test_only_a_request_whose_features_have_no_program_waits():
     loop.scheduler.add(special)
     loop.scheduler.add(last)
     said = len(first.output_token_ids)
-    for _ in range(6):
-        loop.step()
+    loop.steps(6)
     assert special.status is Status.WAITING
     assert last.status is Status.DECODE
     assert len(first.output_token_ids) >= said + 5
     form = loop.scheduler.shapes.form(LOGPROBS)
     assert {shape.features for shape in programs.asked} == {form}
     programs.add(loop.scheduler.shapes.all(features=[LOGPROBS])[0])
-    while loop.step():
-        pass
+    loop.run()
     for request in (first, special, last):
         loop.assert_said_the_truth(request)
 
@@ -122,8 +115,7 @@ def test_a_request_decodes_without_drafts_until_their_program_is_compiled():
     assert (prompt.num_levels, prompt.max_prompt_tokens > 0) == (0, True)
     programs.asked.clear()
     programs.add(prompt)
-    for _ in range(6):
-        loop.step()
+    loop.steps(6)
     assert len(request.output_token_ids) > 3
     assert {launch.shape for launch in loop.launches} == {prompt}
     draft_prefill, own, plain = programs.asked
@@ -133,34 +125,7 @@ def test_a_request_decodes_without_drafts_until_their_program_is_compiled():
     programs.add(draft_prefill)
     programs.add(own)
     count = len(loop.launches)
-    while loop.step():
-        pass
+    loop.run()
     used = [launch.shape for launch in loop.launches[count:]]
     assert used[used.index(draft_prefill) + 1 :].count(own) > 2
-    loop.assert_said_the_truth(request)
-
-
-def test_larger_chunk_is_requested_while_a_small_one_serves():
-    long = make_config().model_config
-    config = make_config(
-        max_num_seqs=1,
-        num_pages=200,
-        max_num_batched_tokens=512,
-        max_model_len=600,
-        num_draft_tokens=0,
-        model_config=dataclasses.replace(long, max_position_embeddings=1024),
-    )
-    (request,) = make_requests(config, 1)
-    request.prompt_token_ids, request.max_total = [3] * 500, 510
-    programs = ComingPrograms(pause=10**9)
-    loop = Loop(config, 0, programs=programs)
-    shapes = loop.scheduler.shapes.all()
-    small = min(shapes, key=lambda one: one.max_prompt_tokens or 10**9)
-    programs.add(small)
-    loop.scheduler.add(request)
-    for _ in range(2):
-        loop.step()
-    assert loop.launches[-1].shape == small
-    assert max(shape.max_prompt_tokens for shape in programs.asked) == 512
-    loop.run()
     loop.assert_said_the_truth(request)

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,6 +166,41 @@ def test_names_depend_on_all_inputs_of_a_program(tmp_path, monkeypatch):
             names.append(name())
     assert len(set(names)) == len(names)
     assert name() == names[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ((jax, "__version__", "0.0.0"), "versions: .*, and here .*'0.0.0'"),
+        ((cpu, "instructions", lambda: "none"), "devices: .*, and here .*'none'"),
+        ((program_cache, "_sources", lambda: b"other"), "sources"),
+    ],
+    ids=["versions", "devices", "sources"],
+)
+def test_a_miss_names_the_part_that_differs(
+    tmp_path, lowered, monkeypatch, caplog, change, part
+):
+    build(tmp_path)
+    assert not caplog.records  # there was nothing to compare with
+    monkeypatch.setattr(*change)
+    assert not build(tmp_path).was_loaded
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    expected = f"step_1x2_sampled is not in .* differs in {part}"
+    assert re.search(expected, record.getMessage())
+    names = ("versions:", "flags:", "devices:", "settings", "sources")
+    named = [name for name in names if f"{name}" in record.getMessage()]
+    assert len(named) == 1, "a part that is the same"
+
+
+def test_a_program_of_another_engine_is_no_warning(tmp_path, lowered, caplog):
+    caplog.set_level("INFO", "jaxspec.engine.program_cache")
+    build(tmp_path)
+    longer = as_state(jax.device_put(np.ones(5, np.float32)))
+    ProgramCache(tmp_path).build(PROGRAM, SHAPE, (*ARGUMENTS[:2], longer))
+    [record] = caplog.records
+    assert record.levelname == "INFO"
+    assert record.getMessage().endswith("differs in arguments")
 
 
 def test_names_do_not_depend_on_paths(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """A launch runs several rounds if no request waits, and counts each of them."""
 
 import itertools
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,13 @@ from jaxspec.engine.scheduling.prefill_budget import MAX_LAUNCH_S
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.fake_engines import make_fake_engine, run_one
-from tests.support.loops import Loop, make_config, make_request, make_requests
+from tests.support.loops import (
+    Loop,
+    make_config,
+    make_request,
+    make_requests,
+    run_random_traffic,
+)
 
 STEPS = 4
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -49,35 +54,17 @@ def mostly_final_only(number: int, random: np.random.Generator, config: Any) -> 
     return request
 
 
-def run_random_traffic(
+def most_rounds(
     changes: dict[str, Any], seed: int, depth: int = 1, *, drop_share: float = 0.0
-) -> Loop:
-    """Run requests that arrive at random; drop a share of those that are left."""
-    random = np.random.default_rng(seed)
-    loop = make_loop(changes, seed, depth)
-    requests = [mostly_final_only(number, random, loop.config) for number in range(10)]
-    coming, dropped = deque(requests), []
-    for _ in range(3000):
-        while coming and random.random() < 0.1:
-            loop.scheduler.add(coming.popleft())
-        alive = [*loop.scheduler.running, *loop.scheduler.waiting]
-        if drop_share and alive and random.random() < drop_share:
-            dropped.append(alive[random.integers(len(alive))])
-            loop.scheduler.finish(dropped[-1], "abort", None)
-        count = len(loop.launches)
-        is_running = loop.step()
-        for launch in loop.launches[count:]:
-            if launch.num_rounds > 1:
-                assert not launch.plan.tiles
-                assert all(request.only_final_output for request in launch.decoding)
-        if not is_running and not coming:
-            break
-    assert bool(dropped) == bool(drop_share)
-    assert len(loop.finished) + len(dropped) == len(requests)
-    for request in loop.finished:
-        loop.assert_said_the_truth(request)
-    loop.assert_idle()
-    return loop
+) -> int:
+    """Run random traffic; return the largest number of rounds of a launch."""
+    loop, shares = make_loop(changes, seed, depth), dict(drop_share=drop_share)
+    run_random_traffic(loop, seed, mostly_final_only, arrival_share=0.1, **shares)
+    for launch in loop.launches:
+        if launch.num_rounds > 1:
+            assert not launch.plan.tiles
+            assert all(request.only_final_output for request in launch.decoding)
+    return max(launch.num_rounds for launch in loop.launches)
 
 
 @pytest.mark.parametrize(
@@ -88,39 +75,23 @@ def run_random_traffic(
         for one in itertools.product(CONFIGS, (0, 1))
     ],
 )
-def test_random_traffic_finishes(name, depth):
-    most = 0
-    for seed in range(4):
-        loop = run_random_traffic(CONFIGS[name], seed, depth)
-        shapes = set(loop.scheduler.shapes.all(with_on_demand=True))
-        assert {launch.shape for launch in loop.launches} <= shapes
-        most = max(most, *(launch.num_rounds for launch in loop.launches))
+@pytest.mark.parametrize("num_seeds", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_random_traffic_finishes(name, depth, num_seeds):
+    most = max(most_rounds(CONFIGS[name], seed, depth) for seed in range(num_seeds))
     assert most == STEPS
 
 
 @pytest.mark.parametrize("name", ["base", "many_rows_few_pages", "adaptive"])
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_requests_can_be_dropped_at_any_time(name, num_seeds):
-    most = 0
-    for seed in range(num_seeds):
-        loop = run_random_traffic(CONFIGS[name], seed, drop_share=0.05)
-        most = max(most, *(launch.num_rounds for launch in loop.launches))
-    assert most == STEPS
-
-
-def finish(loop: Loop, requests: list[Request]) -> None:
-    while loop.step():
-        pass
-    for request in requests:
-        loop.assert_said_the_truth(request)
-    loop.assert_idle()
+    config, seeds = CONFIGS[name], range(num_seeds)
+    assert max(most_rounds(config, seed, drop_share=0.05) for seed in seeds) == STEPS
 
 
 def run_all(loop: Loop, requests: list[Request]) -> list[int]:
     """Run requests that start together; return the rounds of each decoding launch."""
-    for request in requests:
-        loop.scheduler.add(request)
-    finish(loop, requests)
+    loop.run(requests)
+    loop.check_ended(requests)
     return [
         launch.num_rounds
         for launch in loop.launches
@@ -173,7 +144,8 @@ def test_waiting_requests_limit_a_launch_to_one_round():
     while first not in loop.finished:
         loop.step()
     assert {launch.num_rounds for launch in loop.launches} == {1}
-    finish(loop, [first, second])
+    loop.run()
+    loop.check_ended([first, second])
     assert max(launch.num_rounds for launch in loop.launches) == STEPS
 
 
@@ -195,7 +167,8 @@ def test_rounds_are_limited_by_free_pages(num_free):
     found = [launch.num_rounds for launch in loop.launches[count:]]
     assert found == ([min(num_free, STEPS)] if num_free else [])
     pages.release(taken)
-    finish(loop, [request])
+    loop.run()
+    loop.check_ended([request])
 
 
 def test_end_of_one_sequence_ends_the_launch():

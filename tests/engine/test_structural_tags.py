@@ -55,66 +55,65 @@ def matches(wanted: Any, text: str) -> bool:
         return False
 
 
+MATCHES: list[tuple[Any, ...]] = [
+    (
+        CALLS,
+        "|x|x<f=a>1</f>|x<f=a>1</f>y<f=b>z</g>|<f=a>1</f><f=a>1</f>|<f=b>a</g>b</g>",
+        "<f=c>|x<f=|<f=a>x</f>|<f=a>1</g>|<f=b>z</f>",
+    ),
+    (
+        CALLS | {"at_least_one": True},
+        "<f=a>1</f>|<f=a>1</f>y|<f=a>1</f>y<f=b>z</g>",
+        "|x|x<f=a>1</f>",
+    ),
+    (
+        CALLS | {"stop_after_first": True},
+        "|x|x<f=a>1</f>",
+        "<f=a>1</f>y|<f=a>1</f><f=a>1</f>",
+    ),
+    (
+        CALLS | {"stop_after_first": True, "at_least_one": True},
+        "<f=a>1</f>|<f=b></g>",
+        "|x|x<f=a>1</f>|<f=a>1</f>y",
+    ),
+    (tag("[", CALLS, "]"), "[]|[x]|[x<f=a>1</f>y]|[<f=b>]</g>]", "[|[]x|x[]|[x]]"),
+    (
+        made(
+            "triggered_tags",
+            triggers=["<a", "b"],
+            tags=[tag("<ac", NUMBER, "d"), tag("b", constant("1"), "")],
+            excludes=["dd"],
+        ),
+        "x<ac12dxb1|d",
+        "b2|<ab|dd|b1dd",
+    ),
+    (LIST, "|a1b|a1b,cxd|c,d,c,d", "a1b,|a1bc"),
+    (LIST | {"at_least_one": True}, "a1b|a1b,cxd", "|a1b,"),
+    (LIST | {"stop_after_first": True}, "|a1b|cxd", "a1b,cxd"),
+    (ANY | {"excludes": ["ab", "c"]}, "|ba|aa", "ab|bab|c"),
+    (ANY | {"max_chars": 2}, "|a|ab", "abc"),
+    (tag("a", ANY, "aab"), "aaab|axaab|aaaaaab", "aab|aaabx|aaabaab"),
+    (tag("a", NUMBER, ["b", "c"]), "a1b|a1c", "a1|a1bc"),
+    (tag("a", ANY, ""), "a|abc", "b"),
+    (made("sequence", ANY, constant("b"), NUMBER), "b1|acb12", "abb1|a1"),
+    (made("sequence", tag("a", ANY, "b"), ANY), "ab|axbb", "b|ax"),
+    (made("sequence", made("regex", pattern="a*/"), NUMBER), "/1|aa/1", "aa1|a/"),
+    (made("or", constant("ab"), NUMBER, made("regex", pattern="c+")), "ab|1|cc", "a|"),
+    (made("optional", content=NUMBER), "|1", "a"),
+    (tag("a", made("optional", content=ANY), "b"), "ab|axb", "a|axbb"),
+    (made("plus", content=tag("a", NUMBER, "b")), "a1b|a1ba2b", "|a1"),
+    (made("star", content=tag("a", ANY, "b")), "|ab|axbab", "a|abx"),
+    (made("repeat", content=constant("ab"), min=1, max=2), "ab|abab", "|ababab"),
+    (made("repeat", content=NUMBER, min=1, max=-1), "1|12", ""),
+    (tag("(", RULES, ")"), "(ab)|(accb)", "(a)|ab"),
+    (DISPATCH, "|x|xab1y|ccd|ccdab2", "abx|ccc"),
+    (DISPATCH | {"loop": False, "excludes": ["z"]}, "|x|xab1|ccd", "xab1y|z"),
+]
+
+
 @pytest.mark.parametrize(
     ("wanted", "texts", "others"),
-    [
-        (
-            CALLS,
-            "|x|x<f=a>1</f>|x<f=a>1</f>y<f=b>z</g>|<f=a>1</f><f=a>1</f>|<f=b>a</g>b</g>",
-            "<f=c>|x<f=|<f=a>x</f>|<f=a>1</g>|<f=b>z</f>",
-        ),
-        (
-            CALLS | {"at_least_one": True},
-            "<f=a>1</f>|<f=a>1</f>y|<f=a>1</f>y<f=b>z</g>",
-            "|x|x<f=a>1</f>",
-        ),
-        (
-            CALLS | {"stop_after_first": True},
-            "|x|x<f=a>1</f>",
-            "<f=a>1</f>y|<f=a>1</f><f=a>1</f>",
-        ),
-        (
-            CALLS | {"stop_after_first": True, "at_least_one": True},
-            "<f=a>1</f>|<f=b></g>",
-            "|x|x<f=a>1</f>|<f=a>1</f>y",
-        ),
-        (tag("[", CALLS, "]"), "[]|[x]|[x<f=a>1</f>y]|[<f=b>]</g>]", "[|[]x|x[]|[x]]"),
-        (
-            made(
-                "triggered_tags",
-                triggers=["<a", "b"],
-                tags=[tag("<ac", NUMBER, "d"), tag("b", constant("1"), "")],
-                excludes=["dd"],
-            ),
-            "x<ac12dxb1|d",
-            "b2|<ab|dd|b1dd",
-        ),
-        (LIST, "|a1b|a1b,cxd|c,d,c,d", "a1b,|a1bc"),
-        (LIST | {"at_least_one": True}, "a1b|a1b,cxd", "|a1b,"),
-        (LIST | {"stop_after_first": True}, "|a1b|cxd", "a1b,cxd"),
-        (ANY | {"excludes": ["ab", "c"]}, "|ba|aa", "ab|bab|c"),
-        (ANY | {"max_chars": 2}, "|a|ab", "abc"),
-        (tag("a", ANY, "aab"), "aaab|axaab|aaaaaab", "aab|aaabx|aaabaab"),
-        (tag("a", NUMBER, ["b", "c"]), "a1b|a1c", "a1|a1bc"),
-        (tag("a", ANY, ""), "a|abc", "b"),
-        (made("sequence", ANY, constant("b"), NUMBER), "b1|acb12", "abb1|a1"),
-        (made("sequence", tag("a", ANY, "b"), ANY), "ab|axbb", "b|ax"),
-        (made("sequence", made("regex", pattern="a*/"), NUMBER), "/1|aa/1", "aa1|a/"),
-        (
-            made("or", constant("ab"), NUMBER, made("regex", pattern="c+")),
-            "ab|1|cc",
-            "a|",
-        ),
-        (made("optional", content=NUMBER), "|1", "a"),
-        (tag("a", made("optional", content=ANY), "b"), "ab|axb", "a|axbb"),
-        (made("plus", content=tag("a", NUMBER, "b")), "a1b|a1ba2b", "|a1"),
-        (made("star", content=tag("a", ANY, "b")), "|ab|axbab", "a|abx"),
-        (made("repeat", content=constant("ab"), min=1, max=2), "ab|abab", "|ababab"),
-        (made("repeat", content=NUMBER, min=1, max=-1), "1|12", ""),
-        (tag("(", RULES, ")"), "(ab)|(accb)", "(a)|ab"),
-        (DISPATCH, "|x|xab1y|ccd|ccdab2", "abx|ccc"),
-        (DISPATCH | {"loop": False, "excludes": ["z"]}, "|x|xab1|ccd", "xab1y|z"),
-    ],
+    MATCHES,
 )
 def test_matches_what_xgrammar_matches(wanted: Any, texts: str, others: str):
     for text in texts.split("|"):
@@ -156,49 +155,31 @@ def test_schemas_have_the_options_of_the_request():
     assert all(map(matcher.read, TOKENIZER.encode("<[_1,_2]>")))
 
 
+REFUSED: list[tuple[Any, ...]] = [
+    ("[]", "must be an object, got"),
+    ("{", "Expecting property name"),
+    ({}, r'either "format", or "structures" and "triggers", got \[\]'),
+    ({"type": "x", "format": ANY}, '"type" must be "structural_tag"'),
+    ({"structures": [{"begin": "a"}], "triggers": ["a"]}, "must have begin, schema"),
+    ({"format": {"type": "text"}}, "'text' is not a format: use one of const_st"),
+    ({"format": {"type": "token", "token": 5}}, "token is not supported: name texts"),
+    ({"format": {"type": "tag"}}, "the format tag has no begin"),
+    ({"format": ANY | {"exclude": []}}, "any_text has no field 'exclude'"),
+    ({"format": ANY | {"max_tokens": 3}}, "max_tokens of the format any_text is not"),
+    ({"format": NUMBER | {"style": "qwen_xml"}}, "style of the format json_schema"),
+    ({"format": made("star", content=ANY)}, "any_text does not say where it ends"),
+    ({"format": made("sequence", ANY, NUMBER)}, "any_text does not say where it end"),
+    ({"format": CALLS | {"triggers": ["<g"]}}, "exactly one of the triggers"),
+    ({"format": CALLS | {"triggers": ["<f=", "<g"]}}, "no tag begins with the trig"),
+    ({"format": tag("a", ANY, ["", "b"])}, "an empty end does not end any_text"),
+    ({"format": made("repeat", content=NUMBER, min=3, max=2)}, "max must be -1, or"),
+    ({"format": NUMBER | {"json_schema": False}}, "must be a JSON schema, got False"),
+]
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
-    [
-        ("[]", "must be an object, got"),
-        ("{", "Expecting property name"),
-        ({}, r'either "format", or "structures" and "triggers", got \[\]'),
-        ({"type": "x", "format": ANY}, '"type" must be "structural_tag"'),
-        (
-            {"structures": [{"begin": "a"}], "triggers": ["a"]},
-            "must have begin, schema",
-        ),
-        ({"format": {"type": "text"}}, "'text' is not a format: use one of const_st"),
-        (
-            {"format": {"type": "token", "token": 5}},
-            "token is not supported: name texts",
-        ),
-        ({"format": {"type": "tag"}}, "the format tag has no begin"),
-        ({"format": ANY | {"exclude": []}}, "any_text has no field 'exclude'"),
-        (
-            {"format": ANY | {"max_tokens": 3}},
-            "max_tokens of the format any_text is not",
-        ),
-        ({"format": NUMBER | {"style": "qwen_xml"}}, "style of the format json_schema"),
-        ({"format": made("star", content=ANY)}, "any_text does not say where it ends"),
-        (
-            {"format": made("sequence", ANY, NUMBER)},
-            "any_text does not say where it end",
-        ),
-        ({"format": CALLS | {"triggers": ["<g"]}}, "exactly one of the triggers"),
-        (
-            {"format": CALLS | {"triggers": ["<f=", "<g"]}},
-            "no tag begins with the trig",
-        ),
-        ({"format": tag("a", ANY, ["", "b"])}, "an empty end does not end any_text"),
-        (
-            {"format": made("repeat", content=NUMBER, min=3, max=2)},
-            "max must be -1, or",
-        ),
-        (
-            {"format": NUMBER | {"json_schema": False}},
-            "must be a JSON schema, got False",
-        ),
-    ],
+    REFUSED,
 )
 def test_refuses_other_tags(wanted: Any, message: str):
     with pytest.raises(RequestError, match=message) as refused:

@@ -28,7 +28,7 @@ from jaxspec.engine.structured_output import (
     GrammarState,
     TokenMasks,
 )
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.errors import RequestError
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.engines import StubTokenizer
 
@@ -524,12 +524,6 @@ def test_additional_properties_of_schemas_follow_the_options(
         },
     }
     assert accepts(bundled, text, schema, **options) == is_accepted
-
-
-def test_rejects_bad_whitespace_pattern(bundled):
-    message = r"(?s)not a regular expression: .*unclosed group"
-    with pytest.raises(ConfigError, match=message):
-        accepts(bundled, "", SCHEMA, {"whitespace_pattern": "("})
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,11 @@ and are an error if they ask for a feature that jaxspec does not have.
 One argument has a lower limit: `max_logprobs` is at most 1,024, because a launch with
 logprobs copies that number of them to the host for each token. So -1, all tokens, needs
 a vocabulary of at most 1,024 tokens, and Gemma's are larger.
+
+As in vLLM 0.33, requests to an `AsyncLLMEngine` or a server that sleeps wait until it
+is awake. `LLM` raises an error instead, because in vLLM such a call never returns.
+There is no sleep level 0: `pause_generation(mode="keep")` stops generation without
+freeing memory.
 """
 OWN_TESTS = """\
 ## vLLM's own tests and examples

@@ -1,10 +1,11 @@
 """Compile kernels for TPUs that this machine lacks, with libtpu from PyPI.
 
 `python -m tests.kernels.aot_tpu` compiles every program in `PROGRAMS` for every chip in
-`CHIPS` and writes `benchmarks/results/aot_tpu.json`. Nothing runs: no figure here is a
-time.
+`CHIPS` and writes `benchmarks/results/aot_tpu.json`; with names of chips, only for
+these, and keeps the reports on the others. Nothing runs: no figure here is a time.
 """
 
+import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -33,20 +34,29 @@ from jax.sharding import (
 )
 from jax.typing import DTypeLike
 
+from jaxspec_kernels import tpu_memory
 from jaxspec_kernels.bits import scaled_form
 from jaxspec_kernels.paged_attention import tpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
+from tests.kernels.aot_reports import compile_lowered
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_tpu.json"
-# Topology name of one chip of each kind, and its shape.
+# Topology name of one chip of each kind, and its shape; jax's kind of its devices.
 CHIPS = {
     "v5e": ("v5e:1x1", (1, 1, 1)),
     "v5p": ("v5p:1x1x1", (1, 1, 1)),
     "v6e": ("v6e:1x1", (1, 1, 1)),
+    "v7x": ("tpu7x:1x1x1", (1, 1, 1)),
 }
-# libtpu's default VMEM limit of a kernel. Chips have 128, 64 and 128 MiB, of which XLA
-# uses the rest. A kernel beyond the limit does not compile.
-SCOPED_VMEM_BYTES = {"v5e": 16 * 2**20, "v5p": 16 * 2**20, "v6e": 32 * 2**20}
+KINDS = {
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "v7x": "TPU7x",
+}
+SCOPED_VMEM_BYTES = {
+    chip: tpu_memory.SCOPED_VMEM_BYTES[kind] for chip, kind in KINDS.items()
+}
 MISSING = (
     None
     if importlib.util.find_spec("libtpu")
@@ -158,7 +168,7 @@ def compile_kernel(
         jax.errors.JaxRuntimeError: the compiler refuses it.
     """
     with no_compilation_cache():
-        text = jax.jit(function).lower(*shapes).compile().as_text()
+        text = compile_lowered(jax.jit(function).lower(*shapes)).as_text()
     assert text is not None
     (call,) = (line for line in text.splitlines() if '"tpu_custom_call"' in line)
     used = re.search(
@@ -172,17 +182,29 @@ def compile_kernel(
         made += re.findall(rf"= \(?\w+\[{dimensions}\]\S* ([\w-]+)\(", text)
     return Compiled(
         vmem_bytes=int(used[1]),
-        whole_copies=sum(operation != "parameter" for operation in made),
+        # An element of a loop's tuple is another name for the same memory.
+        whole_copies=sum(
+            operation not in ("parameter", "get-tuple-element") for operation in made
+        ),
         collectives=len(re.findall(_COLLECTIVES, text)),
     )
 
 
-def _arguments(
-    case: Case, dtype: DTypeLike, placements: Sequence[Sharding | Format]
+def arguments(
+    case: Case,
+    dtype: DTypeLike,
+    placements: Sequence[Sharding | Format],
+    *,
+    num_pages: int | None = None,
 ) -> list[Any]:
-    """Return the shapes of query, pool, page table, lengths and, if requested, mask."""
+    """Return the shapes of query, pool, page table, lengths and, if requested, mask.
+
+    Args:
+        num_pages: Of the pool; None: a page for every entry of the page table.
+    """
     table_len = -(-case.context // case.page_size)
-    pool = (case.seqs * table_len, case.page_size, 2 * case.kv_heads, case.head_dim)
+    num_pages = num_pages or case.seqs * table_len
+    pool = (num_pages, case.page_size, 2 * case.kv_heads, case.head_dim)
     made = [
         ((case.seqs, case.queries, case.q_heads, case.head_dim), dtype),
         (pool, dtype),
@@ -197,7 +219,7 @@ def _arguments(
 
 
 @cache
-def _attend(case: Case, block_tokens: int | None = None) -> Callable[..., jax.Array]:
+def attend(case: Case, block_tokens: int | None = None) -> Callable[..., jax.Array]:
     """Return the call; it is one function for all chips, so that jax traces it once."""
 
     def attend(query, kv_pages, page_table, kv_len, mask=None):
@@ -222,11 +244,11 @@ def compile_attention(program: Program, chip: str) -> Compiled:
     one = sharding(chip)
     pool = Format(Layout((0, 1, 2, 3)), one) if program.is_row_major else one
     placements = [one, pool, one, one, *[one] * program.has_tree]
-    shapes = _arguments(program.case, program.dtype, placements)
+    shapes = arguments(program.case, program.dtype, placements)
     shapes[1] = shapes[1].update(dtype=jnp.dtype(program.kept or program.dtype))
     if program.kept == "int8":
         shapes[1] = scaled_form(shapes[1], "tpu")
-    return compile_kernel(_attend(program.case, program.block_tokens), shapes, pool=1)
+    return compile_kernel(attend(program.case, program.block_tokens), shapes, pool=1)
 
 
 def compile_split(case: Case, topology: str, shape: tuple[int, int, int]) -> Compiled:
@@ -240,10 +262,10 @@ def compile_split(case: Case, topology: str, shape: tuple[int, int, int]) -> Com
     specs = (heads, pages, table, lengths)
     chips = mesh(topology, shape)
     split = jax.shard_map(
-        _attend(case), mesh=chips, in_specs=specs, out_specs=heads, check_vma=False
+        attend(case), mesh=chips, in_specs=specs, out_specs=heads, check_vma=False
     )
     placements = [NamedSharding(chips, spec) for spec in specs]
-    return compile_kernel(split, _arguments(case, jnp.bfloat16, placements), pool=1)
+    return compile_kernel(split, arguments(case, jnp.bfloat16, placements), pool=1)
 
 
 def versions() -> dict[str, str]:
@@ -269,13 +291,26 @@ def write_record(
     path.write_text(start + ",\n".join(lines) + "\n}}\n")
 
 
+def chosen_chips() -> list[str]:
+    """Return the chips that the command line names, or all."""
+    parser = argparse.ArgumentParser(description="Compile kernels for TPUs.")
+    parser.add_argument("chips", nargs="*", metavar="CHIP", help=", ".join(CHIPS))
+    chosen = parser.parse_args().chips or list(CHIPS)
+    return [chip for chip in CHIPS if chip in chosen]
+
+
 def main() -> None:
     """Compile every program for every chip, and write the compiler's reports."""
+    chips = chosen_chips()
     use_compilers()
-    rows = (
-        (name, {chip: asdict(compile_attention(program, chip)) for chip in CHIPS})
-        for name, program in PROGRAMS.items()
-    )
+    found = json.loads(RESULTS.read_text())["paged_attention"]
+
+    def row(name: str, program: Program) -> dict[str, Any]:
+        new = {chip: asdict(compile_attention(program, chip)) for chip in chips}
+        both = found.get(name, {}) | new
+        return {chip: both[chip] for chip in CHIPS if chip in both}
+
+    rows = ((name, row(name, program)) for name, program in PROGRAMS.items())
     write_record(
         RESULTS,
         "paged_attention",

@@ -183,7 +183,7 @@ TPU = mutants_of(
         ("bf16 statistics", "_kernel", T_SUM, rounded(T_SUM)),
         ("missing rescale", "_kernel", "mixed[head] * rescale", "mixed[head]"),
         ("sum not rescaled", "_kernel", "total[head] * rescale", "total[head]"),
-        ("window starts late", "paged_attention", "window + 1, 0", "window + 2, 0"),
+        ("window starts late", "_attend", "window + 1, 0", "window + 2, 0"),
         ("buffer of another block", "_kernel", "return 1 - slot", "return slot"),
         ("buffers not handed over", "_kernel", "next_slot[0] = jax.lax.f", "jax.lax.f"),
         (

@@ -34,6 +34,7 @@ from jaxspec_kernels.write_kv_pages import reference
 from jaxspec_kernels.write_kv_pages import tpu as tpu_writes
 from tests.kernels import aot_gpu, aot_tpu
 from tests.kernels import rejection_aot as rejection
+from tests.kernels.aot_reports import compile_lowered
 from tests.kernels.aot_tpu import CHIPS, SCOPED_VMEM_BYTES, Compiled
 from tests.kernels.attention_base import tiles_of
 from tests.long_suites import members
@@ -42,6 +43,8 @@ for_tpu = pytest.mark.skipif(aot_tpu.MISSING is not None, reason=str(aot_tpu.MIS
 for_gpu = pytest.mark.skipif(
     aot_gpu.missing() is not None, reason=str(aot_gpu.missing())
 )
+
+TPUS = ("v5e", "v6e", "v7x")
 
 # Attention on a TPU.
 
@@ -142,6 +145,39 @@ def test_oversized_block_does_not_compile(chip, block_tokens):
     limit = SCOPED_VMEM_BYTES[chip] // 2**20
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"limit {limit}.00M exceeded"):
         aot_tpu.compile_attention(program, chip)
+
+
+@pytest.mark.aot
+@for_tpu
+@pytest.mark.parametrize(
+    ("chip", "seqs", "pages"),
+    members(
+        "attention_tpu",
+        # 131,072 tokens in pages of 16; the fewest rows that are padded to 8.
+        [*((chip, 256, 8192) for chip in TPUS), ("v7x", 5, 39_296)],
+        is_example=lambda one: one[0] == "v5e",
+    ),
+)
+def test_page_table_larger_than_smem_compiles(chip, seqs, pages, monkeypatch):
+    """In groups of sequences, without a copy of the pool; in one call it does not."""
+    case = replace(REAL_CASES["9b/tp8/decode"], seqs=seqs, context=16 * pages)
+    case = replace(case, page_size=16)
+
+    def compile_attention() -> Compiled:
+        one = aot_tpu.sharding(chip)
+        shapes = aot_tpu.arguments(case, jnp.bfloat16, [one] * 4, num_pages=4096)
+
+        def attend(*given: Any) -> Any:  # a new function, so that jax traces it again
+            return aot_tpu.attend(case)(*given)
+
+        return aot_tpu.compile_kernel(attend, shapes, pool=1)
+
+    result = compile_attention()
+    check_fits(result, chip)
+    assert not result.whole_copies
+    monkeypatch.setattr(tpu, "_max_seqs", lambda _: seqs)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="smem"):
+        compile_attention()
 
 
 # Attention on a GPU.
@@ -273,7 +309,7 @@ def test_offsets_in_large_arrays_have_64_bits_on_a_gpu(kept, num_pages, is_wide)
 
 # Page writes, on TPUs and GPUs.
 
-CHIP_MARKS = {"v5e": for_tpu, "v6e": for_tpu, "h200": for_gpu}
+CHIP_MARKS = {"v5e": for_tpu, "v6e": for_tpu, "v7x": for_tpu, "h200": for_gpu}
 PAGES = 4096  # pages per pool: no other array is nearly as large
 WRITES = writes.CASES | writes.REAL_CASES
 # Cases without duplicates: cases of one shape are listed once, under the first one's
@@ -286,10 +322,10 @@ LARGE_ROWS = sorted(name for shape, name in NAMES.items() if shape[2] % 128 == 0
 SMALL_ROWS = sorted(name for shape, name in NAMES.items() if shape[2] % 128)
 
 
-def chips(*names: str, in_suite: tuple[str, ...] = ("v6e",)) -> list[Any]:
+def chips(*names: str, in_suite: tuple[str, ...] = ("v6e", "v7x")) -> list[Any]:
     """Return parameters for these chips; those in `in_suite` are in the long suite.
 
-    Both TPUs get the same kernel, so `make test` compiles only for the first.
+    All TPUs get the same kernel, so `make test` compiles only for the first.
     """
     suite = [pytest.mark.long_suite(name="page_writes")]
     return [
@@ -301,7 +337,8 @@ def chips(*names: str, in_suite: tuple[str, ...] = ("v6e",)) -> list[Any]:
     ]
 
 
-ALL_CHIPS, BOTH_TPUS = ("v5e", "v6e", "h200"), ("v5e", "v6e")
+ALL_CHIPS = (*TPUS, "h200")
+BOTH_TPUS = ("v5e", "v6e")  # of a v7x, jax cannot parse programs of small rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +416,7 @@ def compile_write(
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         jitted = jax.jit(write, donate_argnums=0, out_shardings=results)
-        compiled = jitted.lower(*given).compile()
+        compiled = compile_lowered(jitted.lower(*given))
         return describe(compiled, jax.tree.leaves(pages), rows)
 
 
@@ -482,7 +519,7 @@ def test_fp8_is_written_in_place(chip):
     assert program.is_in_place, program
 
 
-@pytest.mark.parametrize("chip", chips(*BOTH_TPUS))
+@pytest.mark.parametrize("chip", chips(*TPUS))
 @pytest.mark.parametrize(
     "name",
     members(
@@ -516,7 +553,7 @@ def test_int8_rows_of_an_accepted_path_are_moved_in_place():
     slots = jax.ShapeDtypeStruct((23 * 256 * 12,), jnp.int32, sharding=one)
     with aot_tpu.no_compilation_cache():
         moved = jax.jit(tpu_writes.copy_kv_rows, donate_argnums=0)
-        compiled = moved.lower(pages, slots, slots).compile()
+        compiled = compile_lowered(moved.lower(pages, slots, slots))
     program = describe(compiled, jax.tree.leaves(pages), slots)
     assert program.is_in_place, program
 
@@ -561,7 +598,8 @@ def test_first_pass_of_sampling_fits_a_tpu(name, chip):
 @for_tpu
 @pytest.mark.parametrize(
     ("name", "chip"),
-    [("9b/tp1", "v5e"), ("9b/tp1", "v5p"), ("9b/tp1", "v6e"), ("27b/tp1", "v5e")],
+    [("9b/tp1", "v5e"), ("9b/tp1", "v5p"), ("9b/tp1", "v6e"), ("9b/tp1", "v7x")]
+    + [("27b/tp1", "v5e")],
 )
 def test_sampling_on_a_tpu_writes_tiles_only(name, chip):
     found = rejection.for_tpu(SAMPLING_CASES[name], chip)
@@ -653,7 +691,8 @@ def test_benchmark_reads_logits_in_every_call_on_a_gpu(controls):
         aot_tpu.no_compilation_cache(),
         jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh),
     ):
-        text = jax.jit(loop, donate_argnums=0).lower(*shapes).compile().as_text()
+        lowered = jax.jit(loop, donate_argnums=0).lower(*shapes)
+        text = compile_lowered(lowered).as_text()
     assert text is not None
     entry = text[text.index("\nENTRY") :].splitlines()[2:]
     names = "parameter|tuple|get-tuple-element|bitcast|while"

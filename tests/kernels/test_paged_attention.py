@@ -28,6 +28,7 @@ from tests.kernels.attention_base import (
     BLOCK_TOKENS,
     STRICT,
     TILES,
+    compiled,
     count_reads,
     run,
     run_strictly,
@@ -514,6 +515,51 @@ def test_positions_past_the_page_table_hold_nothing(name, window):
         query[:, :2], pages, table, jnp.array([length - 3]), **settings
     )
     np.testing.assert_allclose(found[0, :2], expected[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("has_tree", [pytest.param(True, marks=in_suite), False])
+def test_page_table_larger_than_smem_is_read_in_groups(monkeypatch, has_tree):
+    """Of five sequences, two fit: three groups, of which the last has a pad."""
+    shapes = []
+
+    def attend_group(pages: Any, query: Any, table: Any, *rest: Any, **own: Any) -> Any:
+        shapes.append(table.shape)
+        return group(pages, query, table, *rest, **own)
+
+    group = tpu._attend
+    mask = random_forest(5, 5, seed=3) if has_tree else None
+    call = build(replace(SMALL, seqs=5), kv_len=[90, 5, 17, 0, 41], mask=mask)
+    whole = run("tpu", call)
+    monkeypatch.setattr(tpu, "_attend", attend_group)
+    # A row of the page table takes 128 lanes of four bytes.
+    monkeypatch.setattr(tpu, "MAX_TABLE_BYTES", 3 * 512)  # three have a pad
+    found = run("tpu", call, function=compiled("tpu"))
+    assert {shape[0] for shape in shapes} == {2}
+    assert error(call, found) <= EXACT
+    np.testing.assert_array_equal(found, whole)
+
+
+def test_arrays_beyond_a_tpus_memories_are_errors():
+    def trace(pages: int, tokens: int, kind: str | None = None) -> Any:
+        shapes = [(2, tokens, 8, 128), (4, 16, 8, 128), (2, pages), (2,)]
+        arrays = [jax.ShapeDtypeStruct(one, jnp.bfloat16) for one in shapes[:2]]
+        arrays += [jax.ShapeDtypeStruct(one, jnp.int32) for one in shapes[2:]]
+        settings: Any = dict(scale=1.0, soft_cap=None, window=None, ancestor_mask=None)
+        attend_one = partial(tpu.paged_attention, device_kind=kind, **settings)
+        return jax.eval_shape(attend_one, *arrays).shape
+
+    # 768 KiB hold the 196,608 page numbers of one sequence, and no more.
+    assert trace(196_608, 1) == (2, 1, 8, 128)
+    with pytest.raises(NotImplementedError, match=r"\(2, 196609\): a row of 786,944 "):
+        trace(196_609, 1)
+    # With two query heads for each of four KV heads, queries take 4 * 2048 * 128 values
+    # in two blocks, and results, sums and maxima (in whole tiles) as much each.
+    message = r"paged_attention needs .* of VMEM, but a kernel on TPU v5 lite may use "
+    message += r"16.0 MiB: .* has shape \(4, 2048, 128\) of bfloat16"
+    with pytest.raises(NotImplementedError, match=message):
+        trace(8, 1024, "TPU v5 lite")
+    assert trace(8, 1024, "TPU v6 lite") == trace(8, 1024) == (2, 1024, 8, 128)
+    assert trace(8, 32, "TPU v5 lite") == (2, 32, 8, 128)
 
 
 @pytest.mark.parametrize(

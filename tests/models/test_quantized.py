@@ -56,7 +56,7 @@ FORMS = [
 GGUF_LAYER = {
     **{"self_attn.q_proj": "Q4_0", "self_attn.k_proj": "Q4_0"},
     **{"self_attn.v_proj": "Q6_K", "self_attn.o_proj": "Q8_0"},
-    **{"mlp.gate_proj": "IQ4_NL", "mlp.up_proj": "Q8_0", "mlp.down_proj": "Q6_K"},
+    **{"mlp.gate_proj": "F16", "mlp.up_proj": "Q8_0", "mlp.down_proj": "Q6_K"},
 }
 GGUF_OTHER_LAYER = {
     **{"self_attn.q_proj": "Q4_1", "self_attn.k_proj": "Q4_K"},
@@ -266,7 +266,7 @@ def test_mixed_types_keep_every_tensors_values(devices, is_scanned):
 
 def test_each_matrix_has_its_tensors_scheme():
     assert MIXED.describe() == (
-        "IQ4_NL unpacked, Q4_0 as int4 in groups of 32, "
+        "F16 unpacked, Q4_0 as int4 in groups of 32, "
         "Q4_1, Q4_K as int4 in groups of 32 with minima, "
         "Q5_0, Q8_0 as int8 in groups of 32, "
         "Q5_K as int8 in groups of 32 with minima, Q6_K as int8 in groups of 16 (gguf)"
@@ -284,7 +284,7 @@ def test_each_matrix_has_its_tensors_scheme():
     # Keys in Q4_K and values in Q5_0, whose minima are 0.
     assert schemes["layers/1/attention/kv_proj"] == Scheme(kind=INT8, **minima)
     assert schemes["layers/1/feed_forward/gate_up_proj"] == Scheme(kind=INT4, **minima)
-    assert schemes["layers/0/feed_forward/gate_up_proj"] is None  # gate is IQ4_NL
+    assert schemes["layers/0/feed_forward/gate_up_proj"] is None  # gate is F16
     assert schemes["layers/0/input_norm"] is None
     scanned = declare(replace(config, scan_layers=True), **given)
     assert scanned[("layers", "0", "feed_forward", "down_proj")].scheme is not None

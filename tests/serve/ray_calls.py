@@ -39,6 +39,7 @@ from jaxspec.serve.ray_app import (
     make_application,
     read_arguments,
 )
+from tests.support.fake_engines import before_launches
 
 ENGINE: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512}
 METRICS_PORT = 8100
@@ -58,14 +59,9 @@ class Slow(Replica):
 
     def __init__(self, options: Options, placement: Placement):
         super().__init__(options, placement)
-        runner: Any = self.engine.engine.runner
-        launch, file = runner.launch, Path(os.environ[DELAY_FILE])
-
-        def delayed(*arguments: Any) -> Any:
-            time.sleep(float(file.read_text()))
-            return launch(*arguments)
-
-        runner.launch = delayed
+        file = Path(os.environ[DELAY_FILE])
+        runner = self.engine.engine.runner
+        before_launches(runner, lambda: time.sleep(float(file.read_text())))
 
 
 def set_delay(seconds: float) -> None:

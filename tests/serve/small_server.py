@@ -11,12 +11,11 @@ import resource
 import signal
 import sys
 import time
-from typing import Any
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
-from tests.support.fake_engines import make_fake_engine
+from tests.support.fake_engines import before_launches, make_fake_engine
 from tests.support.stub_tokenizer import TurnsTokenizer
 
 
@@ -36,16 +35,9 @@ def main(delay_s: float, num_files: int, flags: list[str]) -> int:
 
     signal.signal(signal.SIGUSR1, take)
     signal.signal(signal.SIGUSR2, free)
-    engine, fake = make_fake_engine(num_draft_tokens=3, max_num_seqs=2)
+    engine, runner = make_fake_engine(num_draft_tokens=3, max_num_seqs=2)
     engine.tokenizer = TurnsTokenizer(16)
-    runner: Any = fake
-    launch = runner.launch
-
-    def delayed(*arguments: Any) -> Any:
-        time.sleep(delay_s)
-        return launch(*arguments)
-
-    runner.launch = delayed
+    before_launches(runner, lambda: time.sleep(delay_s))
     options = read_flags("small_server", ["m", "--port", "0", *flags])
     launcher.set_up_log("info")
     bound = launcher._bind(options.listening)

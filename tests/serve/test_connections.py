@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import requests
 
@@ -294,15 +293,6 @@ def test_clients_read_refusal_of_32_mib(
     assert status == 413
     assert body["error"]["code"] == 413
     assert "--max-body-bytes" in body["error"]["message"]
-
-
-def test_openai_client_reads_refusal_of_32_mib(patient_server: Server):
-    url = f"{patient_server.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client:
-        with pytest.raises(openai.APIStatusError) as refused:
-            client.completions.create(model="m", prompt=HUGE.decode())
-    assert refused.value.status_code == 413
-    assert "--max-body-bytes" in refused.value.message
 
 
 @pytest.mark.parametrize(("path", "status"), [(COMPLETIONS, 401), ("/nowhere", 404)])

@@ -2,6 +2,7 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,8 @@ def test_sleep_and_wake_up():
         def is_sleeping() -> bool:
             return http.get("/is_sleeping").json()["is_sleeping"]
 
-        def change(path: str) -> None:
-            response = http.post(path)
-            assert (response.status_code, response.content) == (200, b"")
+        def change(path: str) -> dict[str, Any]:
+            return http.post(path).raise_for_status().json()
 
         for query in ("level=0", "level=x", "mode=keep"):
             name = query.partition("=")[0]
@@ -48,22 +48,26 @@ def test_sleep_and_wake_up():
         running = "vllm:num_requests_running{.*} 1.0"
         while not re.search(running, http.get("/metrics").text):
             assert not asked.done()
-        change("/sleep?level=1")
+        assert change("/sleep?level=1") == {"status": "sleeping", "level": 1}
         assert is_sleeping()
         (choice,) = asked.result()["choices"]
         assert choice["finish_reason"] == "abort"
-        assert "is asleep" in http.refusal(COMPLETIONS, BODY)["message"]
+        late = pool.submit(http.ask, COMPLETIONS, prompt=PROMPT, max_tokens=4)
+        waiting = "vllm:num_requests_waiting{.*} 1.0"
+        while not re.search(waiting, http.get("/metrics").text):
+            assert not late.done()
         # The server is healthy, and its metrics report the sleep state.
         assert http.get("/health").status_code == 200
         state = 'vllm:engine_sleep_state{.*sleep_state="weights_offloaded".*} 1.0'
         assert re.search(state, http.get("/metrics").text)
         assert http.refusal("/wake_up?tags=all", {})["param"] == "query.tags"
-        change("/wake_up?tags=kv_cache")
+        partly = {"status": "sleeping", "tags": ["kv_cache"]}
+        assert change("/wake_up?tags=kv_cache") == partly
         assert is_sleeping()
-        change("/wake_up?tags=weights&tags=kv_cache")
+        assert not late.done(), "a request that arrives meanwhile waits, as in vLLM"
+        assert change("/wake_up") == {"status": "awake", "tags": None}
         assert not is_sleeping()
-        answer = http.ask(COMPLETIONS, prompt=PROMPT, max_tokens=4)
-        assert answer["choices"][0]["text"] == letters(said(4))
+        assert late.result()["choices"][0]["text"] == letters(said(4))
 
 
 def test_generation_is_paused_and_resumed():

@@ -96,8 +96,9 @@ def slow(*values: object) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "text", "after_s", "number", "status"),
     [
-        # A signal before jax is imported would arrive while the interpreter imports
-        # jaxspec (0.3 s).
+        # While jaxspec is imported: numpy is, jax is not yet.
+        (("jaxspec", "generate", "x"), "numpy", 0.0, signal.SIGINT, INTERRUPTED),
+        (SERVER, "numpy", 0.0, signal.SIGINT, INTERRUPTED),
         (SERVER, "jaxlib", 0.0, signal.SIGINT, INTERRUPTED),
         (GENERATE, "jaxlib", 0.0, signal.SIGINT, INTERRUPTED),
         # While weights are loaded.
@@ -112,10 +113,11 @@ def slow(*values: object) -> Any:
         # During compiles before the server listens, and of a command.
         *(
             slow(arguments, "Compiling", after_s, signal.SIGINT, INTERRUPTED)
-            for arguments, after_s in (
-                *((WARM_ALL, 0.0), (WARM_ALL, 8.0)),
-                *((GENERATE, 0.0), (GENERATE, 0.5)),
-            )
+            for arguments, after_s in (*((GENERATE, 0.0), (GENERATE, 0.5)),)
+        ),
+        *(
+            slow(WARM_ALL, "Memory of", after_s, signal.SIGINT, INTERRUPTED)
+            for after_s in (1.0, 8.0)
         ),
     ],
 )

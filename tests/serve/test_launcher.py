@@ -26,7 +26,7 @@ from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
 from jaxspec.serve.response_store import ResponseStore
 from jaxspec.text.tokenizer import NoTokenizer
-from tests.support.fake_engines import letters, make_fake_engine, said
+from tests.support.fake_engines import before_launches, letters, make_fake_engine, said
 from tests.support.programs import quick_environment
 from tests.support.serving import COMPLETIONS, PROMPT, Gate, TurnsTokenizer, events_of
 
@@ -45,16 +45,9 @@ def served(
     Args:
         connecting: Arguments of the client's `httpx.HTTPTransport`.
     """
-    engine, fake = make_fake_engine(num_draft_tokens=3)
+    engine, runner = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
-    runner: Any = fake
-    launch = runner.launch
-
-    def delayed(*arguments: Any) -> Any:
-        time.sleep(delay_s)
-        return launch(*arguments)
-
-    runner.launch = delayed
+    before_launches(runner, lambda: time.sleep(delay_s))
     always = ["m", "--port", "0", "--shutdown-timeout", str(timeout_s)]
     options = read_flags("prog", [*always, *flags])
     launcher._check_tls(options.listening)
@@ -142,20 +135,40 @@ def test_shutdown_waits_for_background_responses(
     assert len(text) == 90 if status == "incomplete" else len(text) < 90
 
 
-def test_second_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("first", "advice"),
+    [(signal.SIGINT, "press Ctrl-C again to stop"), (signal.SIGTERM, "repeat it to")],
+)
+def test_second_signal_exits_at_once(
+    first: signal.Signals,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+):
     codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
+    caplog.set_level("INFO", logger=launcher.__name__)
+    path = tmp_path / "socket"
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        assert not path.exists(), "it would block a restart"
+
+    monkeypatch.setattr(os, "_exit", leave)
 
     def ask(client: httpx.Client) -> None:
         body = {"prompt": PROMPT, "max_tokens": 20, "stream": True}
         with client.stream("POST", COMPLETIONS, json=body) as response:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (first, signal.SIGINT):
                 os.kill(os.getpid(), number)
                 time.sleep(0.2)
             response.read()
 
-    assert served(ask, timeout_s=30, delay_s=0.1) == 0
+    where: Any = {"flags": ["--uds", str(path)], "uds": str(path)}
+    assert served(ask, timeout_s=30, delay_s=0.1, **where) == 0
     assert codes == [128 + signal.SIGINT]
+    expected = f"{first.name}: waiting up to 30 s for 1 running request; {advice}"
+    assert any(one.startswith(expected) for one in caplog.messages)
 
 
 def test_server_exits_when_engine_dies():

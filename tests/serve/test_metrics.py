@@ -1,11 +1,7 @@
 """The contents of /metrics, parsed in the way Prometheus does."""
 
-import logging
-import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec.metrics import Counter, Gauge, Histogram, Vector
@@ -144,38 +140,3 @@ def test_engine_without_stats_has_no_engine_metrics():
         names = {name for name, _ in read(http)}
     assert "http_requests_total" in names
     assert "vllm:prompt_tokens_total" not in names
-
-
-def test_logs_statistics_until_idle(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    for module in ("llm_engine", "engine_thread"):
-        monkeypatch.setattr(f"jaxspec.engine.{module}.LOG_INTERVAL_S", 0.05)
-    caplog.set_level(logging.INFO, "jaxspec.engine.metrics")
-    with server(delay_s=0.03) as http:
-        time.sleep(0.2)
-        assert not caplog.messages
-        http.ask(COMPLETIONS, prompt=PROMPT, max_tokens=40, ignore_eos=True)
-        ended = "generation throughput: 0.0 tokens/s, Running: 0 reqs"
-        while not (caplog.messages and ended in caplog.messages[-1]):
-            time.sleep(0.01)
-        lines = list(caplog.messages)
-        accepted = read(http)["vllm:spec_decode_num_accepted_tokens_total", PLAIN]
-        time.sleep(0.2)
-        assert caplog.messages == lines
-    engine = [line for line in lines if line.startswith("Avg prompt throughput")]
-    drafts = [line for line in lines if line.startswith("SpecDecoding metrics")]
-    assert len(engine) > 2
-    assert len(engine) + len(drafts) == len(lines)
-    pattern = (
-        r"Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: "
-        r"[\d.]+ tokens/s, Running: 1 reqs, Waiting: 0 reqs, KV cache usage: "
-        r"[\d.]+%, Prefix cache hit rate: [\d.]+%"
-    )
-    assert re.fullmatch(pattern, engine[0])
-    for line in drafts:
-        rates = re.findall(r"Per-position acceptance rate: ([\d., ]+),", line)
-        assert len(rates[0].split(", ")) == 3
-    # Every round is counted, also those after the last log line.
-    counts = re.findall(r"Accepted: (\d+) tokens", "".join(lines))
-    assert sum(map(int, counts)) == accepted > 0

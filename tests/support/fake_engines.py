@@ -95,14 +95,7 @@ Use = Callable[[AsyncLLMEngine], Awaitable[Any]]
 def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
     """Run `use` with an engine with delayed launches; assert that it ends idle."""
     engine, runner = make_fake_engine(num_draft_tokens=3, **changes)
-    launch = runner.launch
-
-    def delayed(*arguments: Any) -> Any:
-        time.sleep(delay_s)
-        return launch(*arguments)
-
-    patched: Any = runner
-    patched.launch = delayed
+    before_launches(runner, lambda: time.sleep(delay_s))
     serving = AsyncLLMEngine(engine)
 
     async def run() -> None:
@@ -129,12 +122,13 @@ def make_engines(delay_s: float = 0.0, **changes: Any) -> list[LLMEngine]:
     for rank in range(COUNT):
         sizes = {"data_parallel_size": COUNT, "data_parallel_rank": rank}
         engine, runner = make_fake_engine(num_draft_tokens=3, **sizes, **changes)
-        _before_launches(runner, lambda: time.sleep(delay_s))
+        before_launches(runner, lambda: time.sleep(delay_s))
         engines.append(engine)
     return engines
 
 
-def _before_launches(runner: Any, call: Callable[[], Any]) -> None:
+def before_launches(runner: Any, call: Callable[[], Any]) -> None:
+    """Call a function before every launch of a fake runner."""
     launch = runner.launch
 
     def later(*arguments: Any) -> Any:

@@ -1,7 +1,7 @@
 """Run a scheduler on a fake device, without detokenization."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -175,10 +175,17 @@ class Loop:
 
         tables.free_behind = free_behind
 
-    def run(self, requests: Iterable[Request] = ()) -> None:
-        """Add requests, and run until all have ended."""
+    def add(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self.scheduler.add(request)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def run(self, requests: Iterable[Request] = ()) -> None:
+        """Add requests, and run until all have ended."""
+        self.add(requests)
         for _ in range(20_000):
             if not self.step():
                 return
@@ -221,15 +228,47 @@ class Loop:
         expected = reference_tokens(self.truth, request.seed, prompt, request)
         assert request.output_token_ids == expected
 
+    def check_ended(self, requests: Iterable[Request]) -> None:
+        """Assert that requests have their texts, and that nothing is left of them."""
+        for request in requests:
+            self.assert_said_the_truth(request)
+        self.assert_idle()
+
 
 def run_traffic(config: EngineConfig, requests: list[Request], seed: int = 0) -> Loop:
     loop = Loop(config, seed)
     loop.run(requests)
     assert len(loop.finished) == len(requests)
-    for request in requests:
-        loop.assert_said_the_truth(request)
-    loop.assert_idle()
+    loop.check_ended(requests)
     return loop
+
+
+def run_random_traffic(
+    loop: Loop,
+    seed: int,
+    make: Callable[..., Request] = make_request,
+    *,
+    arrival_share: float = 0.5,
+    drop_share: float = 0.0,
+) -> None:
+    """Run ten requests that arrive at random; drop a share of those that are left."""
+    random = np.random.default_rng(seed)
+    coming = deque(make(number, random, loop.config) for number in range(10))
+    dropped = []
+    for _ in range(3000):
+        while coming and random.random() < arrival_share:
+            loop.scheduler.add(coming.popleft())
+        alive = [*loop.scheduler.running, *loop.scheduler.waiting]
+        if drop_share and alive and random.random() < drop_share:
+            dropped.append(alive[random.integers(len(alive))])
+            loop.scheduler.finish(dropped[-1], "abort", None)
+        if not loop.step() and not coming:
+            break
+    assert bool(dropped) == bool(drop_share)
+    assert len(loop.finished) + len(dropped) == 10
+    loop.check_ended(loop.finished)
+    shapes = set(loop.scheduler.shapes.all(with_on_demand=True))
+    assert {launch.shape for launch in loop.launches} <= shapes
 
 
 def make_requests(config: EngineConfig, count: int, **changes: Any) -> list[Request]:

@@ -1,11 +1,13 @@
 """Run the server's application with a fake device, and HTTP clients for it."""
 
 import contextlib
+import itertools
 import json
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,10 +26,17 @@ from jaxspec.serve.response_store import ResponseStore
 from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
-from tests.support.fake_engines import assert_idle, letters, make_fake_engine, serve
+from tests.support.fake_engines import (
+    assert_idle,
+    before_launches,
+    letters,
+    make_fake_engine,
+    serve,
+)
 from tests.support.stub_tokenizer import StubTokenizer, TurnsTokenizer
 
 # After a prompt of three tokens, the model's text is `letters(said(count))`.
+ROOT = Path(__file__).parents[2]
 PROMPT = letters([2, 3, 4])
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -103,14 +112,7 @@ class Site:
         engine, runner = make_fake_engine(num_draft_tokens=3, **engine_changes)
         engine.tokenizer = tokenizer or TurnsTokenizer(16)
         self.delay_s = 0.0
-        patched: Any = runner
-        launch = runner.launch
-
-        def delayed(*arguments: Any) -> Any:
-            time.sleep(self.delay_s)
-            return launch(*arguments)
-
-        patched.launch = delayed
+        before_launches(runner, lambda: time.sleep(self.delay_s))
         self.engine = AsyncLLMEngine(engine)
         self._port = 0
         self.start(**settings)
@@ -163,16 +165,13 @@ def site_of(
 
 
 def _break(runner: Any, number: int) -> None:
-    launch, count = runner.launch, 0
+    numbers = itertools.count()
 
-    def broken(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count - number in (1, 2):
+    def fail() -> None:
+        if next(numbers) - number in (0, 1):
             raise RuntimeError("boom")
-        return launch(*arguments)
 
-    runner.launch = broken
+    before_launches(runner, fail)
 
 
 class Client(httpx.Client):
@@ -238,6 +237,8 @@ def error_of(response: httpx.Response, status: int, kind: str) -> dict[str, Any]
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["code"], error["type"]) == (status, kind)
+    # Clients must not see the server's folders.
+    assert str(ROOT) not in error["message"]
     return error
 
 

@@ -222,10 +222,7 @@ def accepts(*pairs: str) -> Callable[[list[dict[str, Any]]], bool]:
         ("system: s", "user: s"),
         ("system: |user: a", "user: a"),
         ("system: s|assistant: b|user: a", "user: s|assistant: b|user: a"),
-        (
-            "user: a|assistant: b|system: s|user: c",
-            "user: a|assistant: b|user: s\n\nc",
-        ),
+        ("user: a|assistant: b|system: s|user: c", "user: a|assistant: b|user: s\n\nc"),
         ("user: a|user: b|model: c", "user: a\n\nb|model: c"),
         # Messages are never reordered, so these conversations are still refused.
         ("assistant: b|user: a", "assistant: b|user: a"),

@@ -20,7 +20,7 @@ Split = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 # The numbers that the 4-bit values 0 to 15 of IQ4_NL and IQ4_XS represent.
 _IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
-    np.float32,
+    np.int8,
 )
 
 
@@ -35,7 +35,7 @@ class BlockType:
         dtype: Type of the dequantized numbers: float32 for every quantized type.
         dequantize: Turns blocks into numbers; None for plain floats.
         split: Turns blocks into integers and scales whose products are the numbers,
-            after adding minima if there are any; None for types with a table of values.
+            after adding minima if there are any; None for plain floats.
     """
 
     name: str
@@ -161,17 +161,17 @@ def _with_minima(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
     return np.stack([scales, minima], axis=2)
 
 
-def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
-    return _products(_half(blocks, 0), _IQ4_VALUES[_nibbles(blocks[:, 2:])])
+def _split_iq4_nl(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _IQ4_VALUES[_nibbles(blocks[:, 2:])], _half(blocks, 0)
 
 
-def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
+def _split_iq4_xs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
     shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4)
     high = ((blocks[:, 2:4, None] >> shifts) & 3).reshape(-1, 8)
     scales = _half(blocks, 0) * _signed(low | high << 4, 32).astype(np.float32)
     nibbles = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, 256)
-    return _products(scales, _IQ4_VALUES[nibbles])
+    return _IQ4_VALUES[nibbles], scales
 
 
 def _of_split(split: Split) -> Callable[[np.ndarray], np.ndarray]:
@@ -197,20 +197,6 @@ def _scaled(name: str, num_elements: int, num_bytes: int, split: Split) -> Block
     )
 
 
-def _other(
-    name: str,
-    num_elements: int,
-    num_bytes: int,
-    dequantize: Callable[[np.ndarray], np.ndarray],
-) -> BlockType:
-    return BlockType(
-        name=name,
-        num_elements=num_elements,
-        num_bytes=num_bytes,
-        dequantize=dequantize,
-    )
-
-
 # Types by their number in a file.
 TYPES = {
     0: BlockType(name="F32", num_bytes=4),
@@ -225,8 +211,8 @@ TYPES = {
     12: _scaled("Q4_K", 256, 144, _split_q4_k),
     13: _scaled("Q5_K", 256, 176, _split_q5_k),
     14: _scaled("Q6_K", 256, 210, _split_q6_k),
-    20: _other("IQ4_NL", 32, 18, _iq4_nl),
-    23: _other("IQ4_XS", 256, 136, _iq4_xs),
+    20: _scaled("IQ4_NL", 32, 18, _split_iq4_nl),
+    23: _scaled("IQ4_XS", 256, 136, _split_iq4_xs),
     30: BlockType(name="BF16", num_bytes=2, dtype=np.dtype(ml_dtypes.bfloat16)),
 }
 # Types that are not supported; their names are for error messages.

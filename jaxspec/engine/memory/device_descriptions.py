@@ -48,16 +48,26 @@ _TPU_ARGUMENT = "--xla_tpu_use_enhanced_launch_barrier=true"
 
 @dataclass(frozen=True)
 class Tpu:
-    """A TPU slice of one host."""
+    """A TPU slice of one host.
+
+    Attributes:
+        topology: libtpu's name of the slice.
+        host: Chips of the host, by axis.
+    """
 
     topology: str
     host: tuple[int, int, int]
 
 
+# By kind and number of jax's devices: one for each chip, but two for each chip of a v7x
+# (Ironwood), whose cores have memories of their own.
 TPUS = {
     f"{kind}-{count}": Tpu(f"{kind}:{host[0]}x{host[1]}", host)
     for kind in ("v5e", "v6e")
     for count, host in ((1, (1, 1, 1)), (4, (2, 2, 1)), (8, (2, 4, 1)))
+} | {
+    "v7x-2": Tpu("tpu7x:1x1x1", (1, 1, 1)),
+    "v7x-8": Tpu("tpu7x:2x2x1", (2, 2, 1)),
 }
 _GPU = re.compile(r"(h200)(?:-([1-8]))?")
 DEVICES = (*TPUS, "h200", "h200-2 to h200-8")
@@ -67,6 +77,7 @@ DEVICES = (*TPUS, "h200", "h200-2 to h200-8")
 MEMORY_BYTES = {
     "v5e": int(15.75 * GIB),
     "v6e": int(31.25 * GIB),
+    "v7x": int(94.75 * GIB),
     "t4": int(13.5 * GIB),
     "l4": 21 * GIB,
     "a100-40gb": 38 * GIB,
@@ -75,7 +86,8 @@ MEMORY_BYTES = {
     "h200": 139 * GIB,
     "b200": 177 * GIB,
 }
-_GPU_KINDS = [kind for kind in MEMORY_BYTES if kind not in ("v5e", "v6e")]
+_TPU_KINDS = {name.partition("-")[0] for name in TPUS}
+_GPU_KINDS = [kind for kind in MEMORY_BYTES if kind not in _TPU_KINDS]
 _NAMED_GPU = re.compile(f"({'|'.join(_GPU_KINDS)})(?:-([1-8]))?")
 NAMED_DEVICES = (*TPUS, *_GPU_KINDS, *(f"{kind}-2 to {kind}-8" for kind in _GPU_KINDS))
 

@@ -33,14 +33,18 @@ class Speeds:
         link: Bytes/s that it sends in an all-reduce.
         start_s: Latency of an all-reduce of any size, in seconds.
         hop_s: Additional latency per hop; 0 if a switch connects all devices.
+        devices_per_chip: Devices that share a chip, and its links to other chips.
 
     References:
-        TPUs: docs.cloud.google.com/tpu/docs/v5e and v6e; of four ports, a chip at the
-        edge of a slice has two, which send half of what both directions carry. A hop
-        takes about 1 us, and a gather of three took 8 on a v5e:
-        jax-ml.github.io/scaling-book/sharding. Hopper: NVLink sends 450 GB/s
-        (jax-ml.github.io/scaling-book/gpus); 4 kB took 9 us over 2, 4 and 8 H100
-        (github.com/sgl-project/sglang/pull/2904).
+        TPUs: docs.cloud.google.com/tpu/docs/v5e, v6e and tpu7x; a chip at the edge of a
+        slice has two ports (of four; of six on a TPU7x), which send half of what both
+        directions carry. Of a TPU7x chip, each of two devices has half of the memory,
+        bandwidth and operations; the link between them is six times as fast as a port,
+        so that sums leave the chip once. A hop takes about 1 us, and a gather of three
+        took 8 on a v5e: jax-ml.github.io/scaling-book/sharding. Hopper: NVLink sends
+        450 GB/s (jax-ml.github.io/scaling-book/gpus); 4 kB took 9 us over 2, 4 and 8
+        H100 (github.com/sgl-project/sglang/pull/2904). Blackwell: NVLink sends 900 GB/s
+        and 8 TB/s are read; no latency has been published, so it is Hopper's.
     """
 
     operations: float
@@ -48,6 +52,7 @@ class Speeds:
     link: float
     start_s: float
     hop_s: float = 0.0
+    devices_per_chip: int = 1
 
     def all_reduce_s(self, num_bytes: int, num_devices: int) -> float:
         """Return the seconds of an all-reduce of `num_bytes`.
@@ -58,7 +63,8 @@ class Speeds:
         """
         if num_devices == 1:
             return 0.0
-        hops = 2 * (num_devices // 2)
+        num_chips = -(-num_devices // self.devices_per_chip)
+        hops = 2 * (num_chips // 2)
         sent = 2 * (num_devices - 1) / num_devices * num_bytes
         return self.start_s + hops * self.hop_s + sent / self.link
 
@@ -71,17 +77,28 @@ SPEEDS = {
     "TPU v6 lite": Speeds(
         operations=918e12, memory=1640e9, link=2 * 100e9, start_s=5e-6, hop_s=1e-6
     ),
+    "TPU7x": Speeds(
+        operations=2307e12 / 2,
+        memory=7380e9 / 2,
+        link=2 * 100e9,
+        start_s=5e-6,
+        hop_s=1e-6,
+        devices_per_chip=2,
+    ),
     "NVIDIA H100 80GB HBM3": Speeds(
         operations=989e12, memory=3.35e12, link=450e9, start_s=9e-6
     ),
     "NVIDIA H200": Speeds(operations=989e12, memory=4.8e12, link=450e9, start_s=9e-6),
+    "NVIDIA B200": Speeds(operations=2250e12, memory=8e12, link=900e9, start_s=9e-6),
 }
 # Maps common names of devices to the names that jax reports.
 _KINDS = {
     "v5e": "TPU v5 lite",
     "v6e": "TPU v6 lite",
+    "v7x": "TPU7x",
     "h100": "NVIDIA H100 80GB HBM3",
     "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
 }
 
 

@@ -179,6 +179,7 @@ class MemoryFacts:
 
     Attributes:
         device: Name of the device, for messages.
+        devices_per_chip: Devices of one chip of a TPU.
         platform: "cpu", "gpu" or "tpu".
         num_devices: Number of such devices; all have the same contents.
         limit_bytes: Bytes that jax may use of it; None if there is no limit to plan
@@ -206,6 +207,7 @@ class MemoryFacts:
     device: str
     platform: str
     num_devices: int = 1
+    devices_per_chip: int = 1
     limit_bytes: int | None
     limit_share: float = 1.0
     most_share: float = 1.0
@@ -660,8 +662,9 @@ def _remedy(
     devices = 1 << facts.num_devices.bit_length()  # heads are spread over powers of two
     while devices < 64 and needed * facts.num_devices / devices > budget:
         devices *= 2
-    if facts.platform == "tpu" and devices == 2:  # there is no slice of two chips
-        devices = 4
+    # There is no slice of two chips.
+    if facts.platform == "tpu" and devices == 2 * facts.devices_per_chip:
+        devices *= 2
     return "tensor_parallel_size", devices
 
 

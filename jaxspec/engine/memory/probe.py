@@ -328,6 +328,7 @@ def find_facts(
         ConfigError: The devices' memory or their name is unknown.
     """
     first = mesh.devices.flat[0]
+    speeds = speeds_of(first.device_kind)
     memory = [_limit_and_use(mesh, given_sizes, device), *others]
     limit = min((one for one, _ in memory if one is not None), default=None)
     used = max(one for _, one in memory)
@@ -375,6 +376,7 @@ def find_facts(
         device=device or first.device_kind,
         platform=first.platform,
         num_devices=mesh.size,
+        devices_per_chip=speeds.devices_per_chip if speeds else 1,
         limit_bytes=limit,
         limit_share=pool_share(given_sizes.gpu_memory_utilization) if is_gpu else 1.0,
         most_share=most_pool_share(given_sizes.gpu_memory_utilization)

@@ -93,6 +93,8 @@ def paged_attention(
         )
         sizes = tuning.sizes("paged_attention", name, device_kind, key) or {}
         tuned = {"tiles": Tiles(**sizes)} if name == "gpu" and sizes else sizes
+        if name == "tpu":
+            tuned = {**tuned, "device_kind": device_kind}
     run = dispatch.choose("paged_attention", _MODULES, name)
     return run(
         query,

@@ -6,9 +6,10 @@ reaches to the last live one. Two block buffers alternate: while one is used, th
 block is copied into the other, also from one sequence to the next. No other page is
 copied.
 
-SMEM: page table, lengths and bounds (scalar prefetch). VMEM: the two buffers, two more
-for scales, the queries of a sequence as `[kv_head, token * group, head_dim]`, and per
-row the float32 running maximum, sum and output.
+SMEM: page table, lengths and bounds (scalar prefetch). If the page table is too large
+for SMEM, a loop calls the kernel for some of the sequences at a time. VMEM: the two
+buffers, two more for scales, the queries of a sequence as `[kv_head, token * group,
+head_dim]`, and per row the float32 running maximum, sum and output.
 
 A block is used as `[token, 2 * kv_head * head_dim]`, so that a head's keys or values
 are a slice of lanes. Mosaic rejects strided loads over rows of 256 lanes; it compiles
@@ -39,12 +40,16 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec_kernels.bits import FP8, LANES, KvPages, ScaledPages, check_scales
 from jaxspec_kernels.paged_attention.reference import fold, unfold
 from jaxspec_kernels.paged_attention.tree_bits import WORD, WORD_SHIFT, pack_tree
+from jaxspec_kernels.tpu_memory import SMEM_BYTES, check_vmem
 
 # Bytes of one block of keys and values: enough that a copy hides its latency, few
 # enough that two blocks and the compiler's own memory stay far below the 16 MiB that a
 # kernel gets on v5e.
 BLOCK_BYTES = 2**20
 MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 128, 512  # lanes of a tile; unrolled code
+
+# Bytes of a page table in SMEM. The rest is for lengths, bounds, and the compiler.
+MAX_TABLE_BYTES = 3 * SMEM_BYTES // 4
 
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row without keys
 
@@ -359,6 +364,7 @@ def paged_attention(
     window: int | None,
     ancestor_mask: Bool[Array, "seq token token"] | None,
     block_tokens: int | None = None,
+    device_kind: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "seq token q_head head_dim"]:
     """See `jaxspec_kernels.paged_attention`.
@@ -369,9 +375,69 @@ def paged_attention(
 
     Raises:
         NotImplementedError: The query is neither bfloat16 nor float32, or pages are
-            neither of these nor float8_e4m3fn, nor int8 with scales in lanes.
+            neither of these nor float8_e4m3fn, nor int8 with scales in lanes; or the
+            kernel does not fit the memories of a TPU.
     """
     _check(query, kv_pages)
+    settings: dict[str, Any] = dict(
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        block_tokens=block_tokens,
+        device_kind=device_kind,
+        interpret=interpret,
+    )
+    arrays = query, page_table, kv_len, ancestor_mask
+    num_seqs, max_seqs = query.shape[0], _max_seqs(page_table.shape)
+    if num_seqs <= max_seqs:
+        return _attend(kv_pages, *arrays, **settings)
+    # In groups of equal size; sequences that fill up the last group have no tokens.
+    num_groups = -(-num_seqs // max_seqs)
+    size = -(-num_seqs // num_groups)
+
+    def grouped(array: Array) -> Array:
+        padding = [(0, num_groups * size - num_seqs)] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, padding).reshape(num_groups, size, *array.shape[1:])
+
+    groups = jax.tree.map(grouped, arrays)
+    attend = functools.partial(_attend, kv_pages, **settings)
+    out = jax.lax.map(lambda group: attend(*group), groups)
+    return out.reshape(-1, *query.shape[1:])[:num_seqs]
+
+
+def _max_seqs(page_table: tuple[int, ...]) -> int:
+    """Return the sequences of one call, whose page table must fit SMEM.
+
+    Raises:
+        NotImplementedError: The pages of one sequence do not fit.
+    """
+    row_bytes = 4 * _tiles(page_table[1])
+    if row_bytes > MAX_TABLE_BYTES:
+        raise NotImplementedError(
+            f"page_table has shape {page_table}: a row of {row_bytes:,} bytes exceeds "
+            f"the {MAX_TABLE_BYTES:,} bytes of a TPU's SMEM that it may take; use "
+            "shorter sequences or larger pages"
+        )
+    count = MAX_TABLE_BYTES // row_bytes
+    # Rows are padded to whole tiles of 8, or of 1, 2 or 4.
+    return count // 8 * 8 if count >= 8 else 1 << (count.bit_length() - 1)
+
+
+def _attend(
+    kv_pages: KvPages,
+    query: Float[Array, "seq token q_head head_dim"],
+    page_table: Int[Array, "seq table"],
+    kv_len: Int[Array, " seq"],
+    ancestor_mask: Bool[Array, "seq token token"] | None,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    block_tokens: int | None,
+    device_kind: str | None,
+    interpret: bool | pltpu.InterpretParams,
+) -> Float[Array, "seq token q_head head_dim"]:
+    """Call the kernel for sequences whose page table fits SMEM."""
     queries, page_size = query.shape[1], kv_pages.shape[1]
     if block_tokens is None:
         block_tokens = default_block_tokens(kv_pages, page_table.shape[1] * page_size)
@@ -392,6 +458,8 @@ def paged_attention(
         has_tree=ancestor_mask is not None,
         is_scaled=isinstance(kv_pages, ScaledPages),
     )
+    scratch = _scratch(rows, kv_pages, max(1, block_tokens // page_size))
+    _check_vmem(rows, places, scratch, device_kind)
     pools = jax.tree.leaves(kv_pages)
     if not interpret:
         # Keep pools in HBM: XLA would copy a pool that fits in VMEM to VMEM and back.
@@ -405,7 +473,7 @@ def paged_attention(
             in_specs=[_per_seq(array) for array in (rows, places)]
             + [pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
             out_specs=_per_seq(rows),
-            scratch_shapes=_scratch(rows, kv_pages, max(1, block_tokens // page_size)),
+            scratch_shapes=scratch,
         ),
         # Buffers pass from one sequence to the next, so the order matters.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
@@ -451,6 +519,24 @@ def _scratch(rows: Array, kv_pages: KvPages, block_pages: int) -> list[Any]:
         pltpu.VMEM((kv_heads, num_rows, 1), jnp.float32),
         pltpu.VMEM((kv_heads, num_rows, head_dim), jnp.float32),
     ]
+
+
+def _check_vmem(
+    rows: Array, places: Array, scratch: list[Any], device_kind: str | None
+) -> None:
+    """Check the kernel's arrays in VMEM; Pallas has two copies of each block."""
+    blocks = {"queries": rows, "results": rows, "positions": places}
+    buffers = {
+        f"the block of {name}": (array.shape[1:], array.dtype, 2)
+        for name, array in blocks.items()
+    }
+    kept = [one for one in scratch if one.memory_space is pltpu.VMEM]
+    *pages, maximum, total, mixed = kept
+    names = ["the blocks of pages", "the blocks of scales"][: len(pages)]
+    names += ["the maximum of scores", "the sum of weights", "the sum of values"]
+    for name, one in zip(names, [*pages, maximum, total, mixed], strict=True):
+        buffers[name] = one.shape, one.dtype, 1
+    check_vmem("paged_attention", buffers, device_kind)
 
 
 def _per_seq(array: Array) -> pl.BlockSpec:

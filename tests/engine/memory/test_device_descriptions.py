@@ -90,9 +90,12 @@ def test_named_devices_include_described_devices():
         if " to " not in name:
             assert device_descriptions.named_devices(name)
     assert len(device_descriptions.named_devices("v6e-4")) == 4
+    # A v7x chip is two devices, with half of its 192 GiB each.
+    assert len(device_descriptions.named_devices("v7x-2")) == 2
+    assert device_descriptions.named_limit("v7x-8", None) == 94.75 * 2**30
     assert [one.id for one in device_descriptions.named_devices("h100-2")] == [0, 1]
     assert device_descriptions.named_devices("h100")[0].platform == "gpu"
-    for name in (*WRONG_NAMES, "v5e-2"):
+    for name in (*WRONG_NAMES, "v5e-2", "v7x-1"):
         with pytest.raises(ConfigError, match="--device must be one of .* h100-2"):
             device_descriptions.named_devices(name)
 

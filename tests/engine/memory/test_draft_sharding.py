@@ -134,6 +134,11 @@ def test_decision_is_described_in_one_line():
         # GPUs are connected by a switch, so there are no hops: 1.75 MB at 450 GB/s.
         ("h100", 8, 9 + 1.75 / 0.45),
         ("h200", 2, 9 + 1 / 0.45),
+        ("b200", 8, 9 + 1.75 / 0.9),
+        # Two devices share a chip: eight are on four chips, two hops apart; two need no
+        # hop.
+        ("v7x", 8, 5 + 4 + 8.75),
+        ("v7x", 2, 5 + 5),
     ],
 )
 def test_all_reduce_time_has_latency_hops_and_bytes(
@@ -147,7 +152,7 @@ def test_all_reduce_time_has_latency_hops_and_bytes(
 
 def test_named_devices_have_speeds():
     # No time of an all-reduce has been published for these devices.
-    unknown = {"t4", "l4", "a100-40gb", "a100-80gb", "b200"}
+    unknown = {"t4", "l4", "a100-40gb", "a100-80gb"}
     for name in MEMORY_BYTES:
         assert (speeds_of(name) in SPEEDS.values()) == (name not in unknown), name
     assert speeds_of("TPU v5 lite") is speeds_of("v5e")

@@ -322,13 +322,18 @@ def test_a_larger_share_lets_jax_take_more_of_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "platform", "expected"),
-    [(1, "gpu", 2), (3, "gpu", 4), (4, "gpu", 8), (1, "tpu", 4)],
+    ("num_devices", "platform", "per_chip", "expected"),
+    [
+        *((1, "gpu", 1, 2), (3, "gpu", 1, 4), (4, "gpu", 1, 8), (1, "tpu", 1, 4)),
+        # A v7x has slices of one chip, with two devices, and of four chips.
+        *((1, "tpu", 2, 2), (2, "tpu", 2, 8)),
+    ],
 )
 def test_advice_names_numbers_of_devices_that_exist(
-    num_devices: int, platform: str, expected: int
+    num_devices: int, platform: str, per_chip: int, expected: int
 ):
-    error = refusal(limit_bytes=24 * GIB, num_devices=num_devices, platform=platform)
+    devices: dict[str, Any] = dict(num_devices=num_devices, devices_per_chip=per_chip)
+    error = refusal(limit_bytes=24 * GIB, platform=platform, **devices)
     assert (error.parameter, error.value) == ("tensor_parallel_size", expected)
 
 

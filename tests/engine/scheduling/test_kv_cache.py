@@ -234,8 +234,7 @@ def test_texts_of_one_request_share_local_pages():
     requests = make_requests(config, 3, cache_group=7)
     requests += make_requests(config, 1, cache_group=8)
     loop = Loop(config, 0)
-    for request in requests[:3]:
-        loop.scheduler.add(request)
+    loop.add(requests[:3])
     while len(loop.scheduler.running) < 3:
         loop.step()
     shared = {tuple(request.pages[:17]) for request in requests[:3]}
@@ -248,9 +247,7 @@ def test_texts_of_one_request_share_local_pages():
     assert len(min(local)) == 2
     loop.run(requests[3:])
     assert requests[3].num_cached_tokens == 0
-    for request in requests:
-        loop.assert_said_the_truth(request)
-    loop.assert_idle()
+    loop.check_ended(requests)
 
 
 @pytest.mark.parametrize("windows", WINDOWS[:2])
@@ -268,9 +265,7 @@ def test_generated_tokens_are_found_in_the_cache(windows):
         loop = run_traffic(config, [first])
         (second,) = make_requests(config, 1, max_total=95, **drafts)
         second.prompt_token_ids = [*prompt, *first.output_token_ids, 1]
-        loop.scheduler.add(second)
-        while loop.step():
-            pass
+        loop.run([second])
         loop.assert_said_the_truth(second)
         # Of 92 tokens, the last one has no keys and values yet, so its page is not
         # full.
@@ -370,8 +365,7 @@ def test_prefix_ends_where_both_kinds_of_pages_are_found(num_draft_tokens):
         found.append(len(loop.scheduler.tables.cached_prefix(request).pages))
     assert found == [16, 15, 9]
     loop.scheduler.add(others[0])
-    while loop.step():
-        pass
+    loop.run()
     assert others[0].num_cached_tokens == 9 * 4
     loop.assert_said_the_truth(others[0])
 
@@ -416,8 +410,7 @@ def test_requests_give_up_drafts_before_one_is_preempted():
     for number, request in enumerate(requests):
         request.prompt_token_ids = [number] * 70
     loop, has_given_up, num_running = Loop(config, 0), False, 0
-    for request in requests:
-        loop.scheduler.add(request)
+    loop.add(requests)
     while loop.step():
         rows = [request.row for request in loop.scheduler.running]
         has_given_up |= bool((loop.scheduler.rows.max_draft_tokens[rows] == 0).any())
@@ -427,9 +420,7 @@ def test_requests_give_up_drafts_before_one_is_preempted():
     # With all local pages, they would take 3 * 46 units.
     assert num_running == 3
     assert loop.scheduler.stats.num_preemptions == 0
-    for request in requests:
-        loop.assert_said_the_truth(request)
-    loop.assert_idle()
+    loop.check_ended(requests)
 
 
 def test_reset_drops_the_prefix_cache():
@@ -439,13 +430,10 @@ def test_reset_drops_the_prefix_cache():
     loop.scheduler.add(second)
     loop.step()
     assert not loop.scheduler.reset_prefix_cache()
-    while loop.step():
-        pass
+    loop.run()
     assert second.num_cached_tokens == 68
     assert loop.scheduler.reset_prefix_cache()
     assert len(loop.scheduler.pool._key_of) == 0
     (third,) = make_requests(config, 1)
-    loop.scheduler.add(third)
-    while loop.step():
-        pass
+    loop.run([third])
     assert third.num_cached_tokens == 0

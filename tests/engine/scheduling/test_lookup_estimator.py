@@ -324,16 +324,15 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
                     RoundKind(shape, k), 2.5e-3 if k else 1e-3
                 )
     prompt = list(np.random.default_rng(0).permutation(60))
-    for request in make_requests(
+    requests = make_requests(
         config,
         2 * config.max_num_seqs,
         prompt_token_ids=[int(token) for token in prompt],
         max_total=60 + length,
         max_draft_tokens=MOST,
         features=Features(all_greedy=True),
-    ):
-        loop.scheduler.add(request)
-    loop.run()
+    )
+    loop.run(requests)
     assert len(loop.finished) == 2 * config.max_num_seqs
     for request in loop.finished:
         loop.assert_said_the_truth(request)

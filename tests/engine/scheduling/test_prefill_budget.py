@@ -151,8 +151,7 @@ def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
     second.prompt_token_ids = [2] * prompt_tokens
     second.max_total = prompt_tokens + 2
     loop.scheduler.add(first)
-    for _ in range(12):
-        loop.step()
+    loop.steps(12)
     loop.scheduler.add(second)
     before = len(loop.launches)
     while second.status is not Status.FINISHED:
@@ -207,8 +206,7 @@ def test_deferred_prompt_continues_when_no_stream_gets_pages():
     urgent.prompt_token_ids, urgent.max_total = [2] * 640, 642
     urgent.priority = -1
     loop.scheduler.add(stream)
-    for _ in range(12):
-        loop.step()
+    loop.steps(12)
     loop.scheduler.add(urgent)
     is_running = True
     while is_running:
@@ -227,10 +225,8 @@ def test_prompts_prefill_at_full_speed_without_streams():
     loop = Loop(config, seed=0)
     loop.prompt_token_s = 1.0
     loop.scheduler.add(requests[0])
-    for _ in range(4):
-        loop.step()
-    for request in requests[1:]:
-        loop.scheduler.add(request)
+    loop.steps(4)
+    loop.add(requests[1:])
     loop.step()
     assert len(loop.launches[-1].plan.tiles) == 16
 

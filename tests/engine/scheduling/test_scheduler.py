@@ -7,7 +7,6 @@ This tests the stages too: `admission`, `decode_selection`, `draft_prefill`.
 
 import dataclasses
 import itertools
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from tests.support.loops import (
     make_config,
     make_request,
     make_requests,
+    run_random_traffic,
     run_traffic,
 )
 
@@ -96,23 +96,8 @@ CONFIGS = {
     ],
 )
 def test_random_traffic_finishes(name, depth, num_seeds):
-    config = make_config(**CONFIGS[name])
     for seed in range(num_seeds):
-        random = np.random.default_rng(seed)
-        loop = Loop(config, seed, depth)
-        requests = [make_request(i, random, config) for i in range(10)]
-        coming = deque(requests)
-        for _ in range(3000):
-            while coming and random.random() < 0.5:
-                loop.scheduler.add(coming.popleft())
-            if not loop.step() and not coming:
-                break
-        assert len(loop.finished) == len(requests)
-        for request in requests:
-            loop.assert_said_the_truth(request)
-        loop.assert_idle()
-        shapes = set(loop.scheduler.shapes.all(with_on_demand=True))
-        assert {launch.shape for launch in loop.launches} <= shapes
+        run_random_traffic(Loop(make_config(**CONFIGS[name]), seed, depth), seed)
 
 
 @pytest.mark.parametrize(
@@ -121,27 +106,9 @@ def test_random_traffic_finishes(name, depth, num_seeds):
 )
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_requests_can_be_dropped_at_any_time(name, num_seeds):
-    config = make_config(**CONFIGS[name])
     for seed in range(num_seeds):
-        random = np.random.default_rng(seed)
-        loop = Loop(config, seed)
-        requests = [make_request(i, random, config) for i in range(10)]
-        coming = deque(requests)
-        dropped = []
-        for _ in range(3000):
-            while coming and random.random() < 0.5:
-                loop.scheduler.add(coming.popleft())
-            alive = [*loop.scheduler.running, *loop.scheduler.waiting]
-            if alive and random.random() < 0.1:
-                dropped.append(alive[random.integers(len(alive))])
-                loop.scheduler.finish(dropped[-1], "abort", None)
-            if not loop.step() and not coming:
-                break
-        assert dropped
-        assert len(loop.finished) + len(dropped) == len(requests)
-        for request in loop.finished:
-            loop.assert_said_the_truth(request)
-        loop.assert_idle()
+        loop = Loop(make_config(**CONFIGS[name]), seed)
+        run_random_traffic(loop, seed, drop_share=0.1)
 
 
 def freeze(value: Any) -> Any:
@@ -252,8 +219,7 @@ def test_decoding_does_not_wait_for_prompts():
     second.prompt_token_ids, second.max_total = [1] * 90, 95
     loop.scheduler.add(second)
     # First, a round without prompts must be timed.
-    for _ in range(4):
-        loop.step()
+    loop.steps(4)
     assert second.status is Status.PREFILL
     before = len(loop.launches) - 1
     while second.status is not Status.DECODE:
@@ -280,12 +246,10 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
         # Each prompt has one tile, without prefix hits.
         request.prompt_token_ids = [number] * 20
         request.max_total = 40
-    for request in requests[:2]:
-        loop.scheduler.add(request)
+    loop.add(requests[:2])
     loop.step()
     assert not programs.asked  # all prompts fit into one launch
-    for request in requests[2:]:
-        loop.scheduler.add(request)
+    loop.add(requests[2:])
     loop.step()
     assert [len(launch.plan.tiles) for launch in loop.launches] == [2, 2]
     [larger] = {shape for shape in programs.asked if shape.max_prompt_tokens}
@@ -326,10 +290,8 @@ def test_sequences_decode_during_draft_prefill():
     loop = Loop(config, seed=0)
     options: dict[str, Any] = dict(max_draft_tokens=3, max_total=390)
     requests = make_requests(config, 4, prompt_token_ids=[1] * 5, **options)
-    for request in requests:
-        loop.scheduler.add(request)
-    for _ in range(200):
-        loop.step()
+    loop.add(requests)
+    loop.steps(200)
     begun = len(loop.launches)
     for request in requests[2:]:
         loop.scheduler.finish(request, "abort", None)
@@ -415,13 +377,11 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
         request.prompt_token_ids, request.max_total = [1] * 5, 390
         request.params.output_kind = kind
         loop.scheduler.add(request)
-    for _ in range(100):
-        loop.step()
+    loop.steps(100)
     assert not any(launch.draft_counts.any() for launch in loop.launches)
     begun = len(loop.launches)
     loop.scheduler.finish(requests[0], "abort", None)
-    for _ in range(20):
-        loop.step()
+    loop.steps(20)
     launches = loop.launches[begun:]
     rounds = [one for one in launches if not one.shape.is_draft_prefill]
     # 15 rows lack four tiles of draft prefill each, and a launch has room for 16 tiles.
@@ -443,8 +403,7 @@ def test_draft_prefill_does_not_delay_streams():
     stream.params.output_kind = DELTA
     late.prompt_token_ids, late.max_total = [2] * 400, 440
     loop.scheduler.add(stream)
-    for _ in range(8):
-        loop.step()
+    loop.steps(8)
     before = len(loop.launches)
     loop.run([late])
     sizes = [
@@ -715,9 +674,7 @@ def test_plan_lists_all_allocated_pages():
         while loop.step():
             rows = loop.scheduler.rows
             num_sat_out += int(rows.is_decoding.sum()) > len(loop.launches[-1].rows)
-        for request in requests:
-            loop.assert_said_the_truth(request)
-        loop.assert_idle()
+        loop.check_ended(requests)
     assert num_sat_out
 
 
@@ -816,8 +773,7 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
     requests = make_requests(config, 2, max_draft_tokens=3, max_total=370)
     for request in requests:
         request.params.temperature = 0.0  # otherwise acceptance cannot be estimated
-        loop.scheduler.add(request)
-    loop.run()
+    loop.run(requests)
     assert policy.num_probes >= 3
     for request in requests:
         loop.assert_said_the_truth(request)

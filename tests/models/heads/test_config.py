@@ -1,6 +1,7 @@
 """Heads' config.json files; errors name a head of another target or kind."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -49,95 +50,62 @@ def test_default_layers_of_a_head(num_layers, layers):
     assert found.target_layers == (2, 3, 5)
 
 
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    (dict(norm_before_fc=True), "norm_before_fc must be False, got True"),
+    (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
+    (dict(num_hidden_layers=2), "num_hidden_layers must be 1, got 2"),
+    (
+        dict(model_type="gemma3_text"),
+        "model_type must be 'llama' or 'qwen3', got 'gemma3_text'",
+    ),
+    (dict(partial_rotary_factor=0.25), "partial_rotary_factor must be 1.0"),
+    (dict(rope_scaling=dict(rope_type="llama3")), "rope_type must be 'default'"),
+    (
+        dict(rope_parameters=dict(partial_rotary_factor=0.25)),
+        "partial_rotary_factor must be 1.0, got 0.25",
+    ),
+    *(
+        (
+            dict(rope_parameters={kind: dict(rope_theta=1e6)}),
+            "rope_parameters must be one object for all layers",
+        )
+        for kind in ("full_attention", "sliding_attention")
+    ),
+    (
+        dict(layer_types=["sliding_attention"], sliding_window=4),
+        "layer_types must be a list of num_hidden_layers=1 of 'full_attention'",
+    ),
+    (dict(eagle_config=dict(use_aux_hidden_state=False)), "use_aux_hidden_state"),
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        dict(use_sliding_window=True, sliding_window=4),
+        "layer_types must be .*, got None. use_sliding_window is true",
+    ),
+    (dict(layer_types=5), "layer_types must be a list of .*, got 5"),
+    (
+        dict(rms_norm_eps="a"),
+        "rms_norm_eps must be a finite number of at least 0, got 'a'",
+    ),
+    (dict(head_dim="a"), "head_dim must be an integer"),
+    (dict(hidden_size=None), "hidden_size must be an integer"),
+    (dict(draft_vocab_size=51), "draft_vocab_size must be an integer from 1 to 50"),
+    *(
+        (dict(eagle_aux_hidden_state_layer_ids=layers), "3 numbers of layers")
+        for layers in ([1, 2], "all")
+    ),
+    (
+        dict(draft_vocab_size=50, target_hidden_size=32),
+        "no embed_tokens.weight.* must be 32",
+    ),
+    (dict(target_hidden_size=32), "no embed_tokens.weight.* must be 32"),
+]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "named"),
-    [
-        (
-            dict(norm_before_fc=True),
-            UnsupportedError,
-            "norm_before_fc must be False, got True",
-        ),
-        (dict(hidden_act="gelu"), UnsupportedError, "hidden_act must be 'silu'"),
-        (
-            dict(num_hidden_layers=2),
-            UnsupportedError,
-            "num_hidden_layers must be 1, got 2",
-        ),
-        (
-            dict(model_type="gemma3_text"),
-            UnsupportedError,
-            "model_type must be 'llama' or 'qwen3', got 'gemma3_text'",
-        ),
-        (
-            dict(partial_rotary_factor=0.25),
-            UnsupportedError,
-            "partial_rotary_factor must be 1.0",
-        ),
-        (
-            dict(rope_scaling=dict(rope_type="llama3")),
-            UnsupportedError,
-            "rope_type must be 'default'",
-        ),
-        (
-            dict(rope_parameters=dict(partial_rotary_factor=0.25)),
-            UnsupportedError,
-            "partial_rotary_factor must be 1.0, got 0.25",
-        ),
-        *(
-            (
-                dict(rope_parameters={kind: dict(rope_theta=1e6)}),
-                UnsupportedError,
-                "rope_parameters must be one object for all layers",
-            )
-            for kind in ("full_attention", "sliding_attention")
-        ),
-        (
-            dict(layer_types=["sliding_attention"], sliding_window=4),
-            UnsupportedError,
-            "layer_types must be a list of num_hidden_layers=1 of 'full_attention'",
-        ),
-        (
-            dict(use_sliding_window=True, sliding_window=4),
-            ConfigError,
-            "layer_types must be .*, got None. use_sliding_window is true",
-        ),
-        (dict(layer_types=5), ConfigError, "layer_types must be a list of .*, got 5"),
-        (
-            dict(rms_norm_eps="a"),
-            ConfigError,
-            "rms_norm_eps must be a finite number of at least 0, got 'a'",
-        ),
-        (dict(head_dim="a"), ConfigError, "head_dim must be an integer"),
-        (
-            dict(eagle_config=dict(use_aux_hidden_state=False)),
-            UnsupportedError,
-            "use_aux_hidden_state",
-        ),
-        (dict(hidden_size=None), ConfigError, "hidden_size must be an integer"),
-        (
-            dict(draft_vocab_size=51),
-            ConfigError,
-            "draft_vocab_size must be an integer from 1 to 50",
-        ),
-        *(
-            (
-                dict(eagle_aux_hidden_state_layer_ids=layers),
-                ConfigError,
-                "3 numbers of layers",
-            )
-            for layers in ([1, 2], "all")
-        ),
-        (
-            dict(draft_vocab_size=50, target_hidden_size=32),
-            ConfigError,
-            "no embed_tokens.weight.* must be 32",
-        ),
-        (
-            dict(target_hidden_size=32),
-            ConfigError,
-            "no embed_tokens.weight.* must be 32",
-        ),
-    ],
+    [(change, UnsupportedError, named) for change, named in UNSUPPORTED]
+    + [(change, ConfigError, named) for change, named in WRONG],
 )
 def test_unsupported_variants_and_wrong_numbers_are_named(change, error, named):
     with pytest.raises(error, match=named):

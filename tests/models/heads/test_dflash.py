@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,128 +104,100 @@ def test_blocks_equal_torch(tmp_path, form):
         np.testing.assert_allclose(said, wanted, atol=1e-4)
 
 
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    (
+        dict(layer_types=["full_attention", "chunked_attention"]),
+        "layer_types must be .* 'full_attention' or 'sliding_attention'",
+    ),
+    (
+        dict(rope_parameters=dict(full_attention=dict(rope_type="linear"))),
+        "rope_parameters must be .* or have 'sliding_attention' for a window",
+    ),
+    (
+        dict(rope_parameters=dict(sliding_attention=dict(rope_type="linear"))),
+        "rope_type must be 'default', got 'linear'",
+    ),
+    *(
+        (dict(dflash_config=OWN | {name: value}), rf"{name} must be {allowed}")
+        for name, value, allowed in (
+            ("causal_head", True, "False, got True"),
+            ("attention_modes", ["kda", "gqa"], r"\['gqa', 'gqa'\], got"),
+            ("conv_kernel_size", 2, "left out, got 2"),
+            ("causal", False, "left out, got False"),
+            ("causal", True, "left out, got True"),
+        )
+    ),
+    (
+        dict(layer_types=None, sliding_window=None, is_causal=True),
+        "is_causal must be false, got True",
+    ),
+    (
+        dict(layer_types=["sliding_attention"] * 2, causal=False),
+        "causal must be true, got False",
+    ),
+    (dict(attention_bias=True), "attention_bias must be False"),
+    (dict(sliding_window_non_causal=True), "sliding_window_non_causal must be False"),
+    (dict(projector_type="domino"), "projector_type must be 'dflash', got 'domino'"),
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        dict(dflash_config=dict(target_layer_ids=[1])),
+        "mask_token_id, or dflash_config.mask_token_id, must be the id of a token",
+    ),
+    (
+        dict(dflash_config=dict(target_layer_ids=[1], mask_token_id=50)),
+        "mask_token_id must be an integer from 0 to 49, got 50",
+    ),
+    (
+        dict(dflash_config=dict(mask_token_id=1)),
+        "target_layer_ids must be a list of layer numbers, got None",
+    ),
+    (dict(block_size=1), "block_size must be an integer"),
+    (dict(layer_types=["full_attention"]), "layer_types must be"),
+    (dict(layer_types=5), "layer_types must be a list of .*, got 5"),
+    (
+        dict(layer_types=None, max_window_layers=0),
+        "layer_types must be .*, got None. use_sliding_window is true",
+    ),
+    *(
+        (
+            dict(input_embedding_scale=scale),
+            "input_embedding_scale must be a finite number above 0",
+        )
+        for scale in ("a", 0, False)
+    ),
+    (
+        dict(num_target_layers="6"),
+        "num_target_layers must be an integer of at least 1, got '6'",
+    ),
+    (
+        dict(aux_hidden_state_layer_ids=[1, 2, 4]),
+        r"target_layer_ids must be \[0, 1, 3\], one lower than aux_.*\[1, 2, 4\]",
+    ),
+    (dict(sliding_window=None), "sliding_window must be an integer"),
+    (
+        dict(num_target_layers=18),
+        "another target: it has num_target_layers=18, and the target has 6 layers",
+    ),
+    (
+        dict(
+            num_target_layers=None,
+            dflash_config=dict(target_layer_ids=[1, 9], mask_token_id=1),
+        ),
+        r"after layers \[2, 10\] \(counted from 1\), and the target has 6 layers",
+    ),
+    (dict(hidden_size=32), "target_hidden_size=32, and the target"),
+    (dict(vocab_size=500), "vocab_size=500, and the target has 50"),
+    (dict(draft_vocab_size=20), "no tensor 'd2t'"),
+    (dict(architectures=["DFlash2DraftModel"]), "a head of kind 'dflash2'"),
+    (dict(architectures=["Qwen3DSparkModel"]), "a head of kind 'dspark'"),
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "named"),
-    [
-        (
-            dict(dflash_config=dict(target_layer_ids=[1])),
-            ConfigError,
-            "mask_token_id, or dflash_config.mask_token_id, must be the id of a token",
-        ),
-        (
-            dict(dflash_config=dict(target_layer_ids=[1], mask_token_id=50)),
-            ConfigError,
-            "mask_token_id must be an integer from 0 to 49, got 50",
-        ),
-        (
-            dict(dflash_config=dict(mask_token_id=1)),
-            ConfigError,
-            "target_layer_ids must be a list of layer numbers, got None",
-        ),
-        (dict(block_size=1), ConfigError, "block_size must be an integer"),
-        (dict(layer_types=["full_attention"]), ConfigError, "layer_types must be"),
-        (dict(layer_types=5), ConfigError, "layer_types must be a list of .*, got 5"),
-        (
-            dict(layer_types=["full_attention", "chunked_attention"]),
-            UnsupportedError,
-            "layer_types must be .* 'full_attention' or 'sliding_attention'",
-        ),
-        (
-            dict(layer_types=None, max_window_layers=0),
-            ConfigError,
-            "layer_types must be .*, got None. use_sliding_window is true",
-        ),
-        (
-            dict(rope_parameters=dict(full_attention=dict(rope_type="linear"))),
-            UnsupportedError,
-            "rope_parameters must be .* or have 'sliding_attention' for a window",
-        ),
-        (
-            dict(rope_parameters=dict(sliding_attention=dict(rope_type="linear"))),
-            UnsupportedError,
-            "rope_type must be 'default', got 'linear'",
-        ),
-        *(
-            (
-                dict(dflash_config=OWN | {name: value}),
-                UnsupportedError,
-                rf"{name} must be {allowed}",
-            )
-            for name, value, allowed in (
-                ("causal_head", True, "False, got True"),
-                ("attention_modes", ["kda", "gqa"], r"\['gqa', 'gqa'\], got"),
-                ("conv_kernel_size", 2, "left out, got 2"),
-                ("causal", False, "left out, got False"),
-                ("causal", True, "left out, got True"),
-            )
-        ),
-        (
-            dict(layer_types=None, sliding_window=None, is_causal=True),
-            UnsupportedError,
-            "is_causal must be false, got True",
-        ),
-        (
-            dict(layer_types=["sliding_attention"] * 2, causal=False),
-            UnsupportedError,
-            "causal must be true, got False",
-        ),
-        *(
-            (
-                dict(input_embedding_scale=scale),
-                ConfigError,
-                "input_embedding_scale must be a finite number above 0",
-            )
-            for scale in ("a", 0, False)
-        ),
-        (
-            dict(num_target_layers="6"),
-            ConfigError,
-            "num_target_layers must be an integer of at least 1, got '6'",
-        ),
-        (
-            dict(aux_hidden_state_layer_ids=[1, 2, 4]),
-            ConfigError,
-            r"target_layer_ids must be \[0, 1, 3\], one lower than aux_.*\[1, 2, 4\]",
-        ),
-        (dict(sliding_window=None), ConfigError, "sliding_window must be an integer"),
-        (dict(attention_bias=True), UnsupportedError, "attention_bias must be False"),
-        (
-            dict(sliding_window_non_causal=True),
-            UnsupportedError,
-            "sliding_window_non_causal must be False",
-        ),
-        (
-            dict(projector_type="domino"),
-            UnsupportedError,
-            "projector_type must be 'dflash', got 'domino'",
-        ),
-        (
-            dict(num_target_layers=18),
-            ConfigError,
-            "another target: it has num_target_layers=18, and the target has 6 layers",
-        ),
-        (
-            dict(
-                num_target_layers=None,
-                dflash_config=dict(target_layer_ids=[1, 9], mask_token_id=1),
-            ),
-            ConfigError,
-            r"after layers \[2, 10\] \(counted from 1\), and the target has 6 layers",
-        ),
-        (dict(hidden_size=32), ConfigError, "target_hidden_size=32, and the target"),
-        (dict(vocab_size=500), ConfigError, "vocab_size=500, and the target has 50"),
-        (dict(draft_vocab_size=20), ConfigError, "no tensor 'd2t'"),
-        (
-            dict(architectures=["DFlash2DraftModel"]),
-            ConfigError,
-            "a head of kind 'dflash2'",
-        ),
-        (
-            dict(architectures=["Qwen3DSparkModel"]),
-            ConfigError,
-            "a head of kind 'dspark'",
-        ),
-    ],
+    [(changes, UnsupportedError, named) for changes, named in UNSUPPORTED]
+    + [(changes, ConfigError, named) for changes, named in WRONG],
 )
 def test_wrong_files_are_named(tmp_path, changes, error, named):
     theirs.write(tmp_path, theirs.zlab_config(**changes), theirs.dflash_tensors())

@@ -207,12 +207,6 @@ def test_other_tool_types_are_ignored(caplog: pytest.LogCaptureFixture):
         read_choice(chat(tools=[search], tool_choice="required"))
 
 
-def test_forced_call_overrides_text_format():
-    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    read = chat(tools=[F], tool_choice="required", text=form)
-    assert make_params(read, {}).structured_outputs == form_of(read)
-
-
 def test_tool_choice_none_drops_tools():
     make_params(chat(tools=[{"type": "function"}], tool_choice="none"), {})
     make_params(chat(tools=[], store=True), {})

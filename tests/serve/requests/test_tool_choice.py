@@ -73,10 +73,8 @@ def test_template_gets_tools_unchanged():
     ("given", "name", "said"),
     [
         ({"tools": []}, "tools", "empty array"),
-        ({"tools": [], "tool_choice": "required"}, "tools", "empty array"),
         ({"tools": [], "tool_choice": "none"}, "tools", "empty array"),
         ({"tools": None, "tool_choice": "auto"}, "tools", "must be set"),
-        ({"tools": None, "tool_choice": "required"}, "tools", "must be set"),
         ({"tools": None, "tool_choice": NAMED}, "tools", "must be set"),
         ({"tool_choice": "some"}, "tool_choice", "'some'"),
         ({"tool_choice": {}}, "tool_choice", "got {}"),
