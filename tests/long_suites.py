@@ -89,7 +89,7 @@ class LongSuite:
             digest.update(f"{path.relative_to(ROOT)}\0{text}\0".encode())
         versions = [metadata.version(name) for name in ("jax", "jaxlib")]
         if self.needs_compilers:
-            versions += _compiler_versions()
+            versions += compiler_versions()
         digest.update(repr(versions).encode())
         return digest.hexdigest()[:16]
 
@@ -254,13 +254,15 @@ def code_of(text: str) -> str:
 
 def _imported(files: list[Path]) -> set[Path]:
     """Return our files that `files` import, directly or indirectly."""
-    found: set[Path] = set()
+    found, known = set[Path](), set[str]()
     wanted = list(files)
     while wanted:
         path = wanted.pop()
         if path not in found:
             found.add(path)
-            names = _names(path.read_text(encoding="utf-8"))
+            # Each name is looked up once: that takes longer than reading all files.
+            names = {*_names(path.read_text(encoding="utf-8"))} - known
+            known |= names
             wanted += [file for name in names for file in _files_of(name)]
     return found
 
@@ -292,7 +294,7 @@ def recorded() -> dict[str, dict[str, object]]:
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
-def _compiler_versions() -> list[str]:
+def compiler_versions() -> list[str]:
     """Return the versions of the installed compilers for TPU and GPU."""
     there = metadata.distributions(path=[str(COMPILERS)])
     return sorted(f"{one.name} {one.version}" for one in there)

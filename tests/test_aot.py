@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
+from tests.kernels.aot_reports import VARIABLE
 from tests.long_suites import ROOT, SUITES, compilers_environment
 
+# Programs whose inputs have not changed since an earlier run are not compiled again.
+REPORTS = ROOT / ".pytest_cache" / "aot"
 FILES = sorted({file for one in SUITES if one.needs_compilers for file in one.files})
 
 
@@ -18,7 +21,7 @@ def test_examples_compile():
     made = subprocess.run(
         [*words, "--durations=0", *FILES],
         cwd=ROOT,
-        env=compilers_environment(),
+        env=compilers_environment() | {VARIABLE: str(REPORTS)},
         capture_output=True,
         text=True,
         check=False,

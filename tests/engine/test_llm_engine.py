@@ -131,6 +131,7 @@ def test_ignored_eos_can_be_a_stop_token():
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_stop_strings_across_tokens_and_rounds(length, include):
+    engines = [make_fake_engine(seed=seed, num_draft_tokens=5)[0] for seed in range(4)]
     for offset in range(6):
         tokens = said(offset + length)
         stop = letters(tokens[offset:])
@@ -138,8 +139,7 @@ def test_stop_strings_across_tokens_and_rounds(length, include):
         params = SamplingParams(
             max_tokens=30, stop=["zz", stop], include_stop_str_in_output=include
         )
-        for seed in range(4):
-            engine, _ = make_fake_engine(seed=seed, num_draft_tokens=5)
+        for engine in engines:
             completion = run_one(engine, params)
             expect(completion, tokens, shown, ("stop", stop))
 

@@ -31,6 +31,7 @@ from jaxspec_kernels.bits import ScaledPages
 from jaxspec_kernels.paged_attention import gpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
+from tests.kernels.aot_reports import compile_lowered
 from tests.kernels.aot_tpu import no_compilation_cache, use_compilers, write_record
 
 ROOT = Path(__file__).parents[2]
@@ -197,8 +198,7 @@ def _compile_into(
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         lowered = jax.jit(function).lower(*shapes)
-        options: dict[str, str | bool] = {"xla_dump_to": str(folder), **wanted}
-        return lowered.compile(compiler_options=options)
+        return compile_lowered(lowered, wanted, dump=folder)
 
 
 def _read_dump(folder: Path, prefix: str) -> tuple[tuple[Kernel, ...], int]:

@@ -38,6 +38,7 @@ from jaxspec_kernels import tpu_memory
 from jaxspec_kernels.bits import scaled_form
 from jaxspec_kernels.paged_attention import tpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
+from tests.kernels.aot_reports import compile_lowered
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_tpu.json"
 # Topology name of one chip of each kind, and its shape; jax's kind of its devices.
@@ -167,7 +168,7 @@ def compile_kernel(
         jax.errors.JaxRuntimeError: the compiler refuses it.
     """
     with no_compilation_cache():
-        text = jax.jit(function).lower(*shapes).compile().as_text()
+        text = compile_lowered(jax.jit(function).lower(*shapes)).as_text()
     assert text is not None
     (call,) = (line for line in text.splitlines() if '"tpu_custom_call"' in line)
     used = re.search(

@@ -21,6 +21,7 @@ from jaxspec_kernels.rejection_sampling import SamplingValues, gpu, tpu
 from jaxspec_kernels.rejection_sampling.cases import CASES, Case
 from jaxspec_kernels.rejection_sampling.passes import VocabShard
 from tests.kernels import aot_gpu, aot_tpu
+from tests.kernels.aot_reports import compile_lowered
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_rejection.json"
 # Kinds of batches. Sampling values that a kind does not use are constants, so that XLA
@@ -138,7 +139,7 @@ def for_tpu(case: Case, chip: str, kind: str = "everything") -> Compiled:
     given = shapes(case, lambda _: placement, columns, FLOATS)
     with aot_tpu.no_compilation_cache():
         run = operation(tpu.rejection_sampling, case, kind)
-        program = jax.jit(run).lower(*given).compile()
+        program = compile_lowered(jax.jit(run).lower(*given))
     return _compiled(program, case, columns)
 
 
@@ -156,7 +157,7 @@ def split_for_tpu(case: Case) -> tuple[Compiled, list[int]]:
         check_vma=False,
     )
     with aot_tpu.no_compilation_cache():
-        program = jax.jit(split).lower(*given).compile()
+        program = compile_lowered(jax.jit(split).lower(*given))
     text = program.as_text()
     assert text is not None
     return _compiled(program, case, case.columns // shards), collectives(text)

@@ -34,6 +34,7 @@ from jaxspec_kernels.write_kv_pages import reference
 from jaxspec_kernels.write_kv_pages import tpu as tpu_writes
 from tests.kernels import aot_gpu, aot_tpu
 from tests.kernels import rejection_aot as rejection
+from tests.kernels.aot_reports import compile_lowered
 from tests.kernels.aot_tpu import CHIPS, SCOPED_VMEM_BYTES, Compiled
 from tests.kernels.attention_base import tiles_of
 from tests.long_suites import members
@@ -415,7 +416,7 @@ def compile_write(
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         jitted = jax.jit(write, donate_argnums=0, out_shardings=results)
-        compiled = jitted.lower(*given).compile()
+        compiled = compile_lowered(jitted.lower(*given))
         return describe(compiled, jax.tree.leaves(pages), rows)
 
 
@@ -552,7 +553,7 @@ def test_int8_rows_of_an_accepted_path_are_moved_in_place():
     slots = jax.ShapeDtypeStruct((23 * 256 * 12,), jnp.int32, sharding=one)
     with aot_tpu.no_compilation_cache():
         moved = jax.jit(tpu_writes.copy_kv_rows, donate_argnums=0)
-        compiled = moved.lower(pages, slots, slots).compile()
+        compiled = compile_lowered(moved.lower(pages, slots, slots))
     program = describe(compiled, jax.tree.leaves(pages), slots)
     assert program.is_in_place, program
 
@@ -690,7 +691,8 @@ def test_benchmark_reads_logits_in_every_call_on_a_gpu(controls):
         aot_tpu.no_compilation_cache(),
         jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh),
     ):
-        text = jax.jit(loop, donate_argnums=0).lower(*shapes).compile().as_text()
+        lowered = jax.jit(loop, donate_argnums=0).lower(*shapes)
+        text = compile_lowered(lowered).as_text()
     assert text is not None
     entry = text[text.index("\nENTRY") :].splitlines()[2:]
     names = "parameter|tuple|get-tuple-element|bitcast|while"

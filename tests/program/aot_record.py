@@ -24,6 +24,7 @@ from jaxspec.program.plan import StepShape
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
+from tests.kernels.aot_reports import compile_lowered
 from tests.program import hlo
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -123,7 +124,9 @@ def compile_step(
         lowered = lower_step(program, shape, forms)
         if is_dumped:
             options |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        compiled: Any = lowered.compile(options or None)
+            compiled: Any = lowered.compile(options)
+        else:
+            compiled = compile_lowered(lowered, options or None)
         elapsed, cpu = time.monotonic() - start, time.process_time() - cpu_start
         text, has_dump = hlo.text_of(compiled), False
         if text is None:

@@ -32,6 +32,7 @@ from jaxspec.sharding import (
     replicated,
 )
 from tests.kernels import aot_gpu, aot_tpu
+from tests.kernels.aot_reports import compile_lowered
 from tests.program import hlo
 from tests.program.aot_record import Record, markdown
 
@@ -188,7 +189,7 @@ def compile_pair(
     start = time.monotonic()
     lowered, params, state = lower_pair(name, shape, layers=layers)
     with aot_tpu.no_compilation_cache():
-        compiled: Any = lowered.compile()
+        compiled = compile_lowered(lowered)
     elapsed = time.monotonic() - start
     kept = params, state.target_pages, state.proposers
     facts = hlo.facts(compiled, state=state, kept=kept)

@@ -30,6 +30,7 @@ from jaxspec.program.tree.compact_kv import compact_kv
 from jaxspec.program.tree.tree import Tree
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from tests.kernels import aot_tpu
+from tests.kernels.aot_reports import compile_lowered
 from tests.program import hlo
 from tests.program.aot_record import Record, compile_step, engine_config, markdown
 
@@ -174,7 +175,8 @@ def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
     ints = jax.ShapeDtypeStruct((NUM_SEQS,), jnp.int32, sharding=replicated(mesh))
     given = forms.target_pages, forms.rows, forms.token_pages, ints, ints
     with aot_tpu.no_compilation_cache():
-        compiled: Any = jax.jit(move, donate_argnums=0).lower(*given).compile()
+        lowered = jax.jit(move, donate_argnums=0).lower(*given)
+        compiled = compile_lowered(lowered)
     copied = hlo.copied(compiled.as_text(), forms.target_pages)
     in_place = compiled.memory_analysis().alias_size_in_bytes
     return copied, in_place, hlo.local_bytes(forms.target_pages)

@@ -40,9 +40,10 @@ def test_default_model_is_bundled_pair():
 
 
 def test_defaults_equal_engine_args():
+    engine = read("m").engine
     for item in dataclasses.fields(AsyncEngineArgs):
         if item.name != "model" and item.default is not dataclasses.MISSING:
-            assert getattr(read("m").engine, item.name) == item.default, item.name
+            assert getattr(engine, item.name) == item.default, item.name
 
 
 @pytest.mark.parametrize(
