@@ -4,8 +4,8 @@
 
 Compares the kernels with their references and texts bit by bit, and measures plain
 decoding, rounds with forced acceptance, sampling, prompts, launches of several rounds
-and the seconds to compile. Writes a JSON file, and a page beside it with a list of what
-the cost model expects and what was measured. Every part runs in a process of its own.
+and the seconds to compile. Writes a JSON file and a Markdown page, which lists times
+by the cost model and measured times. Every part runs in a process of its own.
 Rows are written when they are measured; a run that was stopped continues with the parts
 that are not done. `--dry-run` runs everything with shapes a hundred times smaller, on
 any device; its numbers mean nothing. Needs jax and flax, and torch and transformers for
@@ -435,7 +435,7 @@ def _table(rows: Iterable[Row], names: tuple[str, ...]) -> str:
 
 
 def compared(result: Row) -> list[Row]:
-    """Return what the cost model expects and what was measured, in microseconds.
+    """Return times by the cost model and measured times, in microseconds.
 
     The largest factor between both is first.
     """

@@ -20,6 +20,7 @@ from benchmarks import drawing
 from benchmarks.draft_tables import COSTS_FILE
 from benchmarks.panels import load_figure, spec_figures
 from benchmarks.readme_table import form_rows, prompts_of
+from benchmarks.training import tokens_read
 from jaxspec.bench.report import spread
 
 HERE = Path(__file__).parent
@@ -28,6 +29,7 @@ RESULTS, FIGURES = HERE / "results", HERE / "figures"
 SPEC, SERVE = "spec-cpu.json", "serve-cpu.json"
 CONTROL = "control-cpu.json"  # of `python -m benchmarks.control`
 REAL = "peers-real-cpu.json"  # of `python -m benchmarks.peers --real`
+TRAINING = "training-270m.json"  # of `python -m benchmarks.training`
 METHODS = "methods-*.json"  # of `jaxspec.bench spec --all-methods`
 SPEC_NAMES = {
     "speed_up": "speed-up",
@@ -38,6 +40,9 @@ WIDTH, HEIGHT = 8.5, 3.2
 # Panels and lines of the figure of computed costs: (target, device), and drafters.
 COST_PLACES = (("4b", "v5e-1"), ("12b", "v6e-1"), ("27b", "h100"))
 COST_DRAFTERS = ("DFlash", "270m model, trimmed", "EAGLE-3 head", "1b model, trimmed")
+# Lines of the figure of training, by the names of runs.
+TRAINED = ("EAGLE-3", "DFlash", "4 layers of the target", "EAGLE-3, random start")
+TRAINING_GOAL = "1.4"
 # Share of a copy's bandwidth that decoding in bfloat16 should reach.
 REAL_GOAL = 0.75
 GPU_LABELS = {
@@ -82,6 +87,10 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         figures["draft-costs"] = draft_costs(lines[0])
     else:
         missing.append(f"{COSTS_FILE}: none of the computed costs of drafts")
+    if lines := _lines(results / TRAINING):
+        figures["training"] = training_curves(lines[0])
+    else:
+        missing.append(f"{TRAINING}: none of the training of drafts")
     real = _lines(results / REAL)
     if real and form_rows(real[0]):
         figures["real-bandwidth"] = real_bandwidth(real[0])
@@ -219,6 +228,35 @@ def draft_costs(result: Result) -> Figure:
             axes.set_xlabel("acceptance")
         grid[0].set_ylabel("speed-up")
         drawing.start_at_zero(grid[0])
+    return figure
+
+
+def training_curves(result: Result) -> Figure:
+    """Draw the held-out acceptance of the first draft by tokens read in training."""
+    settings = result["runs"][0]
+    note = (
+        f"Target: {settings['target']}. Probability that the first draft is accepted "
+        f"at temperature 1, on {settings['settings']['held_out_rows']} held-out texts. "
+        "Horizontal lines: acceptance that a draft needs for 1.4 times the speed of "
+        "plain decoding at batch 1, computed from bytes, in the colors of the drafts."
+    )
+    runs = [run for run in result["runs"] if run["name"] in TRAINED]
+    with drawing.style():
+        figure = drawing.new_figure(WIDTH, HEIGHT, note)
+        drawing.head(figure, "Acceptance during the training of drafts", {})
+        axes = figure.subplots()
+        for run in runs:
+            mark = drawing.MARKS[TRAINED.index(run["name"])]
+            heights = [entry["sampled"][0] for entry in run["log"]]
+            tokens = [tokens_read(run, entry) / 1e3 for entry in run["log"]]
+            drawing.line(axes, tokens, list(map(drawing.single, heights)), mark)
+            drawing.label_end(axes, heights[-1], run["name"], mark.color)
+            rows = _rows(result["needed"], name=run["name"])
+            if rows and (needed := rows[0]["acceptance"][TRAINING_GOAL]) is not None:
+                axes.axhline(needed, color=mark.color, linewidth=1.0)
+        axes.set_xlabel("tokens read in training, thousands")
+        axes.set_ylabel("acceptance")
+        drawing.start_at_zero(axes)
     return figure
 
 

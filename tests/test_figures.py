@@ -86,6 +86,7 @@ def test_missing_results_are_reported_and_the_rest_drawn(tmp_path, capsys):
     assert [line.split(": ")[1] for line in printed] == [
         *("serve-cpu.json", "spec-cpu.json", "cpu_pair-*.json"),
         *("control-cpu.json", "methods-*.json", "draft-costs.json"),
+        "training-270m.json",
         *("peers-real-cpu.json", "device-*.json"),
     ]
     assert not list(output.iterdir())
