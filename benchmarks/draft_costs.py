@@ -4,10 +4,15 @@
 the bytes that a round reads, for draft models, an EAGLE-3 head, a DFlash drafter and
 lookups, and writes `results/draft-costs.json`. Nothing runs on such devices.
 `benchmarks/readme_table.py` writes the table in `docs/drafts.md` from it.
+
+With `--training RESULT`, it computes instead which acceptance the drafts in a result of
+`benchmarks.training` need on Gemma 3 270M, and adds it to the result.
 """
 
+import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,9 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 CURVE = tuple(i / 20 for i in range(20))
 BATCHES = (1, 8, 32)
 TRIMMED = 32_768
+# Devices and speed-ups for which the acceptance of trained drafts is computed.
+TRAINED_DEVICES = "v6e-1", "h100"
+SPEED_UPS = 1.0, 1.4
 MAX_MODEL_LEN, NUM_SEQS = 2048, 8
 # Layers of the drafter, and drafts of a block and the newest token: as in published
 # DFlash drafters.
@@ -101,9 +109,75 @@ def drafters(size: str, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def cost_row(size: str, device: str, name: str, config: dict[str, Any]) -> Result:
-    """Compute the row of a drafter on a device."""
-    args = EngineArgs(
+def trained_drafters(runs: Any, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the `speculative_config` of the drafts of a training result, by name.
+
+    They are for Gemma 3 270M, and of the sizes in the runs' settings.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        settings, name = run["settings"], run["name"]
+        path = folder / str(len(found))
+        path.mkdir()
+        own: dict[str, Any] = {"model": str(path)}
+        if settings["method"] == "draft":
+            content = dict(published_config("google/gemma-3-270m-it") or {})
+            content["num_hidden_layers"] = len(settings["keep_layers"])
+            content["layer_types"] = ["sliding_attention"] * len(
+                settings["keep_layers"]
+            )
+            own |= {
+                "num_speculative_tokens": 8,
+                "draft_vocab_size": settings["draft_vocab_size"],
+            }
+        elif settings["method"] == "eagle3":
+            content = head_config("270m", EAGLE3)
+            own |= {"method": "eagle3", "num_speculative_tokens": 8}
+        else:
+            content = head_config("270m", DFLASH)
+            block = settings["block_size"]
+            content |= {
+                "num_hidden_layers": settings["num_hidden_layers"],
+                "block_size": block,
+            }
+            content["dflash_config"] |= {"target_layer_ids": [1, 8, 14]}
+            own |= {"method": "dflash", "num_speculative_tokens": block - 1}
+        content["draft_vocab_size"] = settings["draft_vocab_size"]
+        (path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+        found[name] = own
+    return found
+
+
+def needed_acceptance(runs: Any) -> list[Result]:
+    """Compute the acceptance that trained drafts need for a speed-up on the 270M."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in trained_drafters(runs, Path(folder)).items():
+            for device in TRAINED_DEVICES:
+                plan = plan_for(engine_args("270m", device, config), device)
+                cost = plan.round_cost
+                assert cost is not None
+                row = {"name": name, "device": device, "cost_ratio": cost.cost_ratio}
+                rows.append(row | {"acceptance": acceptance_for(cost.best)})
+    return rows
+
+
+def acceptance_for(best: Callable[[float], tuple[int, float]]) -> dict[str, Any]:
+    """Return the lowest acceptance for each of `SPEED_UPS`, or None.
+
+    Args:
+        best: Returns the best K at an acceptance, and its speed-up.
+    """
+    found = [(i / 100, best(i / 100)) for i in range(101)]
+    return {
+        str(goal): next((a for a, (k, speed) in found if k and speed >= goal), None)
+        for goal in SPEED_UPS
+    }
+
+
+def engine_args(size: str, device: str, config: dict[str, Any]) -> EngineArgs:
+    """Return the arguments of an engine with a drafter on a device."""
+    return EngineArgs(
         model=f"google/gemma-3-{size}-it",
         speculative_config=config,
         dtype="bfloat16",
@@ -112,6 +186,11 @@ def cost_row(size: str, device: str, name: str, config: dict[str, Any]) -> Resul
         max_num_seqs=NUM_SEQS,
         tensor_parallel_size=len(named_devices(device)),
     )
+
+
+def cost_row(size: str, device: str, name: str, config: dict[str, Any]) -> Result:
+    """Compute the row of a drafter on a device."""
+    args = engine_args(size, device, config)
     row = {"target": size, "device": device, "drafter": name}
     try:
         plan = plan_for(args, device)
@@ -150,6 +229,15 @@ def compute() -> Result:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Compute which drafts pay.")
+    parser.add_argument("--training", type=Path, metavar="RESULT")
+    options = parser.parse_args()
+    if options.training is not None:
+        trained = json.loads(options.training.read_text(encoding="utf-8"))
+        needed = needed_acceptance(trained["runs"])
+        trained["needed"] = {**commit(), "rows": needed}
+        write_whole(json.dumps(trained, indent=1) + "\n", options.training)
+        return
     result = compute()
     write_whole(json.dumps(result) + "\n", RESULT)
     print(cost_table(result))

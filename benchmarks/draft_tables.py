@@ -20,15 +20,18 @@ REAL_DRAFTS_FILE = "drafts-270m-cpu.json"
 # Goals for the best method at batch 1, greedy: prompts whose answers copy, and others.
 COPYING, COPY_GOAL, GOAL = "copying", 2.5, 1.4
 # Weights that a pass of Gemma 3 270M multiplies, and a pass of drafters for it: layers
-# of 640 x 2,048 feed-forward and 4 heads of 256, an output matrix of 16,384 tokens, and
-# the matrices of an EAGLE-3 head that read two or three vectors of the target.
+# of 640 x 2,048 feed-forward and 4 heads of 256, an output matrix with a row of 640 for
+# every token, and the matrices of heads that read two or three vectors of the target.
 LAYER = 640 * (2 * 1024 + 2 * 256) + 3 * 640 * 2048
-OUTPUT = 16_384 * 640
+FUSED = 3 * 640**2
 WEIGHTS = {
     "a lookup": 0,
-    "EAGLE-3, 16,384 tokens": LAYER + 640 * (1024 + 2 * 256) + 3 * 640**2 + OUTPUT,
-    "4 layers of the target, 16,384 tokens": 4 * LAYER + OUTPUT,
+    "EAGLE-3, 4,096 tokens": LAYER + 640 * (1024 + 2 * 256) + FUSED + 4096 * 640,
+    "4 layers of the target, 16,384 tokens": 4 * LAYER + 16_384 * 640,
 }
+# A drafter that makes up to three drafts in one pass.
+DFLASH, DFLASH_DRAFTS = "DFlash, 1 layer, 4,096 tokens", 3
+WEIGHTS[DFLASH] = LAYER + FUSED + 4096 * 640
 TARGET_WEIGHTS = 268_098_176
 
 Result = Mapping[str, Any]
@@ -164,7 +167,11 @@ def needed_lines(entries: Any) -> list[str]:
         cost = weights / TARGET_WEIGHTS
         cells = []
         for k, ratio in ratios.items():
-            tokens = GOAL * (ratio + k * cost)
+            if name == DFLASH and k > DFLASH_DRAFTS:
+                cells.append("-")
+                continue
+            passes = 1 if name == DFLASH else k
+            tokens = GOAL * (ratio + passes * cost)
             cells.append(f"{tokens:.2f} tokens, acceptance {_acceptance(tokens, k)}")
         lines.append(f"| {name} | {cost:.3f} | {' | '.join(cells)} |")
     return lines

@@ -20,6 +20,7 @@ from benchmarks import drawing
 from benchmarks.draft_tables import COSTS_FILE
 from benchmarks.panels import load_figure, spec_figures
 from benchmarks.readme_table import form_rows, prompts_of
+from benchmarks.training import tokens_read
 from jaxspec.bench.report import spread
 
 HERE = Path(__file__).parent
@@ -28,6 +29,7 @@ RESULTS, FIGURES = HERE / "results", HERE / "figures"
 SPEC, SERVE = "spec-cpu.json", "serve-cpu.json"
 CONTROL = "control-cpu.json"  # of `python -m benchmarks.control`
 REAL = "peers-real-cpu.json"  # of `python -m benchmarks.peers --real`
+TRAINING = "training-270m.json"  # of `python -m benchmarks.training`
 METHODS = "methods-*.json"  # of `jaxspec.bench spec --all-methods`
 SPEC_NAMES = {
     "speed_up": "speed-up",
@@ -38,9 +40,16 @@ WIDTH, HEIGHT = 8.5, 3.2
 # Panels and lines of the figure of computed costs: (target, device), and drafters.
 COST_PLACES = (("4b", "v5e-1"), ("12b", "v6e-1"), ("27b", "h100"))
 COST_DRAFTERS = ("DFlash", "270m model, trimmed", "EAGLE-3 head", "1b model, trimmed")
+# Lines of the figure of training, by the names of runs.
+TRAINED = ("EAGLE-3", "DFlash", "4 layers of the target", "EAGLE-3, random start")
+TRAINING_GOAL = "1.4"
 # Share of a copy's bandwidth that decoding in bfloat16 should reach.
 REAL_GOAL = 0.75
-GPU_LABELS = {"9b-2b": "9B with 2B", "27b-2b": "27B with 2B"}
+GPU_LABELS = {
+    "9b-2b": "9B with 2B",
+    "27b-2b": "27B with 2B",
+    "4b-270m": "4B with 270M",
+}
 
 Result = dict[str, Any]
 
@@ -78,6 +87,10 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         figures["draft-costs"] = draft_costs(lines[0])
     else:
         missing.append(f"{COSTS_FILE}: none of the computed costs of drafts")
+    if lines := _lines(results / TRAINING):
+        figures["training"] = training_curves(lines[0])
+    else:
+        missing.append(f"{TRAINING}: none of the training of drafts")
     real = _lines(results / REAL)
     if real and form_rows(real[0]):
         figures["real-bandwidth"] = real_bandwidth(real[0])
@@ -85,7 +98,7 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         missing.append(f"{REAL}: none of the bandwidth at real sizes")
     gpu = _gpu_figures(results)
     if not gpu:
-        missing.append("gpu-*.json: none of a GPU")
+        missing.append("device-*.json: none of a TPU or GPU")
     return figures | gpu, missing
 
 
@@ -218,6 +231,35 @@ def draft_costs(result: Result) -> Figure:
     return figure
 
 
+def training_curves(result: Result) -> Figure:
+    """Draw the held-out acceptance of the first draft by tokens read in training."""
+    settings = result["runs"][0]
+    note = (
+        f"Target: {settings['target']}. Probability that the first draft is accepted "
+        f"at temperature 1, on {settings['settings']['held_out_rows']} held-out texts. "
+        "Horizontal lines: acceptance that a draft needs for 1.4 times the speed of "
+        "plain decoding at batch 1, computed from bytes, in the colors of the drafts."
+    )
+    runs = [run for run in result["runs"] if run["name"] in TRAINED]
+    with drawing.style():
+        figure = drawing.new_figure(WIDTH, HEIGHT, note)
+        drawing.head(figure, "Acceptance during the training of drafts", {})
+        axes = figure.subplots()
+        for run in runs:
+            mark = drawing.MARKS[TRAINED.index(run["name"])]
+            heights = [entry["sampled"][0] for entry in run["log"]]
+            tokens = [tokens_read(run, entry) / 1e3 for entry in run["log"]]
+            drawing.line(axes, tokens, list(map(drawing.single, heights)), mark)
+            drawing.label_end(axes, heights[-1], run["name"], mark.color)
+            rows = _rows(result["needed"], name=run["name"])
+            if rows and (needed := rows[0]["acceptance"][TRAINING_GOAL]) is not None:
+                axes.axhline(needed, color=mark.color, linewidth=1.0)
+        axes.set_xlabel("tokens read in training, thousands")
+        axes.set_ylabel("acceptance")
+        drawing.start_at_zero(axes)
+    return figure
+
+
 CONTROLLED = {"adaptive": drawing.SPECULATIVE, "fixed": drawing.MARKS[1]}
 CONTROLLED_SIZES = (1, 8)
 
@@ -339,13 +381,14 @@ def _figure_of(grid: list[Axes]) -> Figure:
 
 
 def _gpu_figures(results: Path) -> dict[str, Figure]:
-    """Draw the figures of every measured GPU, without dry runs."""
+    """Draw the figures of every measured TPU and GPU, without dry runs."""
     kinds: dict[str, Callable[[Result], Figure | None]] = {
         "speed-up": gpu_speed_up,
         "bandwidth": gpu_bandwidth,
     }
     found = {}
-    for path in sorted(results.glob("gpu-*.json")):
+    paths = [*results.glob("gpu-*.json"), *results.glob("device-*.json")]
+    for path in sorted(paths):
         (result,) = _lines(path)
         if result["is_dry_run"]:
             continue
@@ -376,7 +419,7 @@ def gpu_speed_up(result: Result) -> Figure | None:
     )
     with drawing.style():
         figure = drawing.new_figure(WIDTH, HEIGHT + 0.4, note + _gpu_provenance(result))
-        title = "Speed-up of rounds over plain steps, full-size Gemma 2"
+        title = "Speed-up of rounds over plain steps, full-size Gemma"
         forced = "acceptance forced as labelled, random weights"
         drawing.head(figure, title, {}, forced=forced)
         grid = figure.subplots(1, len(pairs), sharey=True, squeeze=False)
@@ -429,7 +472,8 @@ def gpu_bandwidth(result: Result) -> Figure | None:
     by_place: dict[tuple[str, int], Result] = {}
     for row in steps:
         by_place.setdefault((row["model"], row["batch"]), row)
-    models = sorted({model for model, _ in by_place}, key=lambda name: float(name[:-1]))
+    read = {model: row["bytes_read"] for (model, _), row in by_place.items()}
+    models = sorted(read, key=read.__getitem__)
     batches = sorted({batch for _, batch in by_place})
     goal = result["goals"]["plain_share_of_bandwidth"]
     note = (

@@ -64,7 +64,7 @@ from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.config import read_dummy
 from jaxspec_checkpoints import read_config
-from jaxspec_checkpoints.heads import KINDS, kind_of_head
+from jaxspec_checkpoints.heads import kind_of_head
 
 # Options that every method with a draft model takes from the command line.
 _OF_MODEL = ("model", "draft_tensor_parallel_size")
@@ -536,7 +536,7 @@ def _of_folder(name: str, count: int) -> Method:
         raise wrong_argument(ConfigError, "--all-methods", allowed, name, hint)
     folder = model_folder(name, "--all-methods")
     kind = kind_of_head(read_config(folder)[0])
-    if kind in KINDS:
+    if kind is not None:  # `read_dummy` reports kinds that are not supported
         max_draft_tokens = read_dummy(folder).max_draft_tokens
         count = count if max_draft_tokens is None else min(count, max_draft_tokens)
     else:

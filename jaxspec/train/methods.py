@@ -7,7 +7,7 @@ folder. Pass i, at token t, proposes the token at t + `offset` + i + 1.
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -53,6 +53,14 @@ from jaxspec.train.rows import (
     rows_batch,
     shifted,
 )
+from jaxspec.train.start import (
+    STREAM_SCALE,
+    Examples,
+    fit_next_states,
+    start_dflash,
+    start_eagle3,
+    without_scale,
+)
 from jaxspec.train.target import States, Target
 from jaxspec_checkpoints import Checkpoint, Tensor, in_memory, model_files
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
@@ -90,6 +98,15 @@ class Method(Protocol):
 
     def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
         """Make initial float32 parameters, placed on the target's mesh."""
+        ...
+
+    def warm_start(
+        self, params: Params, target: Target, batches: Iterable[Examples]
+    ) -> Params:
+        """Return better initial parameters, from what the target computes for text.
+
+        Parameters named `STREAM_SCALE` are not trained.
+        """
         ...
 
     def hidden(
@@ -151,6 +168,11 @@ class _Head:
             token_ids=token_ids,
         )
 
+    def warm_start(
+        self, params: Params, target: Target, batches: Iterable[Examples]
+    ) -> Params:
+        return params
+
     def logits(
         self,
         params: Params,
@@ -174,7 +196,7 @@ class _Head:
         save_head(
             folder,
             self.config,
-            params,
+            without_scale(params),
             dtype=BFLOAT16,
             target_name=target.name,
             architecture=family_of(target.config).architecture,
@@ -250,8 +272,16 @@ class Eagle3Method(_LayerMethod):
         params = super().init(target, seed, token_ids)
         return _with_output_of(target, params)
 
+    def warm_start(
+        self, params: Params, target: Target, batches: Iterable[Examples]
+    ) -> Params:
+        """Start with a linear fit of the target's next hidden states."""
+        table = np.asarray(_values(target.embedding))
+        fit = fit_next_states(batches, table, reads_token=True)
+        return start_eagle3(self.config, params, fit)
+
     def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
-        return eagle3.fuse(self.config, params, _streams(states))
+        return eagle3.fuse(self.config, params, _streams(states, params))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +305,14 @@ class DFlashMethod(_Head):
         """
         return _with_output_of(target, super().init(target, seed, token_ids))
 
+    def warm_start(
+        self, params: Params, target: Target, batches: Iterable[Examples]
+    ) -> Params:
+        """Start with a linear fit of the target's next hidden states."""
+        table = np.asarray(_values(target.embedding))
+        fit = fit_next_states(batches, table, reads_token=False)
+        return start_dflash(self.config, params, fit)
+
     def hidden(
         self,
         params: Params,
@@ -293,7 +331,7 @@ class DFlashMethod(_Head):
         text, pages = rows_batch(tokens), (keys,) * config.num_layers
         where = text.positions, text.slot_mapping
         pages = dflash.write_context(
-            config, params, _streams(states), *where, pages, RowsBackend()
+            config, params, _streams(states, params), *where, pages, RowsBackend()
         )
         masks = jnp.full_like(tokens, config.mask_token_id)
         blocks = [shifted(tokens, 1), *[masks] * (places - 1)]
@@ -418,6 +456,11 @@ class DraftMethod:
             flat[path] = spec.wrap(values)
         return unflatten_dict(flat)
 
+    def warm_start(
+        self, params: Params, target: Target, batches: Iterable[Examples]
+    ) -> Params:
+        return params
+
     def hidden(
         self,
         params: Params,
@@ -515,12 +558,14 @@ def token_map(token_ids: np.ndarray) -> Callable[[], bytes]:
     return lambda: (json.dumps({IDS: token_ids.tolist()}) + "\n").encode()
 
 
-def _streams(states: States) -> list[Float[Array, "row_token model"]]:
+def _streams(states: States, params: Params) -> list[Float[Array, "row_token model"]]:
     """Return the target's residual streams, one array for each layer that is read."""
     width = states.streams.shape[-1]
+    streams = states.streams.astype(jnp.float32)
+    if STREAM_SCALE in params:
+        streams /= params[STREAM_SCALE][None, None]
     return [
-        states.streams[:, :, layer].reshape(-1, width).astype(jnp.float32)
-        for layer in range(states.streams.shape[2])
+        streams[:, :, layer].reshape(-1, width) for layer in range(streams.shape[2])
     ]
 
 

@@ -6,7 +6,7 @@ run ends with the same parameters as an uninterrupted one.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,14 @@ from jaxspec.sharding import replicated
 from jaxspec.train.losses import LOSSES, Comparison, compare, loss_of, mean
 from jaxspec.train.methods import Method
 from jaxspec.train.rows import shifted
+from jaxspec.train.start import STREAM_SCALE, Examples, counted_examples
 from jaxspec.train.target import States, Target, kept_rows, logits_of
 from jaxspec.train.text import Text
 
+# Parameters that are not trained.
+FIXED = TOKEN_IDS, STREAM_SCALE
+# Maximum number of tokens in rows that the start of a training is computed from.
+START_TOKENS = 32_768
 # (numbers of rows in the text, their tokens) -> their states
 ReadStates = Callable[[np.ndarray, np.ndarray], States]
 
@@ -152,39 +157,45 @@ def compare_passes(
 
 
 def programs_of(
-    method: Method, target_config: Any, token_ids: Any, schedule: Schedule
+    method: Method, target_config: Any, fixed: Params, schedule: Schedule
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions of a training step and of an evaluation, for one batch.
 
     `update(state, shared, rows, states) -> state, loss`.
     `evaluate(params, shared, rows, states)` -> for each pass, the share of drafts
     accepted at temperature 1, the share equal to the target's argmax, and the number of
-    tokens that count. `shared` is `Target.shared`.
+    tokens that count; before these, the loss. `shared` is `Target.shared`.
 
     Args:
-        token_ids: The tokens of a trimmed vocabulary, or None.
+        fixed: The parameters that are not trained (`FIXED`).
     """
 
     def passes(params: Params, shared: Params, batch: Rows, states: States):
+        token_ids = fixed.get(TOKEN_IDS)
+        params = params | {name: fixed[name] for name in fixed if name != TOKEN_IDS}
         return compare_passes(
             method, target_config, params, token_ids, shared, batch, states
         )
 
-    def loss(params: Params, *given: Any) -> Array:
+    def loss_over(found: list[tuple[Comparison, Any]]) -> Array:
         parts = [
-            schedule.decay**number * loss_of(schedule.loss, found, is_counted)
-            for number, (found, is_counted) in enumerate(passes(params, *given))
+            schedule.decay**number * loss_of(schedule.loss, one, is_counted)
+            for number, (one, is_counted) in enumerate(found)
         ]
         total = sum(schedule.decay**number for number in range(len(parts)))
         return jnp.stack(parts).sum() / total
+
+    def loss(params: Params, *given: Any) -> Array:
+        return loss_over(passes(params, *given))
 
     def update(state: TrainState, *given: Any) -> tuple[TrainState, Array]:
         value, gradient = jax.value_and_grad(loss)(state.params, *given)
         return state.apply_gradients(grads=gradient), value
 
-    def evaluate(params: Params, *given: Any) -> tuple[Array, Array, Array]:
+    def evaluate(params: Params, *given: Any) -> tuple[Array, Array, Array, Array]:
         found = passes(params, *given)
         return (
+            loss_over(found),
             jnp.stack([mean(one.acceptance, counted) for one, counted in found]),
             jnp.stack([mean(one.agrees.astype(jnp.float32), it) for one, it in found]),
             jnp.stack([counted.sum() for _, counted in found]),
@@ -225,20 +236,22 @@ class Trainer:
         self.schedule, self.log = schedule, []
         self._method, self._target, self._work = method, target, work
         self._text, self._held_out, self._read = text, held_out, read_states
+        self._orders: dict[int, np.ndarray] = {}
         params = method.init(target, schedule.seed, token_ids)
-        self._token_ids = params.pop(TOKEN_IDS, None)
+        params = dict(method.warm_start(params, target, self._examples()))
+        self._fixed = {name: params.pop(name) for name in FIXED if name in params}
         state = TrainState.create(
             apply_fn=compare_passes, params=params, tx=schedule.optimizer()
         )
         self.state = _placed(state, target.mesh)
-        self._files = None
+        self._files, self._earlier_cpu_s = None, 0.0
+        self._cpu_start = time.process_time()
         if work is not None:
             self._files = ocp.CheckpointManager(
                 (work / "checkpoints").absolute(),
                 options=ocp.CheckpointManagerOptions(max_to_keep=2),
             )
             self._restore()
-        self._orders: dict[int, np.ndarray] = {}
         self._compile()
 
     @staticmethod
@@ -258,11 +271,8 @@ class Trainer:
 
     @property
     def params(self) -> Params:
-        """All parameters to write, including the token ids of a trimmed vocabulary."""
-        params = dict(self.state.params)
-        if self._token_ids is not None:
-            params[TOKEN_IDS] = self._token_ids
-        return params
+        """All parameters to write, including those that are not trained."""
+        return {**self.state.params, **self._fixed}
 
     @property
     def step(self) -> int:
@@ -271,7 +281,7 @@ class Trainer:
 
     def _compile(self) -> None:
         update, evaluate = programs_of(
-            self._method, self._target.config, self._token_ids, self.schedule
+            self._method, self._target.config, self._fixed, self.schedule
         )
         placed = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         self._update = jax.jit(update, donate_argnums=0, out_shardings=(placed, None))
@@ -280,6 +290,7 @@ class Trainer:
     def run(self, progress: bool = True) -> None:
         """Train up to the last step of the schedule."""
         schedule, smooth = self.schedule, None
+        self._cpu_start = time.process_time()
         bar = tqdm(
             total=schedule.steps * schedule.rows * self._text.tokens.shape[1],
             initial=self.step * schedule.rows * self._text.tokens.shape[1],
@@ -326,6 +337,16 @@ class Trainer:
         )
         return batch, read(numbers, some.tokens)
 
+    def _examples(self) -> Iterator[Examples]:
+        """Yield examples for the start of the training, from the first steps' rows."""
+        rows, length = self.schedule.rows, self._text.tokens.shape[1]
+        norm = 1 + np.asarray(self._target.params["final_norm"], np.float32)
+        most = max(1, START_TOKENS // (rows * length))
+        for step in range(min(most, len(self._text) // rows)):
+            batch, states = self._given(self._text, self._read[0], self._rows_of(step))
+            tokens, sizes, starts = map(np.asarray, batch)
+            yield counted_examples(tokens, sizes, starts, states, norm)
+
     def _rows_of(self, step: int) -> np.ndarray:
         """Return the indices of a step's rows; an epoch uses every row once."""
         count, rows = len(self._text), self.schedule.rows
@@ -344,15 +365,21 @@ class Trainer:
         `sampled` is the mean probability that a draft is accepted at temperature 1,
         `greedy` the share of drafts that are the target's most likely token.
         """
+        return self._measure_held_out()[0]
+
+    def _measure_held_out(self) -> tuple[dict[str, list[float]], float]:
+        """Return `acceptance`, and the loss on held-out text."""
         rows, sums, count = self.schedule.rows, [0.0, 0.0], 0.0
+        losses = []
         # The last rows are dropped if they do not fill a batch, as a smaller batch
         # would need another program.
         for start in range(0, len(self._held_out) - rows + 1, rows):
             numbers = np.arange(start, start + rows)
             batch, states = self._given(self._held_out, self._read[1], numbers)
-            *means, counts = self._evaluate_batch(
+            loss, *means, counts = self._evaluate_batch(
                 self.state.params, self._target.shared, batch, states
             )
+            losses.append(float(loss))
             counts = np.asarray(counts, np.float64)
             sums = [
                 total + np.asarray(one) * counts
@@ -360,14 +387,21 @@ class Trainer:
             ]
             count = count + counts
         names = "sampled", "greedy"
-        return {
+        found = {
             name: [float(one) for one in total / np.maximum(count, 1)]
             for name, total in zip(names, sums, strict=True)
         }
+        return found, float(np.mean(losses))
+
+    def _cpu_s(self) -> float:
+        """Return the processor time of the run, with those before it was resumed."""
+        return self._earlier_cpu_s + time.process_time() - self._cpu_start
 
     def _evaluate(self, bar: Any, loss: float | None) -> None:
+        found, held_out_loss = self._measure_held_out()
         entry: dict[str, Any] = dict(step=self.step, time=time.time(), loss=loss)
-        entry |= self.acceptance()
+        entry |= dict(cpu_s=self._cpu_s(), held_out_loss=held_out_loss)
+        entry |= found
         self.log.append(entry)
         if self._work is not None:
             with (self._work / "log.jsonl").open("a") as log:
@@ -379,6 +413,7 @@ class Trainer:
             for name in ("sampled", "greedy")
         }
         loss_shown = "" if loss is None else f"loss {loss:.4f}, "
+        loss_shown += f"held-out loss {entry['held_out_loss']:.4f}, "
         bar.write(
             f"step {self.step}: {loss_shown}held-out acceptance by position: sampled "
             f"{shown['sampled']}, greedy {shown['greedy']}"
@@ -398,7 +433,7 @@ class Trainer:
         self._files.wait_until_finished()
 
     def _restore(self) -> None:
-        assert self._files is not None
+        assert self._files is not None and self._work is not None
         step = self._files.latest_step()
         if step is None:
             return
@@ -411,6 +446,13 @@ class Trainer:
             step, args=ocp.args.StandardRestore({"leaves": forms})
         )
         self.state = jax.tree.unflatten(structure, found["leaves"])
+        log = self._work / "log.jsonl"
+        if log.exists():
+            entries = [json.loads(line) for line in log.read_text().splitlines()]
+            done = (entry for entry in entries if entry["step"] <= step)
+            self._earlier_cpu_s = max(
+                (one.get("cpu_s", 0.0) for one in done), default=0
+            )
 
 
 def _placed(state: TrainState, mesh: Mesh) -> TrainState:

@@ -9,7 +9,7 @@ import pytest
 from jaxspec.bench import methods, spec
 from jaxspec.bench.method_report import method_table
 from jaxspec.bench.methods import methods_of
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, UnsupportedError
 from tests.bench.workloads import flags, line_in, use_fake_engine
 from tests.support.model_configs import TINY, write_model
 
@@ -226,6 +226,56 @@ def test_resumed_result_has_only_missing_cells_measured(
     path.write_text("[]")
     with pytest.raises(ConfigError, match="--resume needs a result of spec"):
         spec.run(flags(*by_category(prompts, path, *more, "--resume")))
+
+
+DFLASH = dict(
+    architectures=["DFlashDraftModel"],
+    model_type="qwen3",
+    num_hidden_layers=2,
+    intermediate_size=64,
+    num_attention_heads=4,
+    block_size=4,
+    dflash_config=dict(target_layer_ids=[1], mask_token_id=3),
+)
+EAGLE3 = dict(
+    architectures=["LlamaForCausalLMEagle3"],
+    model_type="llama",
+    num_hidden_layers=1,
+    intermediate_size=64,
+    num_attention_heads=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (DFLASH | dict(num_target_layers=18), "num_target_layers=18, and .* 6 layers"),
+        (DFLASH | dict(dflash_config=dict(target_layer_ids=[9])), "mask_token_id"),
+        (
+            EAGLE3 | dict(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
+            r"eagle_aux_hidden_state_layer_ids=\[1, 2, 9\], and .* 6 layers",
+        ),
+        (EAGLE3 | dict(hidden_size=8), "target_hidden_size=8, and .* has 384"),
+        (EAGLE3 | dict(vocab_size=9), "vocab_size=9, and .* has 8192"),
+        (EAGLE3 | dict(speculators_version="1.0"), "'0.1' to '0.9', got '1.0'"),
+        (
+            DFLASH | dict(architectures=["Qwen3DSparkModel"]),
+            "a head of kind 'dspark'.*: eagle, eagle3, medusa, dflash",
+        ),
+    ],
+)
+def test_head_of_another_target_is_refused_before_any_run(
+    monkeypatch, tmp_path, content, named
+):
+    opened = use_fake_engine(monkeypatch)
+    folder = tmp_path / "head"
+    folder.mkdir()
+    sizes = dict(hidden_size=384, vocab_size=8192)
+    (folder / "config.json").write_text(json.dumps(sizes | content))
+    arguments = ("--load-format", "dummy", "--all-methods", folder)
+    with pytest.raises((ConfigError, UnsupportedError), match=named):
+        spec.run(flags("spec", *SMALL, *GREEDY, *arguments))
+    assert not opened
 
 
 @pytest.mark.usefixtures("one_method")

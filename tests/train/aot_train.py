@@ -27,6 +27,7 @@ from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec.train.__main__ import make_parser
 from jaxspec.train.methods import FLOAT32
 from jaxspec.train.run import make_method
+from jaxspec.train.start import STREAM_SCALE
 from jaxspec.train.target import Target, target_states
 from jaxspec.train.trainer import Rows, Schedule, compare_passes, programs_of
 from jaxspec_checkpoints.gemma.published import published_config
@@ -154,19 +155,22 @@ def measure(name: str) -> dict[str, Any]:
         lambda form: rows_of(*form.shape[1:], dtype=form.dtype),
         jax.eval_shape(reader, target.params, tokens),
     )
-    schedule, token_ids = Schedule(rows=cell.rows), None
+    schedule, fixed = Schedule(rows=cell.rows), {}
     params = abstract_head(
         method.config, dtype=FLOAT32, mesh=target.mesh, mesh_axes=TARGET_MESH_AXES
     )
     if params.pop(TOKEN_IDS, None) is not None:
-        token_ids = np.arange(method.config.draft_vocab_size, dtype=np.int32)
+        fixed[TOKEN_IDS] = np.arange(method.config.draft_vocab_size, dtype=np.int32)
+    if method.layers:
+        shape = len(method.layers), target.config.hidden_size
+        fixed[STREAM_SCALE] = np.ones(shape, np.float32)
     create = partial(
         TrainState.create, apply_fn=compare_passes, tx=schedule.optimizer()
     )
     state = forms_of(
         jax.eval_shape(lambda params: create(params=params), params), params, target
     )
-    update, _ = programs_of(method, target.config, token_ids, schedule)
+    update, _ = programs_of(method, target.config, fixed, schedule)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = jax.jit(update, donate_argnums=0, out_shardings=(placed, None))
     batch = Rows(tokens=tokens, sizes=rows_of(), starts=rows_of())

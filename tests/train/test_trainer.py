@@ -125,6 +125,9 @@ class Oracle:
         self.config = target.config
         return {"nothing": jnp.zeros(1)}
 
+    def warm_start(self, params, target, batches):
+        return params
+
     def hidden(self, params, embedding, tokens, states):
         width = states.rows.shape[-1]
         return [
