@@ -131,7 +131,7 @@ $(bin)/python:
 # One line per package, and one before pip writes their files, which takes most of the
 # time; pip's errors go to stderr and are not filtered.
 pip_install = set -o pipefail; $(bin)/python -m pip install -e "$(1)" \
-  | awk '/^(Collecting|Processing)/ {print "  " $$2; fflush()} \
+  | awk '/^(Collecting|Processing)/ {sub(".*/", "", $$2); print "  " $$2; fflush()} \
     /^Installing collected packages:/ { \
       print "Unpacking " NF - 3 " packages (half a minute or more)"; fflush()}'
 

@@ -15,6 +15,10 @@ ROOT = Path(__file__).parents[1]
 # suites.
 PYTHON = """#!/bin/sh
 case "$*" in
+  *"pip install"*)
+    echo "Collecting humanize>=1 (from x)"
+    echo "Processing /a/jax-0.10.2-py3-none-any.whl (from x)"
+    echo "Installing collected packages: humanize, jax" ;;
   *tests.long_suites*) echo suites: "$*"; exit $SUITES ;;
   *) echo tests: "$*"; exit $TESTS ;;
 esac
@@ -41,6 +45,16 @@ def test_clean_prints_the_program_cache_folder(tmp_path, monkeypatch):
     assert made.returncode == 0, made.stderr
     assert f"rm -r {_cache_dir('auto')}\n" in made.stdout
     assert f"at most {MAX_BYTES // 2**30} GiB" in made.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_installing_shows_packages_and_the_long_step(venv):
+    words = ["make", f"VENV={venv}", f"{venv}/.installed"]
+    made = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    *_, first, second, unpacking, _, _ = made.stdout.splitlines()
+    assert (first, second) == ("  humanize>=1", "  jax-0.10.2-py3-none-any.whl")
+    assert unpacking.startswith("Unpacking 2 packages (half a minute")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")

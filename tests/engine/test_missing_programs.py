@@ -99,11 +99,12 @@ def test_only_a_request_whose_features_have_no_program_waits():
         loop.assert_said_the_truth(request)
 
 
-def test_a_single_request_waits_for_the_program_with_its_drafts():
-    """Otherwise a short text would end before the first draft."""
+def test_a_request_decodes_without_drafts_until_their_program_is_compiled():
+    """To compile it may take minutes; the program without drafts comes first."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     (request,) = make_requests(config, 1, max_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [2] * 20, 60
+    request.features = Features(all_greedy=True)
     programs = ComingPrograms(pause=10**9)
     loop = Loop(config, 0, programs=programs)
     assert not loop.step() or not loop.launches, "nothing is there"
@@ -115,15 +116,16 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
     programs.asked.clear()
     programs.add(prompt)
     loop.steps(6)
-    assert len(request.output_token_ids) == 1
+    assert len(request.output_token_ids) > 3
     assert {launch.shape for launch in loop.launches} == {prompt}
-    draft_prefill, own = programs.asked
+    draft_prefill, own, plain = programs.asked
     assert draft_prefill == loop.scheduler.shapes.draft_prefills[0]
     assert (own.num_seqs, own.num_levels, own.max_prompt_tokens) == (1, 3, 0)
+    assert (plain.num_seqs, plain.num_levels, plain.max_prompt_tokens) == (1, 0, 0)
     programs.add(draft_prefill)
     programs.add(own)
+    count = len(loop.launches)
     loop.run()
-    used = [launch.shape for launch in loop.launches]
-    assert used[:3] == [prompt, draft_prefill, own]
-    assert set(used[2:]) == {own}
+    used = [launch.shape for launch in loop.launches[count:]]
+    assert used[used.index(draft_prefill) + 1 :].count(own) > 2
     loop.assert_said_the_truth(request)

@@ -77,15 +77,21 @@ class DecodeSelector:
             len(rows), k, 0, features, has_side_branches=has_side_branches
         )
         missing = candidates.missing, better
+        if k and shape is None:
+            # Decode without drafts until the program with drafts is compiled. The one
+            # without is compiled first: the text may be short.
+            k, draft_counts = 0, np.zeros_like(draft_counts)
+            shape, plain = self._shapes.select(
+                len(rows), 0, 0, features, may_request_on_demand=False
+            )
+            missing = *missing, plain
         if k and has_draft_model:
             lags = self._rows.lags(rows)
             if np.count_nonzero(lags):
                 draft_counts = np.where(lags, 0, draft_counts)
                 k = int(draft_counts.max())
-            if shape is not None and not k:
-                # All rows await the draft model, for a round or two. While the program
-                # with drafts is being compiled, the rows wait for it: a short text
-                # would end before anything was drafted.
+            if not k:
+                # All rows await the draft model, for a round or two.
                 shape, better = self._shapes.select(
                     len(rows), 0, 0, features, may_request_on_demand=False
                 )
