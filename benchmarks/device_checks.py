@@ -1,28 +1,30 @@
-"""Checks of whole engines on jax's device: texts, acceptance, bits, compile seconds.
+"""Parts of `benchmarks.device` that run whole engines: texts, acceptance, bits, speed.
 
-    python -m benchmarks.device_checks lossless batch_invariant
-
-Prints a row of JSON per check. `lossless` compares the texts of all ways to propose
-drafts with those of plain decoding; a draft model equal to the target must have all its
-drafts accepted. `batch_invariant` compares the logprobs of requests alone, together and
-with drafts, bit by bit. The log shows the compile time of every program. The models are
-the bundled pair, or another target with `--model`.
+`lossless` compares the texts of all ways to propose drafts with those of plain
+decoding; a draft model equal to the target must have all its drafts accepted.
+`batch_invariant` compares the logprobs of requests alone, together and with drafts, bit
+by bit. The models are the bundled pair, or another target with `--model`. `real_model`
+measures Gemma 3 270M, if its package is installed. The log shows the compile time of
+every program.
 """
 
 import argparse
-import json
 import logging
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from benchmarks.measure import bundled
 from jaxspec import LLM, SamplingParams
-from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
+from jaxspec.engine.model_folders import (
+    BUNDLED_DRAFT,
+    BUNDLED_TARGET,
+    PACKAGED_GEMMA3,
+)
 from jaxspec.outputs import RequestOutput
+from jaxspec_checkpoints import packaged_gemma3
+from jaxspec_checkpoints.errors import CheckpointError
 
 Row = dict[str, Any]
 
@@ -53,24 +55,12 @@ NEEDS_NO_MODEL = ("ngram", "suffix")
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.8, "seed": 11}}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("parts", nargs="+", choices=PARTS)
-    add("--model", default=BUNDLED_TARGET)
-    add("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    add("--methods", nargs="+", choices=METHODS, help="default: all that the model has")
-    add("--num-prompts", type=int, default=16)
-    add("--num-tokens", type=int, default=96)
-    return parser
-
-
 class Engine:
     """An engine whose programs are compiled anew, before anything is measured."""
 
     def __init__(self, options: argparse.Namespace, dtype: str, **arguments: Any):
+        logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
+        logging.getLogger("jaxspec").setLevel(logging.INFO)  # seconds of every program
         self._options = options
         self._compiled_for: set[frozenset[str]] = set()
         given: dict[str, Any] = {
@@ -239,21 +229,17 @@ def _equal_bits(one: list[Any], other: list[Any]) -> Row:
     }
 
 
-PARTS = {"lossless": lossless, "batch_invariant": batch_invariant}
-
-
-def main(arguments: list[str] | None = None) -> None:
-    options = make_parser().parse_args(arguments)
-    logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
-    logging.getLogger("jaxspec").setLevel(logging.INFO)  # seconds of every program
-    device = jax.devices()[0]
-    about = {"device": device.device_kind, "jax": jax.__version__}
-    for part in options.parts:
-        begin = time.monotonic()
-        for row in PARTS[part](options):
-            row = {"part": part, **about, **row, "at_s": time.monotonic() - begin}
-            print(json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def real_model(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure Gemma 3 270M, plain and with lookups, in bfloat16."""
+    try:
+        packaged_gemma3()
+    except CheckpointError as error:
+        yield {"what": "skipped", "why": str(error)}
+        return
+    given = argparse.Namespace(**{**vars(options), "model": PACKAGED_GEMMA3})
+    texts = prompts(given)
+    for method in (None, *NEEDS_NO_MODEL):
+        config = METHODS[method] | {"controller": "fixed"} if method else None
+        with Engine(given, "bfloat16", speculative_config=config) as engine:
+            row = {"model": "270m", "method": method or "plain", "dtype": "bfloat16"}
+            yield engine.speed(texts) | row

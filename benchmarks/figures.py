@@ -45,7 +45,11 @@ TRAINED = ("EAGLE-3", "DFlash", "4 layers of the target", "EAGLE-3, random start
 TRAINING_GOAL = "1.4"
 # Share of a copy's bandwidth that decoding in bfloat16 should reach.
 REAL_GOAL = 0.75
-GPU_LABELS = {"9b-2b": "9B with 2B", "27b-2b": "27B with 2B"}
+GPU_LABELS = {
+    "9b-2b": "9B with 2B",
+    "27b-2b": "27B with 2B",
+    "4b-270m": "4B with 270M",
+}
 
 Result = dict[str, Any]
 
@@ -94,7 +98,7 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         missing.append(f"{REAL}: none of the bandwidth at real sizes")
     gpu = _gpu_figures(results)
     if not gpu:
-        missing.append("gpu-*.json: none of a GPU")
+        missing.append("device-*.json: none of a TPU or GPU")
     return figures | gpu, missing
 
 
@@ -377,13 +381,14 @@ def _figure_of(grid: list[Axes]) -> Figure:
 
 
 def _gpu_figures(results: Path) -> dict[str, Figure]:
-    """Draw the figures of every measured GPU, without dry runs."""
+    """Draw the figures of every measured TPU and GPU, without dry runs."""
     kinds: dict[str, Callable[[Result], Figure | None]] = {
         "speed-up": gpu_speed_up,
         "bandwidth": gpu_bandwidth,
     }
     found = {}
-    for path in sorted(results.glob("gpu-*.json")):
+    paths = [*results.glob("gpu-*.json"), *results.glob("device-*.json")]
+    for path in sorted(paths):
         (result,) = _lines(path)
         if result["is_dry_run"]:
             continue
@@ -414,7 +419,7 @@ def gpu_speed_up(result: Result) -> Figure | None:
     )
     with drawing.style():
         figure = drawing.new_figure(WIDTH, HEIGHT + 0.4, note + _gpu_provenance(result))
-        title = "Speed-up of rounds over plain steps, full-size Gemma 2"
+        title = "Speed-up of rounds over plain steps, full-size Gemma"
         forced = "acceptance forced as labelled, random weights"
         drawing.head(figure, title, {}, forced=forced)
         grid = figure.subplots(1, len(pairs), sharey=True, squeeze=False)
@@ -467,7 +472,8 @@ def gpu_bandwidth(result: Result) -> Figure | None:
     by_place: dict[tuple[str, int], Result] = {}
     for row in steps:
         by_place.setdefault((row["model"], row["batch"]), row)
-    models = sorted({model for model, _ in by_place}, key=lambda name: float(name[:-1]))
+    read = {model: row["bytes_read"] for (model, _), row in by_place.items()}
+    models = sorted(read, key=read.__getitem__)
     batches = sorted({batch for _, batch in by_place})
     goal = result["goals"]["plain_share_of_bandwidth"]
     note = (

@@ -1,4 +1,4 @@
-"""Measures the step program alone: plain steps, rounds with drafts, the target's pass.
+"""Measures the step program alone: plain steps, rounds, prompts, the target's pass.
 
 No engine and no text are involved: sequences start after a context that was never
 prefilled, and launches do not wait for the results of earlier ones. Times do not depend
@@ -26,8 +26,16 @@ from jaxspec.engine.runner import device_forms
 from jaxspec.models.params import Params
 from jaxspec.models.weights import abstract_params, random_params
 from jaxspec.program.executable_args import Arrays
-from jaxspec.program.plan import PoolShape, StepPlan, StepShape
+from jaxspec.program.plan import (
+    TILE,
+    Features,
+    PoolShape,
+    StepPlan,
+    StepShape,
+    Tile,
+)
 from jaxspec.program.propose import DraftModel, Proposal
+from jaxspec.program.propose.draft_model import TreeModel
 from jaxspec.program.rows import Rows, dummy_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros
 from jaxspec.program.step import lower_step
@@ -58,9 +66,13 @@ class Setting:
     dtype: str = "bfloat16"
     compiler_options: dict[str, str | bool] | None = None
 
-    def pool(self, seqs: int, vocab_size: int, num_drafts: int) -> PoolShape:
-        """Return the shape of a pool that holds the context and the tokens of a run."""
-        longest = self.context + (self.steps + 1) * (num_drafts + 1)
+    def pool(self, seqs: int, vocab_size: int, tokens_per_step: int) -> PoolShape:
+        """Return the shape of a pool that holds the context and the tokens of a run.
+
+        Args:
+            tokens_per_step: Largest number of slots that a launch fills per sequence.
+        """
+        longest = self.context + (self.steps + 1) * tokens_per_step
         table = -(-longest // PAGE_SIZE)
         return PoolShape(
             num_rows=seqs,
@@ -77,7 +89,7 @@ class Timed:
 
     Attributes:
         step_s: Seconds per launch: median and spread over the runs.
-        tokens: Tokens per launch and sequence, over all runs.
+        tokens: New tokens per launch and sequence, over all runs.
         accepted, drafted: Numbers of draft tokens, over all runs.
     """
 
@@ -145,6 +157,11 @@ class Models:
         )
 
     @property
+    def num_values(self) -> int:
+        """Values of the target's weights."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.target_params))
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the target's weights, which a plain step reads once."""
         leaves = jax.tree.leaves(self.target_params)
@@ -152,8 +169,74 @@ class Models:
 
     def kv_bytes(self, seqs: int) -> int:
         """Return bytes of the target's KV that a plain step reads at the start."""
+        config, context = self.target, self.setting.context
         dtype_bytes = jnp.dtype(self.setting.dtype).itemsize
-        return seqs * self.setting.context * self.target.kv_bytes_per_token(dtype_bytes)
+        layer_bytes = config.kv_bytes_per_token(dtype_bytes) // config.num_layers
+        windows = map(config.window, range(config.num_layers))
+        tokens = sum(min(context, one or context) for one in windows)
+        return seqs * tokens * layer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The form of a launch.
+
+    Attributes:
+        seqs: Decoding sequences.
+        num_drafts: Levels of drafts; 0 is plain decoding.
+        acceptance: Forced acceptance probability of each draft; None: not forced.
+        tree: Drafts of a sequence; None is a chain.
+        features: Optional parts of the program.
+        temperature: Of all sequences; 0 takes the argmax.
+        max_rounds: Rounds of a launch.
+        prompt_tokens: Tokens of a prompt that the launch reads; nothing is decoded.
+    """
+
+    seqs: int = 1
+    num_drafts: int = 0
+    acceptance: tuple[float, ...] | None = None
+    tree: Tree | None = None
+    features: Features = Features()
+    temperature: float = 0.0
+    max_rounds: int = 1
+    prompt_tokens: int = 0
+
+    @property
+    def shape(self) -> StepShape:
+        """The static sizes of its program."""
+        return StepShape(
+            num_seqs=self.seqs,
+            num_levels=self.num_drafts,
+            max_prompt_tokens=self.prompt_tokens,
+            features=self.features,
+            max_rounds=self.max_rounds,
+            template=self.tree,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that a sequence may fill in a launch."""
+        return self.max_rounds * self.shape.num_slots
+
+    def proposers(self, draft: ModelConfig | None) -> tuple[DraftModel, ...]:
+        """Return the proposers of its program."""
+        if draft is None:
+            return ()
+        has_paths = self.tree is not None and self.tree.has_side_paths
+        return ((TreeModel if has_paths else DraftModel)(config=draft),)
+
+    def plan(self) -> StepPlan:
+        """Return the plan: all sequences decode, or the first one reads its prompt."""
+        if self.prompt_tokens:
+            tokens = np.full(TILE, 5, np.int32)
+            starts = range(0, self.prompt_tokens, TILE)
+            tiles = [
+                Tile(row=0, start=start, tokens=tokens, is_last=False)
+                for start in starts
+            ]
+            return StepPlan(tiles=tiles)
+        decode = [(row, self.num_drafts) for row in range(self.seqs)]
+        return StepPlan(decode=decode, num_rounds=self.max_rounds)
 
 
 class _Setup:
@@ -161,37 +244,27 @@ class _Setup:
 
     Args:
         draft: The model whose pages are allocated next to the target's, if any.
-        acceptance: Forced acceptance probability of each draft; None: not forced.
 
     Attributes:
         params: Parameters of the program, or their shapes.
         forms: Shapes and placement of the donated state's arrays.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        *,
-        seqs: int,
-        num_drafts: int,
-        draft: ModelConfig | None,
-        acceptance: tuple[float, ...] | None = None,
-    ):
-        self.models, self._seqs, self._num_drafts = models, seqs, num_drafts
+    def __init__(self, models: Models, launch: Launch, draft: ModelConfig | None):
+        self.models, self.launch = models, launch
         setting, vocab_size = models.setting, models.target.vocab_size
-        self.pool = setting.pool(seqs, vocab_size, num_drafts)
+        self.pool = setting.pool(launch.seqs, vocab_size, launch.num_slots)
         self._whole = replicated(models.mesh)
-        proposers = () if draft is None else (DraftModel(config=draft),)
+        proposers = launch.proposers(draft)
         self._config = ProgramConfig(
             target=models.target, proposers=proposers, pool=self.pool, mesh=models.mesh
         )
         self.params = (models.target_params, (models.draft_params,) * len(proposers))
-        self._acceptance = acceptance
         self.forms = self._make_forms()
 
     def _make_forms(self) -> EngineState:
         """Return the state's shapes and placement."""
-        small = jax.eval_shape(lambda: self._small(self._acceptance))
+        small = jax.eval_shape(lambda: self._small(self.launch.acceptance))
         rows, token_pages, forced = placed_forms(small, self.models.mesh)
         forms: Any = EngineState  # shapes instead of arrays
         return forms(
@@ -204,7 +277,8 @@ class _Setup:
     def _small(self, acceptance: tuple[float, ...] | None) -> tuple[Any, ...]:
         """Return the state without the pages of the models."""
         forced = None if acceptance is None else jnp.array(acceptance, jnp.float32)
-        rows = begun_rows(self.pool, self.models.setting.context)
+        context, temperature = self.models.setting.context, self.launch.temperature
+        rows = begun_rows(self.pool, context, temperature)
         return rows, init_token_pages(self.pool), forced
 
     def _make_state(self, acceptance: tuple[float, ...] | None) -> EngineState:
@@ -220,30 +294,25 @@ class _Setup:
 
 
 class Program(_Setup):
-    """The compiled step of one K, and its state."""
+    """The compiled step of one launch, and its state.
 
-    def __init__(
-        self,
-        models: Models,
-        *,
-        seqs: int = 1,
-        num_drafts: int = 0,
-        acceptance: tuple[float, ...] | None = None,
-    ):
-        draft = models.draft if num_drafts else None
-        super().__init__(
-            models, seqs=seqs, num_drafts=num_drafts, draft=draft, acceptance=acceptance
-        )
-        self.shape = StepShape(
-            num_seqs=seqs, num_levels=num_drafts, max_prompt_tokens=0
-        )
-        arguments = (*self.params, self.forms)
-        options = models.setting.compiler_options
-        self.compiled = lower_step(self._config, self.shape, arguments).compile(options)
+    Attributes:
+        lower_s, compile_s: Seconds to trace and lower it, and to compile it.
+    """
+
+    def __init__(self, models: Models, launch: Launch | None = None, **changes: Any):
+        launch = dataclasses.replace(launch or Launch(), **changes)
+        super().__init__(models, launch, models.draft if launch.num_drafts else None)
+        self.shape = launch.shape
+        start = time.monotonic()
+        lowered = lower_step(self._config, self.shape, (*self.params, self.forms))
+        lowered_ts = time.monotonic()
+        self.compiled = lowered.compile(models.setting.compiler_options)
+        self.lower_s = lowered_ts - start
+        self.compile_s = time.monotonic() - lowered_ts
 
     def _make_plan(self) -> jax.Array:
-        decode = [(row, self._num_drafts) for row in range(self._seqs)]
-        vector = PlanLayout(self.shape, self.pool).pack(StepPlan(decode=decode))
+        vector = PlanLayout(self.shape, self.pool).pack(self.launch.plan())
         return jax.device_put(vector, self._whole)
 
     def run(
@@ -257,7 +326,7 @@ class Program(_Setup):
         """
         setting = self.models.setting
         repeats = setting.repeats if repeats is None else repeats
-        acceptance = self._acceptance if acceptance is None else acceptance
+        acceptance = self.launch.acceptance if acceptance is None else acceptance
         state, plan = self._make_state(acceptance), self._make_plan()
         rows = jax.device_get(state.rows)
         seconds, emitted, accepted, drafted = [], 0, 0, 0
@@ -275,16 +344,17 @@ class Program(_Setup):
                 continue  # the first run warms caches and clocks
             seconds.append(took_s / setting.steps)
             for result in jax.device_get(results):
-                step = StepResult.unpack(np.asarray(result), self.shape)
-                assert not step.is_broken.any(), (
-                    "the random weights produced NaN or infinity"
-                )
-                emitted += int(step.num_emitted.sum())
-                accepted += int(step.num_accepted.sum())
-                drafted += int(step.num_valid_drafts.sum())
+                launched = StepResult.unpack(np.asarray(result), self.shape)
+                for step in launched.rounds:
+                    assert not step.is_broken.any(), (
+                        "the random weights produced NaN or infinity"
+                    )
+                    emitted += int(step.num_emitted.sum())
+                    accepted += int(step.num_accepted.sum())
+                    drafted += int(step.num_valid_drafts.sum())
             # A new seed, so that each repeat draws different random numbers.
             rows = dataclasses.replace(rows, seed=rows.seed + np.uint32(1))
-        count = repeats * setting.steps * self._seqs
+        count = repeats * setting.steps * self.launch.seqs
         return Timed(
             step_s=Spread.of(seconds),
             tokens=emitted / count,
@@ -322,7 +392,8 @@ class TargetPass(_Setup):
     """The target's part of a round with K drafts; K = 0 is plain decoding."""
 
     def __init__(self, models: Models, *, seqs: int = 1, num_drafts: int = 0):
-        super().__init__(models, seqs=seqs, num_drafts=num_drafts, draft=None)
+        launch = Launch(seqs=seqs, num_drafts=num_drafts)
+        super().__init__(models, launch, draft=None)
         form = jax.ShapeDtypeStruct((seqs, num_drafts + 1), jnp.int32)
         lowered = jax.jit(self._verify, donate_argnums=1).lower(
             self.params, self.forms, placed_forms(form, models.mesh)
@@ -332,12 +403,13 @@ class TargetPass(_Setup):
     def _verify(
         self, params: Any, state: EngineState, tokens: Any
     ) -> tuple[EngineState, Any]:
-        rows = jnp.arange(self._seqs, dtype=jnp.int32)
-        tree = Tree.chain(self._num_drafts)
+        seqs, num_drafts = self.launch.seqs, self.launch.num_drafts
+        rows = jnp.arange(seqs, dtype=jnp.int32)
+        tree = Tree.chain(num_drafts)
         given = self._config, tree, params
         proposal = None
-        if self._num_drafts:
-            drafts = jnp.full(self._seqs, self._num_drafts, jnp.int32)
+        if num_drafts:
+            drafts = jnp.full(seqs, num_drafts, jnp.int32)
             proposal = Proposal(tokens[:, :-1], drafts)
         state, logits = verify_part(*given, state, rows, proposal)
         state, (_, _, emitted) = accept_part(*given, state, rows, (proposal, logits))
@@ -349,7 +421,7 @@ class TargetPass(_Setup):
     def run(self) -> Spread:
         """Run the number of calls that the setting gives, one after the other."""
         setting, state = self.models.setting, self._make_state(None)
-        shape = self._seqs, self._num_drafts + 1
+        shape = self.launch.seqs, self.launch.num_drafts + 1
         tokens = jax.device_put(jnp.zeros(shape, jnp.int32), self._whole)
         seconds = []
         for _ in range(setting.repeats + 1):  # the first warms caches and clocks

@@ -210,7 +210,7 @@ SUITES = (
         ("jaxspec/train/", "jaxspec/models/", "tests/train/", "tests/program/hlo.py"),
         "benchmarks/results/aot_train.json",
     ),
-    _aot("h200", "tests/program/test_aot.py", (*PROGRAM, "benchmarks/gpu.py")),
+    _aot("h200", "tests/program/test_aot.py", (*PROGRAM, "benchmarks/device_steps.py")),
 )
 
 

@@ -87,7 +87,7 @@ def test_missing_results_are_reported_and_the_rest_drawn(tmp_path, capsys):
         *("serve-cpu.json", "spec-cpu.json", "cpu_pair-*.json"),
         *("control-cpu.json", "methods-*.json", "draft-costs.json"),
         "training-270m.json",
-        *("peers-real-cpu.json", "gpu-*.json"),
+        *("peers-real-cpu.json", "device-*.json"),
     ]
     assert not list(output.iterdir())
     (results / figures.SERVE).write_text(json.dumps(committed(figures.SERVE)[0]))
@@ -213,7 +213,7 @@ def spread(median: float) -> dict[str, float]:
 
 
 def gpu_result(**changes: Any) -> dict[str, Any]:
-    """Return a result with made-up values, in the format of `benchmarks.gpu`."""
+    """Return a result with made-up values, in the format of `benchmarks.device`."""
     rounds = [
         {
             "what": "round",
@@ -237,9 +237,15 @@ def gpu_result(**changes: Any) -> dict[str, Any]:
             "model": model,
             "batch": batch,
             "step_us": spread(1000.0),
+            "bytes_read": size * 10**9,
             "share_of_bandwidth": share / batch**0.1,
         }
-        for model, share in (("9b", 0.8), ("2b", 0.7), ("27b", 0.85), ("2b", 0.1))
+        for model, size, share in (
+            ("9b", 18, 0.8),
+            ("2b", 5, 0.7),
+            ("27b", 54, 0.85),
+            ("2b", 5, 0.1),
+        )
         for batch in (1, 8)
     ]
     other = [
@@ -259,10 +265,10 @@ def gpu_result(**changes: Any) -> dict[str, Any]:
 
 
 def test_gpu_is_drawn_with_its_ceilings_and_the_goal(tmp_path):
-    (tmp_path / "gpu-a.json").write_text(json.dumps(gpu_result(), indent=1))
+    (tmp_path / "device-a.json").write_text(json.dumps(gpu_result(), indent=1))
     found, missing = figures.draw_all(tmp_path)
-    assert list(found) == ["gpu-a-speed-up", "gpu-a-bandwidth"]
-    assert not any(line.startswith("gpu") for line in missing)
+    assert list(found) == ["device-a-speed-up", "device-a-bandwidth"]
+    assert not any(line.startswith("device") for line in missing)
     speed, bandwidth = found.values()
     assert "SYNTHETIC: acceptance forced" in speed.get_suptitle()
     assert "a GPU; jax 0.10.2" in speed.get_supxlabel()

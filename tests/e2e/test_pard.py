@@ -97,7 +97,7 @@ def test_cached_pages_hold_no_keys_of_masks_or_rejected_drafts():
 
 def test_request_without_drafts_leaves_no_draft_keys():
     """A request with prefix hits on its pages then runs the draft prefill again."""
-    engine = proposers.engine("pard")
+    engine = with_settings(forced_engine())
     params = [wanting(0), wanting(NUM_DRAFT)]
     # The text is so short that one round with drafts would have computed all its keys.
     first, _ = generate(engine, [STEM[:2], claims.prompts()[3]], params)

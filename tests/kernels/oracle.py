@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
+from tests.support.programs import fusion_emitters
 
 IN_LANES = "int8 in lanes"  # `ScaledPages` of a TPU
 EXACT = 1e-5  # float32 error of a sum of a hundred products
@@ -21,7 +22,7 @@ EXACT = 1e-5  # float32 error of a sum of a hundred products
 # reduce the compile time of rejection sampling to a quarter.
 UNOPTIMISED: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
+    **fusion_emitters(False),
 }
 
 # Contexts end, and windows start, in the middle of a page and of a block.

@@ -99,6 +99,14 @@ def test_products_equal_float64_and_the_reference(name, kind):
         np.testing.assert_array_equal(looked_up, matrix[clipped])
 
 
+# Numbers of rows; each number is a program of its own.
+ALL_COUNTS = (*range(1, 27), 39)
+QUICK_COUNTS = (1, 2, 3, 5, 6, 7, 13, 14, 15, 25, 26, 39)
+
+
+@pytest.mark.parametrize(
+    "counts", [QUICK_COUNTS, pytest.param(ALL_COUNTS, marks=pytest.mark.slow)], ids=len
+)
 @pytest.mark.parametrize(
     ("kind", "is_rounded"),
     [
@@ -120,13 +128,13 @@ def test_products_equal_float64_and_the_reference(name, kind):
     ],
     ids=str,
 )
-def test_products_of_a_row_do_not_depend_on_other_rows(kind, is_rounded):
+def test_products_of_a_row_do_not_depend_on_other_rows(kind, is_rounded, counts):
     # Several chunks of features, and parts of panels; the last panel is not full.
     case = replace(CASES["tiny/down_proj"], rows=40, outputs=600)
     rows, (_, panels) = rows_of(case), made(case, kind)
     given: Any = dict(num_outputs=600, is_rounded=is_rounded, implementation="cpu")
     whole = np.asarray(panel_matmul(rows, panels, **given))
-    for count in (*range(1, 27), 39):
+    for count in counts:
         for start in (0, case.rows - count):
             found = panel_matmul(rows[start : start + count], panels, **given)
             np.testing.assert_array_equal(found, whole[start : start + count])

@@ -241,8 +241,12 @@ def test_unknown_compiler_options_are_left_out(monkeypatch, caplog):
     monkeypatch.setattr(cpu, "COMPILER_OPTIONS", {"xla_cpu_unheard_of": True})
     assert cpu.compiler_options.__wrapped__() is None
     assert "xla_cpu_unheard_of" in caplog.text
-    monkeypatch.setattr(cpu, "COMPILER_OPTIONS", {"xla_cpu_use_fusion_emitters": "so"})
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_use_fusion_emitters"):
+    monkeypatch.setattr(
+        cpu, "COMPILER_OPTIONS", {"xla_cpu_parallel_codegen_split_count": "so"}
+    )
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="xla_cpu_parallel_codegen_split_count"
+    ):
         cpu.compiler_options.__wrapped__()
 
 

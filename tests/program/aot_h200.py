@@ -1,4 +1,4 @@
-"""Compile the full-size programs of `benchmarks.gpu` without a GPU.
+"""Compile the full-size programs of `benchmarks.device` without a GPU.
 
 `PYTHONPATH=.venv/aot python -m tests.program.aot_h200` adds the compiler's report on
 each program that `benchmarks/results/aot_h200.json` lacks: memory, kernels, copies.
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from benchmarks import gpu as full_size
+from benchmarks import device, device_steps
 from benchmarks.step_times import Models
 from tests.kernels import aot_tpu
 from tests.program import hlo
@@ -25,6 +25,7 @@ from tests.program.aot_step import PLACES, describe
 
 RESULTS = FOLDER / "aot_h200.json"
 GIB = 2**30
+PAIRS = ("9b-2b", "27b-2b")
 # Memory that jax finds on each GPU; the benchmark uses a fraction of it.
 MEMORY_GIB = {"NVIDIA H100": 78, "NVIDIA H200": 139}
 
@@ -53,7 +54,7 @@ def gpu() -> Mesh:
 
 def room(name: str) -> float:
     """Return the bytes that the benchmark's programs may use on a GPU."""
-    return MEMORY_GIB[name] * GIB * full_size.MEMORY_FRACTION
+    return MEMORY_GIB[name] * GIB * device.MEMORY_FRACTION
 
 
 def programs(
@@ -64,11 +65,11 @@ def programs(
     Args:
         layers: Layers of target and draft to compile; None for all.
     """
-    options = full_size.make_parser().parse_args(arguments)
-    setting = full_size.setting_of(options)
+    options = device.make_parser().parse_args(arguments)
+    setting = device_steps.setting_of(options)
     found: dict[str, Program] = {}
-    for pair in full_size.PAIRS:
-        target, draft = full_size.configs_of(pair, options)
+    for pair in PAIRS:
+        target, draft = device_steps.configs_of(pair, options)
         if layers is not None:
             target = replace(target, num_layers=layers[0])
             draft = replace(draft, num_layers=layers[1])
@@ -78,16 +79,18 @@ def programs(
             Program,
             weight_bytes=models.weight_bytes + models.draft_alone().weight_bytes,
         )
-        for (size, seqs), make in full_size.plain_steps(pair, models, options).items():
-            one = both[:1] if size == full_size.PAIRS[pair][0] else both[1:]
+        for (size, seqs), make in device_steps.plain_steps(
+            pair, models, options
+        ).items():
+            one = both[:1] if size == device_steps.PAIRS[pair][0] else both[1:]
             name = f"plain/{size}/batch {seqs}"
             found.setdefault(name, form(make=make, rows=seqs, layers=one))
-        for (seqs, count), make in full_size.target_passes(models, options).items():
-            name = f"pass/{full_size.PAIRS[pair][0]}/batch {seqs}/K {count}"
+        for (seqs, count), make in device_steps.target_passes(models, options).items():
+            name = f"pass/{device_steps.PAIRS[pair][0]}/batch {seqs}/K {count}"
             rows = seqs * (count + 1)
             found[name] = form(make=make, rows=rows, layers=both[:1])
         seqs, most = options.batches[0], max(options.num_drafts)
-        for count, make in full_size.rounds(models, options).items():
+        for count, make in device_steps.rounds(models, options).items():
             what = count if count == "standard" else f"K {count}"
             rows = seqs * ((most if count == "standard" else count) + 1)
             found[f"round/{pair}/{what}"] = form(make=make, rows=rows, layers=both)
@@ -143,7 +146,7 @@ def main() -> None:
     head = {
         "device": "NVIDIA H200, compiled for and not run",
         "memory_gib": MEMORY_GIB,
-        "memory_fraction": full_size.MEMORY_FRACTION,
+        "memory_fraction": device.MEMORY_FRACTION,
     }
     record = Record("aot_h200", found, head=head)
     record.main(

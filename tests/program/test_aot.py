@@ -161,7 +161,7 @@ def test_all_programs_are_recorded():
     assert list(H200) == list(wanted)
     for name, row in H200.items():
         assert row["layers"] == list(wanted[name].layers)
-    assert H200_FILE["memory_fraction"] == aot_h200.full_size.MEMORY_FRACTION
+    assert H200_FILE["memory_fraction"] == aot_h200.device.MEMORY_FRACTION
 
 
 def test_tables_match_the_records():

@@ -6,21 +6,30 @@ compile with `USERS_COMPILER`.
 """
 
 import os
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+
+def fusion_emitters(is_used: bool) -> dict[str, str | bool]:
+    """Return the option for XLA:CPU's fusion emitters, which jaxlib 0.12 removed."""
+    major, minor = map(int, metadata.version("jaxlib").split(".")[:2])
+    has_option = (major, minor) < (0, 12)
+    return {"xla_cpu_use_fusion_emitters": is_used} if has_option else {}
+
+
 # Options for `jax.jit(..., compiler_options=...)` and runners.
 QUICK_COMPILER: dict[str, str | bool] = {
     "xla_backend_optimization_level": "0",
-    "xla_cpu_use_fusion_emitters": False,
+    **fusion_emitters(False),
     # Compiling parts in parallel would take more CPU time in total.
     "xla_cpu_parallel_codegen_split_count": "1",
 }
 # XLA's defaults, which users have.
 USERS_COMPILER: dict[str, str | bool] = {
     "xla_backend_optimization_level": "3",
-    "xla_cpu_use_fusion_emitters": True,
+    **fusion_emitters(True),
     "xla_cpu_parallel_codegen_split_count": "32",
 }
 # Options for tests that inspect programs: the HLO is that of users, and only the
