@@ -30,7 +30,7 @@ vLLM's import paths: `jaxspec.benchmarks`, `jaxspec.distributed`, `jaxspec.entry
 `jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`, `jaxspec.version`.
 """
 
-import _signal  # without enum, whose import takes 10 ms, as that of typing does
+import signal
 import sys
 
 # While `python -m jaxspec...` imports its modules, Ctrl-C ends the process: a
@@ -38,8 +38,8 @@ import sys
 if sys.argv[:1] == ["-m"] and "jaxspec" in (
     word.partition(".")[0] for word in sys.orig_argv[1:3]
 ):
-    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import importlib
 from typing import Any

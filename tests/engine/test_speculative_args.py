@@ -16,8 +16,9 @@ def config(values: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
     return {"speculative_config": (values or {}) | keys}
 
 
-def suffix(method: str = "suffix", **changes: float) -> dict[str, Any]:
-    """Return the merged arguments of suffix drafts."""
+def suffix(**changes: Any) -> dict[str, Any]:
+    """Return the merged arguments of suffix drafts, or of another method with them."""
+    method = changes.pop("method", "suffix")
     keys = {f"suffix_decoding_{name}": value for name, value in changes.items()}
     return {"method": method} | SUFFIX_DEFAULTS | keys
 
@@ -153,7 +154,7 @@ SPELLINGS: list[tuple[dict[str, Any] | None, list[dict[str, Any]]]] = [
         for name in ("max_cached_requests", "max_corpus_tokens")
     ),
     (
-        {"model": "draft"} | suffix("suffix+draft_model"),
+        {"model": "draft"} | suffix(method="suffix+draft_model"),
         [{"spec_method": "suffix+draft_model", "spec_model": "draft"}],
     ),
     # Leaves are accepted with any method.
