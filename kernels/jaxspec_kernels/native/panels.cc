@@ -766,12 +766,27 @@ void multiply_in_tiles(ffi::ThreadPool& pool, const Panels& panels, const float*
 }
 #endif
 
+// Converts a panel of 8-bit floats, which bfloat16 represents exactly.
+void convert(const uint8_t* panel, int64_t steps, Bfloat16* to) {
+  for (int64_t step = 0; step < steps; ++step, panel += Float8Layout::kValues * kWidth)
+    for (int vector = 0; vector < kVectors; ++vector, to += 2 * kLanes) {
+      const Words even = (Words)Float8Layout::floats(panel, vector, 0);
+      const Words odd = (Words)Float8Layout::floats(panel, vector, 1);
+      const Words pairs = even >> 16 | (odd & 0xffff0000u);
+      std::memcpy(to, &pairs, sizeof(pairs));
+    }
+}
+
 // Multiplies with values that are widened in registers.
-template <typename Layout, typename Arithmetic, bool IsRounded>
+//
+// Stored: the layout of the panels. Layout: the one in which they are multiplied; if it is
+// another, a panel is converted once for all rows.
+template <typename Stored, typename Layout, typename Arithmetic, bool IsRounded>
 void multiply_in_registers(ffi::ThreadPool& pool, const Panels& panels,
                            const float* inputs, int64_t num_rows, float* outputs) {
-  const auto* values = static_cast<const typename Layout::Value*>(panels.values);
-  const Steps<Layout> steps(panels);
+  const auto* values = static_cast<const typename Stored::Value*>(panels.values);
+  const Steps<Stored> steps(panels);
+  static_assert(Stored::kFeatures == Layout::kFeatures);
   // More than few rows are never multiplied in the order of tiles here.
   constexpr int kMost = Arithmetic::kSums > 1 ? kFewRows : kMaxRows;
   const Groups rows(num_rows, kMost);
@@ -781,22 +796,32 @@ void multiply_in_registers(ffi::ThreadPool& pool, const Panels& panels,
   pack<Arithmetic, Layout::kFeatures>(pool, rows, steps.groups, steps.size,
                                       steps.per_group, inputs, packed);
   const float* row_sums = sum_groups<IsRounded>(pool, panels, inputs, num_rows, 0);
-  auto run = [&](int64_t first, int64_t last) {
-    const typename Arithmetic::Mode mode;
+  auto multiply = [&](const typename Layout::Value* from, int64_t first, int64_t last) {
     for (int64_t group = 0; group < rows.count; ++group) {
       const int64_t start = rows.start(group);
-      function_for<Layout, Arithmetic, Layout::kIsScaled>(
+      function_for<Layout, Arithmetic, Stored::kIsScaled>(
           rows.size(group), std::make_integer_sequence<int, kMost>())(
-          values + first * steps.values(), panels.scales,
-          row_sums ? row_sums + start * steps.groups : nullptr, steps.groups,
-          steps.per_group, first, last, packed + start * steps.count(),
+          from, panels.scales, row_sums ? row_sums + start * steps.groups : nullptr,
+          steps.groups, steps.per_group, first, last, packed + start * steps.count(),
           outputs + start * panels.outputs, panels.outputs);
+    }
+  };
+  auto run = [&](int64_t first, int64_t last) {
+    const typename Arithmetic::Mode mode;
+    if constexpr (std::is_same_v<Stored, Layout>) {
+      multiply(values + first * steps.values(), first, last);
+    } else {
+      auto* converted = reserve<typename Layout::Value>(memory().panel, steps.values());
+      for (int64_t panel = first; panel < last; ++panel) {
+        convert(values + panel * steps.values(), steps.count(), converted);
+        multiply(converted, panel, panel + 1);
+      }
     }
   };
   // With several groups of rows, a part stays in a core's cache for all of them. With a
   // single group, each value is read once, and parts may have any size.
   constexpr int64_t kPartBytes = 1 << 18;
-  const int64_t panel_bytes = steps.values() * sizeof(typename Layout::Value);
+  const int64_t panel_bytes = steps.values() * sizeof(typename Stored::Value);
   const int64_t most = std::max(kPartBytes / panel_bytes, int64_t{1});
   for_each_panels(pool, num_panels, panel_bytes, num_rows, rows.count > 1 ? most : 0,
                   run);
@@ -810,11 +835,18 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
     if (has_tiles()) {
       if (num_rows > kFewRows)
         return multiply_in_tiles<Layout>(pool, panels, inputs, num_rows, outputs);
-      return multiply_in_registers<Layout, InTileOrder<Layout>, true>(
+      return multiply_in_registers<Layout, Layout, InTileOrder<Layout>, true>(
           pool, panels, inputs, num_rows, outputs);
     }
 #endif
-  multiply_in_registers<Layout, ArithmeticOf<Layout, IsRounded>, IsRounded>(
+  // Eight-bit floats take long to convert.
+  constexpr int64_t kRowsToConvert = 2 * kMaxRows;
+  if constexpr (std::is_same_v<Layout, Float8Layout>)
+    if (num_rows > kRowsToConvert)
+      return multiply_in_registers<Layout, Bfloat16Layout,
+                                   ArithmeticOf<Bfloat16Layout, IsRounded>, IsRounded>(
+          pool, panels, inputs, num_rows, outputs);
+  multiply_in_registers<Layout, Layout, ArithmeticOf<Layout, IsRounded>, IsRounded>(
       pool, panels, inputs, num_rows, outputs);
 }
 
