@@ -1,5 +1,6 @@
 """`LLM` with a fake engine; tests/e2e tests it with the real one."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -350,6 +351,7 @@ def test_all_programs_can_be_compiled_at_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     llm = LLM("folder", warm_up=True)
     assert "Compiling two: 2 programs" in capsys.readouterr().err
     assert engine_of(llm).announce is None

@@ -45,7 +45,7 @@ constexpr int panels_at_once(int rows, int sums, bool is_scaled) {
   if (is_scaled) return rows == 1 ? 4 / sums : rows == 2 ? 2 / sums : 1;
   return rows * sums <= 2 ? 4 / sums : rows <= 6 ? 2 / sums : 1;
 }
-// At most so many rows are few: reading the matrix takes longer than their products.
+// With this number of rows or fewer, reading the matrix takes longer than multiplying.
 constexpr int kFewRows = 2;
 // Bytes of the matrix per thread: handing work to another takes some microseconds. With
 // one row or two, reading dominates, and one core does most of it: on few cores a
