@@ -69,15 +69,18 @@ class Server(uvicorn.Server):
         serving: Serving,
         timeout_s: int,
         release: Callable[[], object],
+        address: str,
     ):
         """Make a server.
 
         Args:
             timeout_s: Seconds that running requests have after a signal.
             release: Called before the exit at a second signal.
+            address: Of the server, for the log.
         """
         super().__init__(config)
         self._release, self._signal = release, signal.SIGTERM
+        self._address = address
         self._serving, self._timeout_s = serving, timeout_s
         self._warming = Warming(serving.engine)
         self._descriptors = DescriptorWatch(serving.admission)
@@ -99,6 +102,11 @@ class Server(uvicorn.Server):
             self._release()
             os._exit(128 + sig)
         self.should_exit, self._signal = True, signal.Signals(sig)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections, and only then log the address."""
+        await super().startup(sockets)
+        _log.info("Serving %s on %s", self._serving.settings.model_name, self._address)
 
     async def on_tick(self, counter: int) -> bool:
         """Check the engine, several times a second."""
@@ -288,10 +296,13 @@ def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> in
         **_tls(given),
     )
     server = Server(
-        config, app.state.serving, timeout_s, lambda: _release(bound, given)
+        config,
+        app.state.serving,
+        timeout_s,
+        lambda: _release(bound, given),
+        _address(bound, given),
     )
     freeze_heap()
-    _log.info("Serving %s on %s", options.settings.model_name, _address(bound, given))
     server.run(sockets=[bound])
     return ENGINE_DEAD if engine.errored else 0
 

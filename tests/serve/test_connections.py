@@ -98,7 +98,7 @@ def server_fixture(*flags: str, delay_s: float = 0.0, num_files: int = 0) -> Any
             )
         made = Server(process, log)
         try:
-            made.wait(lambda: "startup complete" in log.read_text())
+            made.wait(lambda: "] Serving " in log.read_text())
             yield made
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, log.read_text()

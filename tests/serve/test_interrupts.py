@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 # The limit is generous, because other processes may use the cores too.
 END_S = 30.0
 SERVER = ("jaxspec.serve", "--port", "0", "--max-num-seqs", "1")
-LISTENS, READY = "Application startup complete", "The server is ready"
+LISTENS, READY = "] Serving ", "The server is ready"
 WARM_ALL = (*SERVER, "--warm-up", "all")
 GENERATE = ("jaxspec", "generate", "Once upon a time", "--max-tokens", "4")
 # Restores SIGINT in the child process, as the parent process may ignore it.

@@ -423,7 +423,7 @@ def test_openai_client_with_bundled_pair(tmp_path: Path):
 
     def has_started() -> bool:
         assert server.poll() is None, log.read_text()
-        return "startup complete" in log.read_text()
+        return "] Serving " in log.read_text()
 
     try:
         wait_until(has_started, 600)

@@ -1,8 +1,11 @@
 """Tests of Ray Serve's arguments, of a replica without Ray, and of replicas in Ray."""
 
 import asyncio
+import contextlib
 import importlib.util
 import json
+import logging
+import re
 import shutil
 import socket
 import subprocess
@@ -157,8 +160,16 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
         made.engine.shutdown(10)
 
 
-def test_replica_answers_until_it_is_shut_down(replica: Any):
-    port = replica._placement.metrics_port + 1
+def metrics_port(caplog: pytest.LogCaptureFixture) -> int:
+    """Return the port of a replica's metrics: the first free one, from its log."""
+    (port,) = re.findall(r"metrics: http://127.0.0.1:(\d+)/", caplog.text)
+    return int(port)
+
+
+def test_replica_answers_until_it_is_shut_down(
+    replica: Any, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, ray_app.__name__)
 
     async def live() -> None:
         app = await replica.__serve_build_asgi_app__()
@@ -172,8 +183,13 @@ def test_replica_answers_until_it_is_shut_down(replica: Any):
         client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://server"
         )
-        scraper = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
-        async with app.router.lifespan_context(app), client, scraper:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(app.router.lifespan_context(app))
+            await stack.enter_async_context(client)
+            port = metrics_port(caplog)
+            assert port > replica._placement.metrics_port
+            scraper = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
+            await stack.enter_async_context(scraper)
             answer = await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=9)
             assert answer["choices"][0]["text"] == letters(said(9))
             assert answer["model"] == "g"
@@ -194,14 +210,18 @@ def test_replica_answers_until_it_is_shut_down(replica: Any):
     asyncio.run(live())
 
 
-def test_slow_metrics_clients_are_closed(replica: Any, monkeypatch: pytest.MonkeyPatch):
+def test_slow_metrics_clients_are_closed(
+    replica: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(ray_app, "DEFAULT_READ_HEADERS_S", 0.2)
-    port = replica._placement.metrics_port + 1
+    caplog.set_level(logging.INFO, ray_app.__name__)
 
     async def live() -> None:
         app = await replica.__serve_build_asgi_app__()
         async with app.router.lifespan_context(app), asyncio.timeout(20):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", metrics_port(caplog)
+            )
             writer.write(b"GET /metrics HTTP/1.1\r\n")
             assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
             writer.close()
