@@ -156,6 +156,18 @@ def test_interrupt_while_modules_are_imported(
         assert done.stderr.endswith("\nKeyboardInterrupt\n")
 
 
+def test_interrupt_during_exit_has_no_traceback():
+    code = """
+import atexit, os, signal
+from jaxspec.exit import run_main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+run_main(lambda: print("done", flush=True) or 3)
+"""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "done\n", "")
+
+
 def test_interrupt_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     try:
