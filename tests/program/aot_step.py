@@ -7,6 +7,7 @@ again. Nothing runs: no figure is a speed. jax looks for its compilers when it s
 so the path must be set before.
 """
 
+import re
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -128,6 +129,11 @@ def _model(name: str, num_layers: int | None) -> ModelConfig:
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
     return config_from_hf(config)
+
+
+def num_attentions(text: str) -> int:
+    """Return the number of operations that belong to calls of attention."""
+    return len(re.findall(r'op_name="[^"]*/paged_attention[/"]', text))
 
 
 def pool_of(place: Place, target: ModelConfig) -> PoolShape:

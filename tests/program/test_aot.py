@@ -21,7 +21,7 @@ from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sharding import make_mesh
 from tests.long_suites import members
-from tests.program import aot_h200, aot_hosts, aot_step, aot_trees, hlo
+from tests.program import aot_dflash, aot_h200, aot_hosts, aot_step, aot_trees, hlo
 from tests.program.aot_hosts import NUM_CHIPS, NUM_HOSTS
 from tests.program.aot_record import (
     FOLDER,
@@ -29,7 +29,7 @@ from tests.program.aot_record import (
     engine_config,
     skip_without_compiler,
 )
-from tests.program.aot_step import PLACES
+from tests.program.aot_step import PLACES, num_attentions
 
 Row = dict[str, Any]
 PAGE = FOLDER.parent / "compilers.md"
@@ -111,6 +111,21 @@ def check_tree(row: Row) -> None:
     assert sum(row["squares"].values()) <= 4 * row["rows"] ** 2, "squares in memory"
 
 
+def check_dflash(row: Row) -> None:
+    """Check that a round has one drafter pass, and memory for its logits."""
+    check_in_place(row)
+    case = aot_dflash.CASES[row["name"]]
+    assert row["hbm_bytes"] < aot_dflash.HBM[case.device], "it does not fit"
+    num_rows = aot_dflash.NUM_SEQS * case.block_size
+    logits = 4 * num_rows * 262_144
+    assert max(row["moves"].values(), default=0) <= logits, "a large move"
+    assert row["drafter_pages_bytes"] > 0, "no keys and values of the drafter"
+    # Every layer calls attention once: keys and values of new context are written
+    # without it, and one pass makes all drafts.
+    if case.device != "h200":
+        assert row["attentions"] == sum(row["layers"]), "more than one pass"
+
+
 def check_h200(row: Row) -> None:
     """Check that a program fits an H200 and an H100 with both models' weights.
 
@@ -127,8 +142,8 @@ def check_h200(row: Row) -> None:
     assert row["peak_bytes"] <= 4 * logits + 2**21, "large temporaries"
 
 
-STEPS, HOSTS, TREES = (
-    record.read() for record in (aot_step.RECORD, aot_hosts.RECORD, aot_trees.RECORD)
+STEPS, HOSTS, TREES, DFLASH = (
+    module.RECORD.read() for module in (aot_step, aot_hosts, aot_trees, aot_dflash)
 )
 H200_FILE = json.loads(aot_h200.RESULTS.read_text())
 H200 = {row["name"]: row for row in H200_FILE["rows"]}
@@ -136,6 +151,7 @@ RECORDS: dict[str, tuple[dict[str, Row], Callable[[Row], None]]] = {
     "step": (STEPS, check_step),
     "hosts": (HOSTS, check_hosts),
     "trees": (TREES, check_tree),
+    "dflash": (DFLASH, check_dflash),
     "h200": (H200, check_h200),
 }
 
@@ -154,6 +170,11 @@ def test_all_programs_are_recorded():
         assert row["layers"] == [model.num_layers for model in whole]
     assert list(HOSTS) == list(aot_hosts.CELLS)
     assert list(TREES) == list(aot_trees.CASES)
+    assert list(DFLASH) == list(aot_dflash.CASES)
+    for name, row in DFLASH.items():
+        case = aot_dflash.CASES[name]
+        assert row["layers"] == [case.num_target_layers(), case.num_drafter_layers]
+        assert row["drafts"] == case.block_size - 1
     nodes = {"chain": 5, "leaves": 10, "tree": 16}
     for name, row in TREES.items():
         assert row["nodes"] == nodes[aot_trees.CASES[name].kind]
@@ -168,6 +189,7 @@ def test_tables_match_the_records():
     text = PAGE.read_text(encoding="utf-8")
     assert aot_hosts.make_table(HOSTS) in text
     assert aot_trees.table(TREES) in text
+    assert aot_dflash.table(DFLASH) in text
 
 
 COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
@@ -207,6 +229,9 @@ COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
             {"squares": {"bf16[8,34,17]": 2 * 8 * 34 * 17}},
             "squares",
         ),
+        ("dflash", aot_dflash.EXAMPLE, COPIED, "are copied"),
+        ("dflash", aot_dflash.EXAMPLE, {"attentions": 37}, "more than one pass"),
+        ("dflash", aot_dflash.EXAMPLE, {"drafter_pages_bytes": 0}, "no keys"),
         ("h200", "plain/9b/batch 1", {"pair_bytes": 126 * 2**30}, "not fit"),
         ("h200", "plain/9b/batch 1", {"donated_bytes": 0}, "in place"),
         ("h200", "plain/9b/batch 1", COPIED, "are copied"),
@@ -224,10 +249,6 @@ def test_program_beyond_its_limits_is_rejected(record, name, change, message):
     check(rows[name])
     with pytest.raises(AssertionError, match=message):
         check(rows[name] | change)
-
-
-def num_attentions(text: str) -> int:
-    return len(re.findall(r'op_name="[^"]*/paged_attention[/"]', text))
 
 
 @pytest.mark.aot
@@ -333,6 +354,22 @@ def test_eight_bit_pages_are_updated_in_place(kind, kept):
     # least this large.
     smallest = aot_trees.NUM_PAGES * case.config().page_size * 8 * 256
     assert max(row["moves"].values()) < smallest
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "name",
+    members(
+        "step", aot_dflash.CASES, is_example=lambda name: name == aot_dflash.EXAMPLE
+    ),
+)
+def test_dflash_round_compiles(name):
+    case = aot_dflash.CASES[name]
+    skip_without_compiler(case.device)
+    num_layers = 2 if name == aot_dflash.EXAMPLE else None
+    row = aot_dflash.measure(case, num_layers)
+    print(json.dumps(row))
+    check_dflash(row)
 
 
 @pytest.mark.aot
