@@ -17,10 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import drawing
-from benchmarks.draft_tables import COSTS_FILE
+from benchmarks.draft_tables import COSTS_FILE, GOAL, REAL_DRAFTS_FILE
 from benchmarks.panels import load_figure, spec_figures
 from benchmarks.readme_table import form_rows, prompts_of
 from benchmarks.training import tokens_read
+from jaxspec.bench.method_report import chosen_speed
 from jaxspec.bench.report import spread
 
 HERE = Path(__file__).parent
@@ -91,6 +92,10 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         figures["training"] = training_curves(lines[0])
     else:
         missing.append(f"{TRAINING}: none of the training of drafts")
+    if lines := _lines(results / REAL_DRAFTS_FILE):
+        figures["real-drafts"] = real_drafts(lines[0])
+    else:
+        missing.append(f"{REAL_DRAFTS_FILE}: none of drafts of Gemma 3 270M")
     real = _lines(results / REAL)
     if real and form_rows(real[0]):
         figures["real-bandwidth"] = real_bandwidth(real[0])
@@ -202,6 +207,59 @@ def _speed_at(method: Result, temperature: float) -> drawing.Spread:
         if (point["batch_size"], point["temperature"]) == (1, temperature)
     )
     return found
+
+
+def real_drafts(result: Result) -> Figure:
+    """Draw the speed-up of every proposer for Gemma 3 270M, a panel per batch size."""
+    points = [point for one in result["methods"] for point in one["points"]]
+    sizes = sorted({point["batch_size"] for point in points})
+    temperatures = sorted({point["temperature"] for point in points})
+    note = (
+        "K chosen by the engine. Bars: medians over kinds of prompts, whiskers from "
+        f"the slowest to the fastest kind. Dotted: the goal {GOAL:g}, for the best "
+        "method at batch 1.\n"
+    )
+    with drawing.style():
+        note += drawing.provenance(result)
+        figure = drawing.new_figure(WIDTH, HEIGHT + 0.9, note)
+        drawing.head(figure, "Measured speed-up of drafts of Gemma 3 270M", {})
+        grid = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+        width = 0.8 / len(temperatures)
+        for axes, size in zip(grid, sizes, strict=True):
+            for number, temperature in enumerate(temperatures):
+                left = (number - (len(temperatures) - 1) / 2) * width
+                speeds = {
+                    place + left: found
+                    for place, one in enumerate(result["methods"])
+                    if (found := _chosen_speeds(one, temperature, size))
+                }
+                if speeds:
+                    drawing.bars(
+                        axes,
+                        list(speeds),
+                        list(map(spread, speeds.values())),
+                        drawing.MARKS[number],
+                        width=width,
+                        label=f"temperature {temperature:g}",
+                    )
+            axes.axhline(1.0, color="0.35", linewidth=1.0)
+            if size == 1:
+                axes.axhline(GOAL, color="0.35", linewidth=1.0, linestyle=":")
+            axes.set_title(f"batch {size}")
+            names = [one["name"].split()[0] for one in result["methods"]]
+            axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+        grid[0].set_ylabel("speed-up")
+        grid[0].legend()
+    return figure
+
+
+def _chosen_speeds(method: Result, temperature: float, size: int) -> list[float]:
+    """Return the speed-ups with the chosen K, one for each kind of prompts."""
+    return [
+        chosen_speed(point)
+        for point in method["points"]
+        if (point["temperature"], point["batch_size"]) == (temperature, size)
+    ]
 
 
 def draft_costs(result: Result) -> Figure:

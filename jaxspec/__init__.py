@@ -30,16 +30,18 @@ vLLM's import paths: `jaxspec.benchmarks`, `jaxspec.distributed`, `jaxspec.entry
 `jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`, `jaxspec.version`.
 """
 
+import os
 import signal
 import sys
 
-# While `python -m jaxspec...` imports its modules, Ctrl-C ends the process: a
+# While `jaxspec` or `python -m jaxspec...` imports modules, Ctrl-C ends the process: a
 # KeyboardInterrupt would show a traceback. `jaxspec.exit.run_main` restores it.
-if sys.argv[:1] == ["-m"] and "jaxspec" in (
-    word.partition(".")[0] for word in sys.orig_argv[1:3]
-):
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+if sys.argv[:1] == ["-m"]:  # Python has not found the module yet; its name follows "-m"
+    _is_program = sys.orig_argv[-len(sys.argv)].partition(".")[0] == "jaxspec"
+else:
+    _is_program = any(os.path.basename(word) == "jaxspec" for word in sys.argv[:1])
+if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import importlib
 from typing import Any

@@ -126,6 +126,9 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         os.write(2, INTERRUPT_MESSAGE)
         status = INTERRUPTED
+    # A second Ctrl-C ends the exit itself, which would show a traceback.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     end(status)
 
 

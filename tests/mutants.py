@@ -33,7 +33,13 @@ from tests.program.test_rounds import (
 from tests.program.test_rows import check_forgotten_controls
 from tests.program.test_rows_append import check_append, check_truncate
 from tests.program.test_token_batch import check_tree_region
-from tests.program.test_verify import BLOCK, COUPLED, STANDARD, check_mixed_batch
+from tests.program.test_verify import (
+    BLOCK,
+    COUPLED,
+    STANDARD,
+    check_groups,
+    check_mixed_batch,
+)
 from tests.program.test_verify_distributions import check_distribution
 from tests.program.tree.test_compact_kv import check_moves
 from tests.program.tree.test_side_branches import (
@@ -107,6 +113,13 @@ MUTANTS = [
         "(active.num_tokens[:, None] + offset).reshape(-1)",
         "(active.num_tokens[:, None] + 10 * offset).reshape(-1)",
         check=lambda: check_mixed_batch((STANDARD, BLOCK)),
+    ),
+    mutant(
+        "groups_read_the_draft_probabilities_of_the_first",
+        "verify.verify_groups",
+        "(start + index * seqs for",
+        "(index * seqs for",
+        check=check_groups,
     ),
     mutant(
         "draft_reuses_one_uniform",

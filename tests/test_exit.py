@@ -1,5 +1,6 @@
 """Processes exit with their own status, even while compiling, and at once on Ctrl-C."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,16 @@ logging.getLogger().warning("logged")
 print("printed", end="")
 assert is_compiling() == {is_compiling}
 end(3)
+"""
+# Sends SIGINT when jaxspec imports its first module.
+INTERRUPTS = """
+import importlib.abc, os, signal, sys
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name in ("jaxspec.inputs", "numpy"):
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
 """
 STARTS = """
 import signal, time
@@ -114,22 +125,47 @@ def test_interrupt_during_start_is_not_lost():
     assert error == "\nInterrupted.\n"
 
 
-@pytest.mark.parametrize("program", ["jaxspec", "jaxspec.bench", "jaxspec.train"])
-def test_interrupt_while_modules_are_imported_has_no_traceback(program: str):
-    """The signal arrives while `jaxspec` itself is imported: at its first import."""
-    code = f"""
-import importlib.abc, os, runpy, signal, sys
-class Interrupts(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, *_):
-        if name in ("jaxspec.inputs", "numpy"):
-            os.kill(os.getpid(), signal.SIGINT)
+@pytest.mark.parametrize(
+    ("words", "is_program"),
+    [
+        (("-m", "jaxspec", "--version"), True),
+        (("-u", "-m", "jaxspec.bench"), True),
+        (("-m", "jaxspec.train", "heads"), True),
+        (("bin/jaxspec", "--version"), True),
+        (("-m", "others_program", "-m", "jaxspec"), False),
+        (("others_program.py", "jaxspec"), False),
+    ],
+)
+def test_interrupt_while_modules_are_imported(
+    words: tuple[str, ...], is_program: bool, tmp_path: Path
+):
+    """Programs of jaxspec end without a traceback; others get a KeyboardInterrupt."""
+    for name, text in {
+        "sitecustomize.py": INTERRUPTS,
+        "bin/jaxspec": "from jaxspec.__main__ import script\nscript()",
+        "others_program.py": "import jaxspec",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, sys.path)])
+    done = run_python(*words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == -signal.SIGINT
+    if is_program:
+        assert not done.stderr
+    else:
+        assert done.stderr.endswith("\nKeyboardInterrupt\n")
+
+
+def test_interrupt_during_exit_has_no_traceback():
+    code = """
+import atexit, os, signal
+from jaxspec.exit import run_main
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.meta_path.insert(0, Interrupts())
-sys.orig_argv[1:], sys.argv[0] = ["-m", {program!r}], "-m"
-runpy.run_module({program!r}, run_name="__main__", alter_sys=True)
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+run_main(lambda: print("done", flush=True) or 3)
 """
     done = run_python("-c", code)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "done\n", "")
 
 
 def test_interrupt_handler_is_restored():

@@ -21,7 +21,7 @@ from jaxspec.extras import (
     require_packages,
 )
 from tests.support.processes import run_python
-from tests.test_imports import MODULES, extra_of, module_name
+from tests.support.source_modules import MODULES, extra_of, module_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]

@@ -86,7 +86,7 @@ def test_missing_results_are_reported_and_the_rest_drawn(tmp_path, capsys):
     assert [line.split(": ")[1] for line in printed] == [
         *("serve-cpu.json", "spec-cpu.json", "cpu_pair-*.json"),
         *("control-cpu.json", "methods-*.json", "draft-costs.json"),
-        "training-270m.json",
+        *("training-270m.json", "drafts-270m-cpu.json"),
         *("peers-real-cpu.json", "device-*.json"),
     ]
     assert not list(output.iterdir())
@@ -189,6 +189,57 @@ def test_methods_are_drawn_side_by_side():
             if (point["batch_size"], point["temperature"]) == (1, 0)
         ]
         assert heights_of(axes)[: len(names)] == greedy
+
+
+def test_training_is_drawn_with_the_acceptance_that_the_goal_needs():
+    (result,) = committed(figures.TRAINING)
+    runs = {run["name"]: run for run in result["runs"]}
+    names = ["EAGLE-3", "DFlash"]
+    rows = [
+        {"name": name, "acceptance": {figures.TRAINING_GOAL: needed}}
+        for name, needed in zip(names, (0.45, None), strict=True)
+    ]
+    drawn = result | {
+        "runs": [*(runs[name] for name in names), runs["EAGLE-3"] | {"name": "other"}],
+        "needed": {"rows": rows},
+    }
+    (axes,) = figures.training_curves(drawn).axes
+    # A curve for each named draft, and a line at the acceptance that one of them needs.
+    assert labels_of(axes) == names
+    eagle3, needed, dflash = axes.lines
+    for line, name in ((eagle3, "EAGLE-3"), (dflash, "DFlash")):
+        log, settings = runs[name]["log"], runs[name]["settings"]
+        assert ys_of(line) == [entry["sampled"][0] for entry in log]
+        tokens = settings["rows"] * runs[name]["texts"]["length"]
+        assert xs_of(line) == [entry["step"] * tokens / 1e3 for entry in log]
+    assert ys_of(needed) == [0.45, 0.45]
+    assert needed.get_color() == eagle3.get_color() != dflash.get_color()
+
+
+def test_drafts_are_drawn_by_batch_over_all_kinds_of_prompts():
+    (result,) = committed(figures.REAL_DRAFTS_FILE)
+    method = result["methods"][0]
+    first = next(one for one in method["points"] if one["batch_size"] == 1)
+
+    def cell(speed: float, size: int, temperature: float) -> dict[str, Any]:
+        chosen = {"decode_speed_up": spread(speed)}
+        at = {"batch_size": size, "temperature": temperature}
+        return first | at | {"chosen": chosen}
+
+    points = [cell(speed, 1, 0.0) for speed in (1.2, 1.6, 3.0)]
+    methods = [
+        method | {"points": [*points, cell(0.9, 1, 0.8), cell(1.1, 4, 0.0)]},
+        method | {"name": "eagle3 head", "points": [cell(0.7, 4, 0.0)]},
+    ]
+    figure = figures.real_drafts(result | {"methods": methods})
+    one, four = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["batch 1", "batch 4"]
+    assert ticks_of(one) == ticks_of(four) == [method["name"], "eagle3"]
+    # Medians over kinds of prompts, and the head is not measured at batch 1.
+    assert heights_of(one) == [1.6, 0.9]
+    assert spans_of(one)[0] == pytest.approx([1.2, 3.0])
+    assert heights_of(four) == [1.1, 0.7]
+    assert len(one.lines) == len(four.lines) + 1, "only batch 1 has a goal"
 
 
 def test_control_has_a_figure_for_every_part_that_was_run():

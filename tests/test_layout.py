@@ -84,7 +84,6 @@ TESTED_ELSEWHERE = {
         "program/propose/dflash",
     ),
     "tests/support/heads.py": ("program/propose/hidden_cache",),
-    "tests/mutants.py": ("program/propose/draft_sampling",),
     "tests/program/test_step.py": ("program/step_context",),
     "tests/program/propose/test_draft_model.py": ("program/propose/proposal",),
 }

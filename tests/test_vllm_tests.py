@@ -1,10 +1,14 @@
 """vLLM's own tests import jaxspec's names, and their outcomes are counted."""
 
+import json
 import os
+import sys
 from pathlib import Path
 
+from benchmarks.vllm_tests import __main__ as vllm_tests
 from benchmarks.vllm_tests.__main__ import fault_in, summary, total
 from benchmarks.vllm_tests.reasons import reason_of
+from jaxspec.bench.report import commit
 from tests.support.processes import run_python
 
 STAND_IN = Path(__file__).parents[1] / "benchmarks/vllm_tests/stand_in"
@@ -61,3 +65,34 @@ def test_reasons_belong_to_a_file_and_a_test():
     assert fault_in("a\njaxspec.errors.RequestError: b\nc") == (
         "jaxspec.errors.RequestError: b"
     )
+
+
+def test_record_has_one_commit_and_the_files_of_all_jobs(tmp_path: Path, monkeypatch):
+    source, record = tmp_path / "source", tmp_path / "record.json"
+    for folder in vllm_tests.COPIED:
+        (source / "tests" / folder).mkdir(parents=True)
+    (source / "examples").mkdir()
+    (source / vllm_tests.TEMPLATE).touch()
+    (source / "PKG-INFO").write_text("Version: 0.33.0\n")
+    examples = {"late.py": ["0.2", "0"], "good.py": ["0", "0"], "bad.py": ["0", "3"]}
+    for name in examples:
+        script = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit("
+        (source / "examples" / name).write_text(f"{script}int(sys.argv[2]))")
+    monkeypatch.setattr(vllm_tests, "TESTS", [])
+    monkeypatch.setattr(vllm_tests, "EXAMPLES", examples)
+    command = ["", str(source), "--jobs=2", f"--work={tmp_path}", f"--output={record}"]
+
+    def counts_after(*arguments: str) -> dict[str, int]:
+        monkeypatch.setattr(sys, "argv", [*command, *arguments])
+        vllm_tests.main()
+        written = json.loads(record.read_text())
+        assert written["commit"] == commit()["commit"]
+        assert list(written["files"]) == [n for n in examples if n in written["files"]]
+        return written["examples"]
+
+    assert counts_after("--only", "d.py")["all"] == 2
+    assert counts_after("--only", "late") == {
+        **{"all": 3, "passed": 2, "failed": 1, "not_applicable": 0}
+    }
+    record.write_text(record.read_text().replace('"commit": "', '"commit": "0'))
+    assert counts_after("--only", "late")["all"] == 1

@@ -7,7 +7,8 @@ edits: the package `vllm` is a stand-in whose modules are jaxspec's, every model
 the bundled pair, and a few flags of other models are left out
 (`stand_in/tests/utils.py`).
 
-Needs the extras `test`, and pytest-asyncio, pytest-timeout, anthropic and regex.
+Needs the extras `test`, and pytest-asyncio, pytest-timeout, anthropic and regex. Files
+that `--output` has from another commit are not kept: a record has one commit.
 """
 
 import argparse
@@ -21,20 +22,39 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.vllm_tests.reasons import EXAMPLES, TESTS, reason_of
+from jaxspec.bench.report import commit, write_whole
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 TINY = ROOT / "checkpoints/jaxspec_checkpoints/tiny"
 TEMPLATE = "examples/tool_chat_template_gemma3_pythonic.jinja"
+COMMAND = "python -m benchmarks.vllm_tests"
 # Folders of vLLM's tests that are copied, because tests import from each other.
 COPIED = ("entrypoints", "reasoning", "v1/logits_processors")
 MODEL_NAME = re.compile(r"""["']([\w.-]+/[\w.-]+)["']""")
 FAULT = re.compile(r"[\w.]*(?:Error|Exception|Failed|assert)\w*:? .*")
+
+
+@dataclass
+class Runner:
+    """Runs files one after another in a working directory of its own."""
+
+    source: Path
+    work: Path
+    timeout: float
+    pattern: str
+    environment: dict[str, str] = field(init=False)
+
+    def __post_init__(self):
+        self.environment = prepare(self.source, self.work)
 
 
 def main() -> None:
@@ -47,37 +67,57 @@ def main() -> None:
         "--only", nargs="*", default=[""], help="parts of the paths of the files"
     )
     parser.add_argument("--test", default="", help="pytest's -k")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds per file")
+    parser.add_argument(
+        "--timeout", type=float, default=900, help="seconds per file; a fifth per test"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="files that run at once")
     options = parser.parse_args()
     source = options.source.resolve()
-    environment = prepare(source, options.work)
-    record: dict[str, Any] = {}
+    about = {
+        "about": f"`{COMMAND}` on two CPU cores",
+        "vllm": version(source),
+        "date": date.today().isoformat(),
+        **commit(),
+    }
+    files: dict[str, Any] = {}
     if options.output and options.output.exists():
-        record = json.loads(options.output.read_text(encoding="utf-8"))
-    files = record.get("files", {})
-    for name in [*TESTS, *EXAMPLES]:
-        if not any(part in name for part in options.only):
-            continue
+        old = json.loads(options.output.read_text(encoding="utf-8"))
+        if old.get("commit") == about["commit"]:
+            files = old["files"]
+    names = [
+        name
+        for name in [*TESTS, *EXAMPLES]
+        if any(part in name for part in options.only)
+    ]
+    idle = SimpleQueue[Runner]()
+    for number in range(options.jobs):
+        work = options.work / str(number)
+        idle.put(Runner(source, work, options.timeout, options.test))
+
+    def run(name: str) -> tuple[str, dict[str, Any], float]:
+        runner = idle.get()
         start = time.monotonic()
-        run = run_tests if name in TESTS else run_example
-        results = [*run(name, options, environment)]
-        files[name] = summary(name, results)
-        counts = files[name]["counts"]
+        results = [*(run_tests if name in TESTS else run_example)(name, runner)]
         took = time.monotonic() - start
-        print(f"{name}: {counts}, {took:.0f} s", flush=True)
-        for test, fault in files[name]["failed"].items():
-            print(f"    {test}: {fault}", flush=True)
-        record = {
-            "about": "`python -m benchmarks.vllm_tests` on two CPU cores",
-            "vllm": version(source),
-            "date": date.today().isoformat(),
-            "tests": total(files, TESTS),
-            "examples": total(files, EXAMPLES),
-            "files": {one: files[one] for one in [*TESTS, *EXAMPLES] if one in files},
-        }
-        if options.output:
-            text = json.dumps(record, indent=1, ensure_ascii=False)
-            options.output.write_text(text + "\n", encoding="utf-8")
+        idle.put(runner)
+        return name, summary(name, results), took
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for done in as_completed([pool.submit(run, name) for name in names]):
+            name, files[name], took = done.result()
+            print(f"{name}: {files[name]['counts']}, {took:.0f} s", flush=True)
+            for test, fault in files[name]["failed"].items():
+                print(f"    {test}: {fault}", flush=True)
+            if options.output:
+                record = about | {
+                    "tests": total(files, TESTS),
+                    "examples": total(files, EXAMPLES),
+                    "files": {
+                        one: files[one] for one in [*TESTS, *EXAMPLES] if one in files
+                    },
+                }
+                text = json.dumps(record, indent=1, ensure_ascii=False)
+                write_whole(text + "\n", options.output)
 
 
 def version(source: Path) -> str:
@@ -107,25 +147,24 @@ def prepare(source: Path, work: Path) -> dict[str, str]:
     }
 
 
-def run_tests(
-    name: str, options: argparse.Namespace, environment: dict[str, str]
-) -> Iterator[tuple[str, str, str]]:
+def run_tests(name: str, runner: Runner) -> Iterator[tuple[str, str, str]]:
     """Run a test file; yield each test's name, outcome and message."""
-    path = options.work / "tests" / name
+    path = runner.work / "tests" / name
     for file in (
         path,
         *path.parent.glob("conftest.py"),
         *path.parents[1].glob("conf*"),
     ):
-        link_models(file, options.work)
-    report = options.work / "report.xml"
+        link_models(file, runner.work)
+    report = runner.work / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", f"tests/{name}", "-q", "--tb=short"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}"]
-    command += ["--rootdir=.", "--timeout=180", "-o", "junit_logging=no"]
-    if options.test:
-        command += ["-k", options.test]
-    text = run_command(command, options, environment)
+    command += ["--rootdir=.", "-o", "junit_logging=no"]
+    command += [f"--timeout={runner.timeout / 5:g}"]
+    if runner.pattern:
+        command += ["-k", runner.pattern]
+    text = run_command(command, runner)
     if not report.exists():
         yield "(file)", "failed", fault_in(text)
         return
@@ -142,14 +181,12 @@ def run_tests(
             yield test, "passed", ""
 
 
-def run_example(
-    name: str, options: argparse.Namespace, environment: dict[str, str]
-) -> Iterator[tuple[str, str, str]]:
+def run_example(name: str, runner: Runner) -> Iterator[tuple[str, str, str]]:
     """Run an example; yield its outcome as that of one test."""
-    path = options.work / "examples" / name
-    link_models(path, options.work)
+    path = runner.work / "examples" / name
+    link_models(path, runner.work)
     command = [sys.executable, f"examples/{name}", *EXAMPLES[name]]
-    text = run_command(command, options, environment)
+    text = run_command(command, runner)
     is_done = text.endswith("(exit code 0)")
     yield "(script)", "passed" if is_done else "failed", text
 
@@ -165,28 +202,26 @@ def link_models(path: Path, work: Path) -> None:
             folder.symlink_to(work / "models" / name)
 
 
-def run_command(
-    command: list[str], options: argparse.Namespace, environment: dict[str, str]
-) -> str:
+def run_command(command: list[str], runner: Runner) -> str:
     """Run a command; return its output and how it ended."""
-    log = options.work / "log.txt"
+    log = runner.work / "log.txt"
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,
-            cwd=options.work,
-            env=environment,
+            cwd=runner.work,
+            env=runner.environment,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            end = f"(exit code {process.wait(options.timeout)})"
+            end = f"(exit code {process.wait(runner.timeout)})"
         except subprocess.TimeoutExpired:
-            end = f"(stopped after {options.timeout:g} s)"
+            end = f"(stopped after {runner.timeout:g} s)"
             os.killpg(process.pid, 9)
             process.wait()
     text = log.read_text(encoding="utf-8", errors="replace")
-    logs = options.work / "logs"
+    logs = runner.work / "logs"
     logs.mkdir(exist_ok=True)
     label = command[1] if command[1] != "-m" else command[3]
     (logs / (label.replace("/", "_") + ".txt")).write_text(text, encoding="utf-8")

@@ -56,6 +56,7 @@ from jaxspec.train.rows import (
 from jaxspec.train.start import (
     STREAM_SCALE,
     Examples,
+    Fit,
     fit_next_states,
     start_dflash,
     start_eagle3,
@@ -276,9 +277,9 @@ class Eagle3Method(_LayerMethod):
         self, params: Params, target: Target, batches: Iterable[Examples]
     ) -> Params:
         """Start with a linear fit of the target's next hidden states."""
-        table = np.asarray(_values(target.embedding))
-        fit = fit_next_states(batches, table, reads_token=True)
-        return start_eagle3(self.config, params, fit)
+        return start_eagle3(
+            self.config, params, _fit(target, batches, reads_token=True)
+        )
 
     def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
         return eagle3.fuse(self.config, params, _streams(states, params))
@@ -309,9 +310,9 @@ class DFlashMethod(_Head):
         self, params: Params, target: Target, batches: Iterable[Examples]
     ) -> Params:
         """Start with a linear fit of the target's next hidden states."""
-        table = np.asarray(_values(target.embedding))
-        fit = fit_next_states(batches, table, reads_token=False)
-        return start_dflash(self.config, params, fit)
+        return start_dflash(
+            self.config, params, _fit(target, batches, reads_token=False)
+        )
 
     def hidden(
         self,
@@ -567,6 +568,12 @@ def _streams(states: States, params: Params) -> list[Float[Array, "row_token mod
     return [
         streams[:, :, layer].reshape(-1, width) for layer in range(streams.shape[2])
     ]
+
+
+def _fit(target: Target, batches: Iterable[Examples], *, reads_token: bool) -> Fit:
+    """Fit the target's next hidden states; see `fit_next_states`."""
+    table = np.asarray(_values(target.embedding))
+    return fit_next_states(batches, table, reads_token=reads_token)
 
 
 def _with_output_of(target: Target, params: Params) -> Params:

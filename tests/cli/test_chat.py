@@ -22,9 +22,9 @@ from jaxspec.cli.generate import SAMPLING_OPTIONS
 from jaxspec.cli.terminal import Piece, Printer
 from jaxspec.command_line import run_command
 from jaxspec.errors import ArgumentError, RequestError
-from tests.cli.test_terminal import GREEN, Terminal
 from tests.support.fake_engines import letters, make_fake_engine, said
 from tests.support.serving import MESSAGES, PROMPT, TurnsTokenizer, site_of
+from tests.support.terminals import GREEN, Terminal
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}

@@ -22,10 +22,10 @@ from jaxspec.errors import ArgumentError
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
-from tests.cli.test_terminal import GREEN, Terminal
 from tests.support.engines import make_engine, make_micro
 from tests.support.fake_engines import make_fake_engine
 from tests.support.oracles import hf_logits
+from tests.support.terminals import GREEN, Terminal
 
 PROMPT = [5, 9, 4, 11]
 NUM_TOKENS = 24

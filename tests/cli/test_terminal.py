@@ -7,14 +7,9 @@ import pytest
 
 from jaxspec.cli.terminal import Piece, Printer, pieces_of
 from jaxspec.outputs import CompletionOutput, TokenOrigin
+from tests.support.terminals import Terminal
 
-GREEN = re.compile("\x1b\\[32m(.*?)\x1b\\[0m", re.DOTALL)
 PIECES = [Piece("He", False), Piece("l", True), Piece("", True), Piece("lo", False)]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture(autouse=True)

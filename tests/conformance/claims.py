@@ -25,7 +25,7 @@ from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxspec.sharding import make_mesh
 from tests.conformance import distribution, proposers
 from tests.conformance.proposers import PROPOSERS
-from tests.support import heads, pair
+from tests.support import pair
 from tests.support.engines import (
     OneProgramRunner,
     OneShapeRunner,
@@ -128,7 +128,6 @@ def texts_equal_plain_decoding(name: str) -> None:
         assert engine.stats.acceptance_rate < proposer.at_most
         check_side_branches(name, engine)
         engine.scheduler.check_idle()
-        heads.recorded_drafts()
         for output, own in zip(outputs, params, strict=True):
             wish = (own.extra_args or {}).get("num_speculative_tokens")
             metrics = output.outputs[0].spec_decode_metrics
@@ -239,7 +238,6 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_prefix_hits > 0
     engine.scheduler.check_idle()
-    heads.recorded_drafts()
 
 
 def drafting_stops_and_resumes(name: str) -> None:
@@ -288,7 +286,6 @@ def correct_drafts_are_all_accepted(name: str) -> None:
     assert engine.stats.num_draft_tokens > 100
     assert engine.stats.acceptance_rate == 1.0
     assert engine.stats.num_side_tokens == 0
-    heads.recorded_drafts()
 
 
 class RandomPolicy(SpeculationPolicy):
@@ -331,7 +328,6 @@ def any_choice_of_k_changes_nothing(name: str) -> None:
     with pair.recorded(engine) as rounds:
         assert tokens_of(generate(engine, some, params)) == expected
     engine.scheduler.check_idle()
-    heads.recorded_drafts()
     made = {max((k for _, k in plan.decode), default=0) for plan, _, _ in rounds}
     assert made >= {0, 1, 2, 3}
     if side:

@@ -12,9 +12,7 @@ from typing import Any
 
 from jaxspec.config.token_tree import MAX_NODES, read_paths
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner
-from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import make_mesh
 from tests.support import heads, pair
 from tests.support.engines import (
@@ -22,7 +20,6 @@ from tests.support.engines import (
     OneGreedyProgramRunner,
     OneProgramRunner,
     OneShapeRunner,
-    generate,
     make_draft_of,
     make_engine,
     make_micro,
@@ -200,28 +197,14 @@ def make(name: str, **changes: Any) -> LLMEngine:
 
 @functools.cache
 def first_engine(name: str) -> LLMEngine:
-    """Return the engine whose executables all checks of a proposer share.
-
-    Programs that record drafts are not cached on disk.
-    """
-    if name == "draft model":
-        return pair.engine()
-    engine = make(name)
-    return record_drafts(engine) if name in RECORDED else engine
+    """Return the engine whose executables all checks of a proposer share."""
+    return pair.engine() if name == "draft model" else make(name)
 
 
-def record_drafts(engine: LLMEngine) -> LLMEngine:
-    """Recompile an engine's program so that it records its drafts."""
-    engine.runner.cache = ProgramCache(None)
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    with heads.recording_drafts():
-        generate(engine, [[5, 6, 7]], params)
-    heads.recorded_drafts()
-    return with_settings(engine)
-
-
-# Proposers whose tests compare drafts with an oracle.
-RECORDED = ("eagle", "eagle3", "medusa", "dflash", "pard", "trimmed")
+@functools.cache
+def forced_engine(name: str) -> LLMEngine:
+    """Return an engine whose texts consist of drafts: see `heads.forced_rounds`."""
+    return make(name, **heads.FORCED)
 
 
 def engine(name: str, *, seed: int = 0, **speculative: Any) -> LLMEngine:

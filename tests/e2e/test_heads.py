@@ -1,7 +1,7 @@
 """Heads compute their drafts from the right tokens and hidden states.
 
-Each kind of head has one program, which records its drafts; `heads.replay` computes the
-expected drafts. Properties of all proposers are in `tests/conformance`.
+With forced acceptance, drafts become text; `heads.replay` computes the expected drafts.
+Properties of all proposers are in `tests/conformance`.
 """
 
 import functools
@@ -25,7 +25,7 @@ from tests.support.engines import (
     with_params,
     with_settings,
 )
-from tests.support.heads import KINDS, NUM_DRAFT
+from tests.support.heads import KINDS, NUM_DRAFT, Round
 
 LENGTH = 24
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -35,33 +35,29 @@ def greedy(count: int = LENGTH) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
-def check_drafts(engine: LLMEngine, prompt: list[int], text: list[int]) -> int:
-    """Compare a request's drafts with `heads.replay`; return the number of drafts."""
-    whole, rounds = prompt + text, []
-    for _, count, drafts in heads.recorded_drafts():
-        if count <= len(whole):
-            rounds.append((whole[:count], drafts))
-    assert rounds
+def check_drafts(engine: LLMEngine, rounds: list[Round]) -> None:
+    """Compare the drafts of a text with `heads.replay`."""
     every = heads.replay(engine, rounds)
     for index, (known, drafts) in enumerate(rounds):
         for place, token in enumerate(drafts):
             logits = every[place][index]
             assert logits[token] > logits.max() - 1e-4, (len(known), place)
-    return sum(len(drafts) for _, drafts in rounds)
+    assert sum(len(drafts) for _, drafts in rounds) > 5
 
 
 def check_all_drafts(engine: LLMEngine) -> None:
     """Check drafts after prompts of one token to several chunks, and any rounds."""
+    lengths = set()
     for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 3):
-        heads.recorded_drafts()
-        fresh = with_settings(engine)
-        (text,) = tokens_of(generate(fresh, [prompt], greedy(12)))
-        assert check_drafts(fresh, prompt, text) > 20
+        _, rounds = heads.forced_rounds(with_settings(engine), prompt, greedy())
+        lengths |= {len(drafts) for _, drafts in rounds}
+        check_drafts(engine, rounds)
+    assert lengths == set(range(NUM_DRAFT + 1))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "dflash"])
 def test_drafts_equal_those_computed_from_the_whole_text(kind):
-    engine = proposers.engine(kind)
+    engine = proposers.forced_engine(kind)
     (proposer,) = proposers_of(engine.config)
     assert isinstance(proposer, Observer)
     check_all_drafts(engine)
@@ -99,7 +95,6 @@ def check_all_accepted(engine: LLMEngine, num_drafts: int) -> None:
         assert text == wanted
     assert engine.stats.num_draft_tokens > 50
     assert engine.stats.acceptance_rate == 1.0
-    heads.recorded_drafts()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,18 +115,16 @@ def test_correct_eagle3_head_that_reads_tokens_has_every_draft_accepted():
 )
 def test_cached_page_requires_the_same_next_token(kind):
     """EAGLE's keys of a page depend on the next token; other heads' do not."""
-    engine = proposers.engine(kind)
+    engine = with_settings(proposers.forced_engine(kind))
     size = engine.config.page_size
     assert len(STEM) % size == 0
     tails = [[4, 4], [21, 30, 4], [4, 44]]
     # All pages but the last are prefix hits; so is the last if the next token is equal.
     pages = [0, 4, 4] if kind in ("medusa", "dflash") else [0, 3, 4]
     for tail, count in zip(tails, pages, strict=True):
-        heads.recorded_drafts()
-        prompt = STEM + tail
-        (output,) = generate(engine, [prompt], greedy(10))
+        output, rounds = heads.forced_rounds(engine, STEM + tail, greedy(14))
         assert output.num_cached_tokens == count * size
-        check_drafts(engine, prompt, list(output.outputs[0].token_ids))
+        check_drafts(engine, rounds)
     engine.scheduler.check_idle()
 
 
@@ -139,14 +132,13 @@ def test_cached_page_requires_the_same_next_token(kind):
     "kind", ["eagle3", slow("eagle"), slow("medusa"), slow("dflash")]
 )
 def test_drafts_are_the_same_after_sleep(kind):
-    engine = proposers.engine(kind)
-    prompt, params = STEM, greedy(8)
-    (text,) = tokens_of(generate(engine, [prompt], params))
-    drafts = heads.recorded_drafts()
+    engine = with_settings(proposers.forced_engine(kind))
+    params = greedy()
+    params.seed = 3  # decides which drafts are accepted
+    _, rounds = heads.forced_rounds(engine, STEM, params)
     engine.sleep(level=1)
     engine.wake_up()
-    assert tokens_of(generate(engine, [prompt], params)) == [text]
-    assert heads.recorded_drafts() == drafts
+    assert heads.forced_rounds(engine, STEM, params)[1] == rounds
 
 
 def test_every_draft_of_a_correct_medusa_side_branch_is_accepted():
@@ -168,14 +160,13 @@ def test_every_draft_of_a_correct_medusa_side_branch_is_accepted():
 def test_drafts_for_gemma_3_equal_those_computed_from_the_whole_text(kind):
     """For Gemma 3, the head reads hidden states of other layers."""
     changes = dict(target_layers=(1, 5, 7)) if kind != "medusa" else {}
-    engine = heads.make_head_engine(
-        kind,
+    settings = pair.settings(
         config=heads.config_of(kind, **changes),
         target=pair.GEMMA3,
-        **pair.settings(runner=OneGreedyProgramRunner),
+        runner=OneGreedyProgramRunner,
     )
-    proposers.record_drafts(engine)
+    engine = heads.make_head_engine(kind, **settings)
     params = claims.mixed_params(len(claims.prompts()), is_greedy=True)
     texts = claims.plain_texts(pair.GEMMA3, is_greedy=True)
     assert tokens_of(generate(engine, claims.prompts(), params)) == texts
-    check_all_drafts(with_settings(engine))
+    check_all_drafts(heads.make_head_engine(kind, **settings | heads.FORCED))

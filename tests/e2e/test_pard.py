@@ -6,7 +6,6 @@ keys if those of masks and rejected drafts were not replaced. Properties of all
 proposers are in `tests/conformance`.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -24,18 +23,11 @@ from tests.support.engines import (
     tokens_of,
     with_settings,
 )
+from tests.support.heads import Round
 from tests.support.oracles import hf_logits
 
 NUM_DRAFT, LENGTH = pair.NUM_DRAFT, 32
 GEMMA3 = "draft model, Gemma 3"
-
-
-@functools.cache
-def forced_engine() -> LLMEngine:
-    """Return an engine with forced acceptance, whose rounds have every length."""
-    rates = (0.9, 0.75, 0.6)
-    engine = proposers.make("pard", rule="synthetic", acceptance_rates=rates)
-    return proposers.record_drafts(engine)
 
 
 def greedy(**changes: Any) -> SamplingParams:
@@ -47,77 +39,70 @@ def wanting(count: int) -> SamplingParams:
     return greedy(extra_args={"num_speculative_tokens": count})
 
 
-def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> int:
-    """Compare a request's drafts with HuggingFace's; return the number of drafts.
+def check_drafts(rounds: list[Round], *, draft: Any = None) -> None:
+    """Compare the drafts of a text with HuggingFace's.
 
     Args:
         draft: HuggingFace's draft model; by default that of the pair.
     """
-    whole, count = prompt + text, 0
     draft = draft or pair.draft("noisy")
-    for _, known, drafts in heads.recorded_drafts():
-        if known > len(whole):
-            continue
-        tokens = np.array(whole[:known] + [MASK] * (NUM_DRAFT - 1))
-        logits = hf_logits(draft, tokens)[known - 1 :]
+    for known, drafts in rounds:
+        tokens = np.array(known + [MASK] * (NUM_DRAFT - 1))
+        logits = hf_logits(draft, tokens)[len(known) - 1 :]
         for place, token in enumerate(drafts):
             assert logits[place, token] > logits[place].max() - 1e-4, (known, place)
-        count += len(drafts)
-    return count
+    assert sum(len(drafts) for _, drafts in rounds) > 5
+
+
+def check_all_drafts(engine: LLMEngine, **options: Any) -> None:
+    """Check drafts after prompts of one token to several chunks, and any rounds."""
+    lengths = set()
+    for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 2):
+        _, rounds = heads.forced_rounds(with_settings(engine), prompt, greedy())
+        lengths |= {len(drafts) for _, drafts in rounds}
+        check_drafts(rounds, **options)
+    assert lengths == set(range(NUM_DRAFT + 1))
 
 
 def test_drafts_equal_huggingface_after_rounds_of_any_length():
-    """Prompts have one token to several chunks, and texts cross windows and pages."""
-    lengths = set()
-    for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 2):
-        engine = with_settings(forced_engine())
-        with pair.recorded(engine) as rounds:
-            (text,) = tokens_of(generate(engine, [prompt], greedy()))
-        lengths |= {int(one.num_emitted[0]) for plan, _, one in rounds if plan.decode}
-        assert check_drafts(prompt, text) > 20
-    assert lengths >= set(range(1, NUM_DRAFT + 2))
+    check_all_drafts(proposers.forced_engine("pard"))
 
 
 def test_cached_pages_hold_no_keys_of_masks_or_rejected_drafts():
     """The cached keys equal those recomputed from the text."""
-    engine = with_settings(forced_engine())
+    engine = with_settings(proposers.forced_engine("pard"))
     size, tails = engine.config.page_size, [[4, 4], [21, 30, 4], [4, 44]]
-    known: list[list[int]] = []
+    known: list[int] = []
     for tail in tails:
-        prompt = (known[-1] if known else STEM) + tail
-        (output,) = generate(engine, [prompt], greedy(max_tokens=13))
-        text = list(output.outputs[0].token_ids)
+        prompt = (known or STEM) + tail
+        output, rounds = heads.forced_rounds(engine, prompt, greedy(max_tokens=13))
         # The last token of the text has no keys in the cache yet.
-        cached = (len(known[-1]) - 1) // size * size if known else 0
+        cached = (len(known) - 1) // size * size if known else 0
         assert output.num_cached_tokens == cached
-        assert check_drafts(prompt, text) > 5
-        known.append(prompt + text)
+        check_drafts(rounds)
+        known = prompt + list(output.outputs[0].token_ids)
     engine.scheduler.check_idle()
 
 
 def test_request_without_drafts_leaves_no_draft_keys():
     """A request with prefix hits on its pages then runs the draft prefill again."""
-    engine = with_settings(forced_engine())
+    engine = with_settings(proposers.forced_engine("pard"))
     params = [wanting(0), wanting(NUM_DRAFT)]
     # The text is so short that one round with drafts would have computed all its keys.
     first, _ = generate(engine, [STEM[:2], claims.prompts()[3]], params)
-    heads.recorded_drafts()
     prompt = STEM[:2] + list(first.outputs[0].token_ids) + [9]
-    (output,) = generate(engine, [prompt], greedy(max_tokens=12))
+    output, rounds = heads.forced_rounds(engine, prompt, greedy(max_tokens=14))
     assert (output.num_cached_tokens or 0) > len(STEM)
-    assert check_drafts(prompt, list(output.outputs[0].token_ids)) > 10
+    check_drafts(rounds)
 
 
 @pytest.mark.long_suite(name="lossless")
 def test_drafts_for_gemma_3_equal_huggingface():
     settings = dict(mask_token_id=MASK, runner=OneGreedyProgramRunner)
-    engine = proposers.record_drafts(proposers.make(GEMMA3, **settings))
+    engine = proposers.make(GEMMA3, **settings)
     params = claims.mixed_params(len(claims.prompts()), is_greedy=True)
     texts = claims.plain_texts(pair.GEMMA3, is_greedy=True)
     assert tokens_of(generate(engine, claims.prompts(), params)) == texts
     assert 0 < engine.stats.acceptance_rate < 1
-    heads.recorded_drafts()
-    for prompt in ([7], pair.prompts(10, longest=70)[-1]):
-        (text,) = tokens_of(generate(with_settings(engine), [prompt], greedy()))
-        draft = pair.draft("noisy", pair.GEMMA3)
-        assert check_drafts(prompt, text, draft=draft) > 20
+    forced = proposers.make(GEMMA3, **settings | heads.FORCED)
+    check_all_drafts(forced, draft=pair.draft("noisy", pair.GEMMA3))

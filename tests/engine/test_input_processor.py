@@ -44,8 +44,14 @@ def test_parameters_are_in_the_request():
     assert request.controls is None
     assert request.features == Features()
     assert request.can_read_prefix_cache
-    assert make(max_tokens=None).max_total == 96
     assert make(stop_token_ids=[7], ignore_eos=True).stop_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_total"), [(1, 4), (92, 95), (93, 96), (94, 96), (None, 96)]
+)
+def test_text_ends_at_the_models_length(max_tokens: int | None, max_total: int):
+    assert make(max_tokens=max_tokens).max_total == max_total
 
 
 def test_unseeded_requests_get_different_seeds():

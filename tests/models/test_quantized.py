@@ -31,8 +31,8 @@ from jaxspec_checkpoints.quantization import (
     quantized,
     shared_scheme,
 )
-from tests.models.test_weights import check_same_forms, make_config, make_tensors
 from tests.support.oracles import PagedModel, forms_of
+from tests.support.weights import check_same_forms, make_config, make_tensors
 
 FLOAT32 = jnp.dtype(jnp.float32)
 # The tests' model has too few features for groups of 128.

@@ -19,8 +19,8 @@ from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.quantization import Scheme, named_scheme, quantized
 from jaxspec_kernels import native
 from tests.models import llama
-from tests.models.test_weights import CONFIG, TENSORS, make_config
 from tests.support.oracles import forms_of
+from tests.support.weights import CONFIG, TENSORS, make_config
 
 # Token ids of 96 to keep: neither the first ones nor contiguous, and divisible over two
 # devices.

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.test_tool_calls import Stage
+from tests.support.client_programs import CLIENTS, needs_clients, run
 from tests.support.fake_engines import letters, said
 from tests.support.serving import (
     COMPLETIONS,
@@ -23,9 +22,9 @@ from tests.support.serving import (
     events_of,
     site_of,
 )
+from tests.support.tool_chats import Stage
 
 HERE = Path(__file__).parent
-CLIENTS = Path(sys.prefix) / "clients" / "bin"
 VLLM = os.environ.get("JAXSPEC_VLLM_PYTHON")
 ENGINE = {"max_num_seqs": 64, "num_pages": 64 * 24, "max_num_batched_tokens": 512}
 KEYS = ("secret",)
@@ -40,10 +39,6 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 
-needs_clients = pytest.mark.skipif(
-    not CLIENTS.exists(), reason="no .venv/clients: see `make test`"
-)
-
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
@@ -56,19 +51,6 @@ def stage() -> Iterator[Stage]:
     made = Stage(api_keys=KEYS)
     yield made
     made.end()
-
-
-def run(words: list[Any], environment: dict[str, str], limit_s: float = 120) -> str:
-    """Run a program that must succeed; return its output."""
-    done = subprocess.run(
-        [str(word) for word in words],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def test_openai(site: Site):

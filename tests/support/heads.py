@@ -7,15 +7,12 @@ drafts from whole texts with plain attention, without pages, launches, rounds or
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
@@ -30,7 +27,8 @@ from jaxspec.models.heads.config import (
 from jaxspec.models.heads.weights import random_head
 from jaxspec.models.trimmed import TOKEN_IDS
 from jaxspec.models.weights import tensors_of
-from jaxspec.program import step
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import make_mesh
 from jaxspec.train.methods import (
     Eagle3Method,
@@ -40,7 +38,7 @@ from jaxspec.train.methods import (
 from jaxspec.train.target import Target
 from tests.models.heads import torch_heads
 from tests.support import pair
-from tests.support.engines import make_engine
+from tests.support.engines import generate, make_engine
 from tests.support.programs import QUICK_COMPILER
 
 VOCAB, HIDDEN = int(pair.SIZES["vocab_size"]), int(pair.SIZES["hidden_size"])
@@ -52,8 +50,8 @@ METHODS: dict[str, Any] = {
     "medusa": MedusaMethod,
 }
 
-# A round: the number of tokens known before it, and its drafts.
-Round = tuple[int, list[int]]
+# A round: the tokens known before it, and its drafts.
+Round = tuple[list[int], list[int]]
 
 
 def config_of(kind: str, **changes: Any) -> Any:
@@ -117,43 +115,32 @@ def random_params(
     return params
 
 
-# Drafts that programs recorded: (row, number of known tokens, drafts).
-_RECORDED: list[tuple[int, int, list[int]]] = []
+# Rates of forced acceptance with which rounds have every length. Texts then consist of
+# drafts, so that programs need not return rejected ones.
+RATES = (0.9, 0.75, 0.6)
+FORCED: dict[str, Any] = dict(rule="synthetic", acceptance_rates=RATES)
 
 
-def _record(*values: Any) -> None:
-    for is_active, row, known, drafts, count in zip(*values, strict=True):
-        if is_active:
-            _RECORDED.append((int(row), int(known), drafts[:count].tolist()))
+def forced_rounds(
+    engine: LLMEngine, prompt: list[int], params: SamplingParams
+) -> tuple[RequestOutput, list[Round]]:
+    """Run one request of an engine with `FORCED`.
 
-
-@contextmanager
-def recording_drafts() -> Iterator[None]:
-    """Make programs that are compiled in this context record their drafts."""
-    propose = step._propose
-
-    def record(context: Any, *others: Any) -> Any:
-        found = propose(context, *others)
-        if found[0] is not None:
-            proposal: Any = found[0]
-            active = context.active
-            who = active.is_active, active.row, active.num_tokens
-            jax.debug.callback(
-                _record, *who, proposal.tokens, proposal.num_valid_drafts
-            )
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "_propose", record)
-        yield
-
-
-def recorded_drafts() -> list[tuple[int, int, list[int]]]:
-    """Return the drafts since the last call: (row, number of known tokens, drafts)."""
-    jax.effects_barrier()
-    found = _RECORDED.copy()
-    _RECORDED.clear()
-    return found
+    Returns:
+        Its output, and for each round the tokens known before it and the drafts that
+        are part of the text.
+    """
+    with pair.recorded(engine) as launches:
+        (output,) = generate(engine, [prompt], params)
+    whole, rounds = prompt + list(output.outputs[0].token_ids), list[Round]()
+    count = len(prompt) + 1  # the prompt's launch samples the first token
+    for plan, _, result in launches:
+        if plan.decode:
+            drafts = whole[count : count + int(result.num_accepted[0])]
+            rounds.append((whole[:count], drafts))
+            count += int(result.num_emitted[0])
+    assert count == len(whole)
+    return output, rounds
 
 
 @functools.cache
@@ -174,17 +161,12 @@ def target_of(kind: str) -> Any:
     return model
 
 
-def replay(
-    engine: LLMEngine, rounds: list[tuple[list[int], list[int]]]
-) -> list[np.ndarray]:
+def replay(engine: LLMEngine, rounds: list[Round]) -> list[np.ndarray]:
     """Return the expected logits of drafts in the target's vocabulary.
 
     The logits of a draft depend on the tokens and drafts before it. They are computed
     with the trainer's passes over whole texts, those of DFlash in torch, and indexed
     [draft][round, vocab].
-
-    Args:
-        rounds: For each round, the number of tokens known before it, and its drafts.
     """
     runner = engine.runner
     config: Any = engine.config.head_config
@@ -231,7 +213,7 @@ def _replay_blocks(
     config: DFlashConfig,
     params: Any,
     target: Target,
-    rounds: list[tuple[list[int], list[int]]],
+    rounds: list[Round],
 ) -> list[np.ndarray]:
     """Return `replay` of DFlash; drafts depend only on the text before a round."""
     tensors = {
@@ -243,17 +225,17 @@ def _replay_blocks(
     read = target.reader(config.target_layers)
     every = np.full((config.max_draft_tokens, len(rounds), VOCAB), -np.inf)
     length = -(-max(len(known) for known, _ in rounds) // 16) * 16
-    for index, (known, drafts) in enumerate(rounds):
+    for index, (known, _) in enumerate(rounds):
         tokens = np.zeros((1, length), np.int32)
         tokens[0, : len(known)] = known
         streams = np.array(read(tokens).streams)[0, : len(known) - 1]
         context = torch.tensor(streams.reshape(len(known) - 1, -1))
-        block = [known[-1]] + [config.mask_token_id] * len(drafts)
+        block = [known[-1]] + [config.mask_token_id] * config.max_draft_tokens
         rows = torch_heads.dflash_rows(
             tensors, context, embedding[block], config.windows
         )
         logits = rows[1:] @ tensors["lm_head.weight"].T
-        every[: len(drafts), index, ids] = logits.numpy()
+        every[:, index, ids] = logits.numpy()
     return list(every)
 
 

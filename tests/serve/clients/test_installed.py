@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxspec_checkpoints import bundled_target
-from tests.serve.test_tool_calls import Stage
+from tests.support.tool_chats import Stage
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = Path(__file__).parents[3] / ".pytest_cache" / "clients"

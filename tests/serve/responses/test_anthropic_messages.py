@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jaxspec.serve.requests.anthropic_input import MessagesBody, as_chat
-from tests.serve.test_clients import CLIENTS, needs_clients, run
-from tests.serve.test_tool_calls import AUTO, CITY, NOW, ROME, Stage
-from tests.serve.test_tool_calls import said as calls_said
+from tests.support.client_programs import CLIENTS, needs_clients, run
 from tests.support.fake_engines import letters, said
 from tests.support.serving import MESSAGES, PROMPT, Client, server
+from tests.support.tool_chats import AUTO, CITY, NOW, ROME, Stage
+from tests.support.tool_chats import said as calls_said
 
 HERE = Path(__file__).parent
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
