@@ -7,6 +7,7 @@ from jaxspec.bench.method_report import (
     best_method,
     chosen_speed,
     method_table,
+    place_name,
     places,
     speeds_by_k,
     verdict,
@@ -19,6 +20,9 @@ COSTS_COMMAND = "python -m benchmarks.draft_costs"
 REAL_DRAFTS_FILE = "drafts-270m-cpu.json"
 # Goals for the best method at batch 1, greedy: prompts whose answers copy, and others.
 COPYING, COPY_GOAL, GOAL = "copying", 2.5, 1.4
+# Goals for the chosen K: relative to the best fixed K of the best method at a place,
+# and to plain decoding in every cell.
+BEST_K_GOAL, PLAIN_GOAL = 0.95, 0.97
 # Weights that a pass of Gemma 3 270M multiplies, and a pass of drafters for it: layers
 # of 640 x 2,048 feed-forward and 4 heads of 256, an output matrix with a row of 640 for
 # every token, and the matrices of heads that read two or three vectors of the target.
@@ -124,6 +128,8 @@ def real_drafts_table(result: Result | None) -> str:
         "",
         *verdict(entries),
         "",
+        *missed_lines(entries),
+        "",
         *needed_lines(entries),
         "",
         "<details><summary>Acceptance by position, tokens and milliseconds per "
@@ -136,17 +142,46 @@ def real_drafts_table(result: Result | None) -> str:
     return "\n".join(lines)
 
 
+def missed_lines(entries: Any) -> list[str]:
+    """Return the cells in which the chosen K misses its goals."""
+    best, plain = [], []
+    found = places(entries)
+    for pairs in found.values():
+        entry, point = best_method(pairs)
+        share = chosen_speed(point) / max(speeds_by_k(entry, point).values())
+        if share < BEST_K_GOAL:
+            best.append(f"{entry['name']}, {place_name(point)}: {share:.2f}")
+        plain += [
+            f"{entry['name']}, {place_name(point)}: {chosen_speed(point):.2f}"
+            for entry, point in pairs
+            if chosen_speed(point) < PLAIN_GOAL
+        ]
+    num_cells = sum(map(len, found.values()))
+    goals = (
+        (best, len(found), f"{BEST_K_GOAL:g} of the best fixed K of the best method"),
+        (plain, num_cells, f"{PLAIN_GOAL:g} of plain decoding"),
+    )
+    lines = [
+        f"The chosen K is below {goal} in {len(missed)} of {count} cells."
+        for missed, count, goal in goals
+    ]
+    lines += ["", "<details><summary>These cells</summary>", ""]
+    for missed, _, goal in goals:
+        lines += [f"Below {goal}:", "", *(f"- {one}" for one in missed), ""]
+    return [*lines, "</details>"]
+
+
 def needed_lines(entries: Any) -> list[str]:
     """Return what drafts would have to reach for the goal, by measured round times.
 
-    The time of rounds in which all drafts are verified is that of the prompts whose
-    answers copy: nearly all of their rounds draft.
+    The time of rounds in which all drafts are verified is that of a lookup for the
+    prompts whose answers copy: nearly all of their rounds draft.
     """
-    at_copies = (0.0, 1, COPYING)
-    found = places(entries)
-    if at_copies not in found:
+    lookups = [one for one in entries if "model" not in one["speculative_config"]]
+    at_copies = places(lookups).get((0.0, 1, COPYING))
+    if at_copies is None:
         return []
-    entry, point = found[at_copies][-1]
+    entry, point = at_copies[-1]
     rounds = {int(k): one["round_s"] for k, one in point["by_num_draft_tokens"].items()}
     rounds[entry["num_levels"]] = point[SPECULATIVE]["round_s"]
     plain_s = point[PLAIN]["round_s"]["median"]

@@ -34,13 +34,18 @@ def test_rows_with_equal_numbers_are_joined():
 
 
 def test_measured_drafts_are_compared_with_the_goals():
-    ngram = {"name": "ngram", "num_levels": 2}
+    ngram: dict[str, Any] = {"name": "ngram", "num_levels": 2}
+    ngram["speculative_config"] = {"method": "ngram"}
     ngram["points"] = [cell("qa", 1.3, 1.35), cell("copying", 2.6, 2.5)]
     ngram["points"] += [cell("qa", 1.3, 1.3, batch_size=4)]
+    head: dict[str, Any] = {"name": "head", "num_levels": 4}
+    head["speculative_config"] = {"method": "eagle3", "model": "head"}
+    head["points"] = [cell("qa", 0.96, 1.2), cell("copying", 0.98, 1.1)]
+    head["points"] += [cell("qa", 1.3, 1.5, batch_size=4)]
     machine = {"cpu": "a CPU", "cores": 2, "load_average": [0.5]}
     found = real_drafts_table(
         {
-            "methods": [ngram],
+            "methods": [ngram, head],
             "arguments": {"num_prompts": 3, "output_len": 48},
             "machine": machine,
             "runs": [{"machine": machine, "commit": "abc"}],
@@ -49,11 +54,16 @@ def test_measured_drafts_are_compared_with_the_goals():
             "date": "2026-11-28T00:00:00",
         }
     )
-    assert "| qa | 0 | 1 | 1.30 (1.35) | 1.35, missed: 1.4 |" in found
-    assert "| copying | 0 | 1 | 2.60 (2.50) | 2.60, met: 2.5 |" in found
-    assert "| qa | 0 | 4 | 1.30 (1.30) | 1.30 |" in found
-    assert "best fixed K of 0, 1 and 2;" in found
-    # A round with K = 2 takes 1.25 plain rounds: 1.4 times that many tokens are needed,
-    # the number that acceptance 0.5 gives: 1 + 0.5 + 0.25.
+    assert "| qa | 0 | 1 | 1.30 (1.35) | 0.96 (1.20) | 1.35, missed: 1.4 |" in found
+    assert "| copying | 0 | 1 | 2.60 (2.50) | 0.98 (1.10) | 2.60, met: 2.5 |" in found
+    assert "| qa | 0 | 4 | 1.30 (1.30) | 1.30 (1.50) | 1.50 |" in found
+    assert "best fixed K of 0, 1, 2 and 4;" in found
+    assert "fixed K of the best method in 1 of 3 cells." in found
+    assert "0.97 of plain decoding in 1 of 6 cells." in found
+    assert "\n- head, qa, temperature 0, batch 4: 0.87\n" in found
+    assert "\n- head, qa, temperature 0, batch 1: 0.96\n" in found
+    # Round times are the lookup's, whose largest K is 2. A round with K = 2 takes 1.25
+    # plain rounds: 1.4 times that many tokens are needed, the number that acceptance
+    # 0.5 gives: 1 + 0.5 + 0.25.
     assert "| a lookup | 0.000 | " in found
     assert "1.75 tokens, acceptance 0.50 |" in found

@@ -118,7 +118,8 @@ def test_a_request_decodes_without_drafts_until_their_program_is_compiled():
     loop.steps(6)
     assert len(request.output_token_ids) > 3
     assert {launch.shape for launch in loop.launches} == {prompt}
-    draft_prefill, own, plain = programs.asked
+    # The last one is compiled first.
+    own, draft_prefill, plain = programs.asked
     assert draft_prefill == loop.scheduler.shapes.draft_prefills[0]
     assert (own.num_seqs, own.num_levels, own.max_prompt_tokens) == (1, 3, 0)
     assert (plain.num_seqs, plain.num_levels, plain.max_prompt_tokens) == (1, 0, 0)

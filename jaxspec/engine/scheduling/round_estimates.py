@@ -100,8 +100,12 @@ class RoundEstimator:
     def missing(
         self, rows: np.ndarray, max_draft_counts: np.ndarray, features: Features
     ) -> list[StepShape | None]:
-        """Return the missing programs, without which choices cannot be compared."""
-        draft_lengths = sorted({0, int(max_draft_counts.max())})
+        """Return the missing programs, without which choices cannot be compared.
+
+        The one without drafts is the last, to be compiled first: it is the smallest,
+        and runs the rounds until the others are compiled.
+        """
+        draft_lengths = sorted({0, int(max_draft_counts.max())}, reverse=True)
         missing = list[StepShape | None]()
         for has_side_branches in (False, True):
             if has_side_branches or self._shapes.has_chains:
