@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
@@ -326,15 +328,16 @@ def test_train_a_head_runs(is_real: bool, tmp_path):
     book = execute("train_a_head", tmp_path, **sizes)
     text = printed(book)
     assert ("a head for jaxspec/gemma-3-270m" in text) is is_real
-    before, after = (
-        [float(rate) for rate in rates.split(", ")]
-        for rates in re.findall(
-            r"^held-out acceptance \w+ \d+ steps: (.*)$", text, re.M
-        )
-    )
-    assert len(before) == len(after) == 3
-    # The head starts as a fit of the first draft; training improves mostly the others.
-    assert sum(after) > sum(before) + 0.02
+    assert len(re.findall(r"^held-out acceptance \w+ \d+ steps: ", text, re.M)) == 2
+    lines = (tmp_path / "head.work" / "log.jsonl").read_text().splitlines()
+    first, *_, last = map(json.loads, lines)
+    # The head starts as a fit of the first draft, which so few steps hardly change.
+    # Training improves the later drafts.
+    assert last["held_out_loss"] < 0.99 * first["held_out_loss"]
+    rises = np.subtract(last["sampled"], first["sampled"])
+    assert len(rises) == 3
+    assert rises[0] > -0.05 and rises[1:].min() > 0.02, rises
+    assert rises.sum() > 0.02, rises
     assert "the same text for 4 of 4 prompts" in text
     (tokens,) = re.findall(r"^(\d\.\d\d) tokens from each pass", text, re.M)
     assert 1 < float(tokens) <= 4

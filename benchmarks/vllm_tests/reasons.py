@@ -162,6 +162,7 @@ REASONS: list[tuple[str, str, str, str]] = [
     ("test_logprob_token_ids", "reject", "DID NOT", "calls internal methods"),
     ("test_return_token_ids", "tool_use|emoji", "assert False", _OTHER_MODEL),
     ("responses/test_basic", "", "assert '(312|30)' in", _OTHER_MODEL),
+    ("responses/test_basic", "", "== 'reasoning'", _REASONS_MODEL),
     ("responses/test_function_call", "expected_arg|auto", "assert", _TOOLS_MODEL),
     ("decisions", "", "404 ==", "/v1/decisions"),
     ("responses/test_stateful", "", "'(Mark|John)' in", _OTHER_MODEL),

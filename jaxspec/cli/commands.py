@@ -172,7 +172,8 @@ def _add_model_arguments(models: argparse._ArgumentGroup) -> None:
         "--compilation-cache-dir",
         metavar="DIR",
         default="auto",
-        help="folder of compiled programs (default: the user's cache folder)",
+        help="folder of compiled programs, or gs://BUCKET/FOLDER (default: the user's "
+        "cache folder)",
     )
 
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -19,6 +18,7 @@ from tqdm.auto import tqdm
 from jaxspec.command_line import CommandParser, parse_flags, run_command
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import AsyncEngineArgs, engine_args
+from jaxspec.engine.program_folder import AnyPath, folder_at, write
 from jaxspec.engine.scheduling.programs import GREEDY, SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError, check_integer
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
         _fill(options, own, folder)
 
 
-def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> None:
+def _fill(options: argparse.Namespace, config: EngineConfig, folder: AnyPath) -> None:
     """Compile the programs of one engine, and print times and sizes."""
     devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
     mesh = devices.describe_mesh(options.device, config)
@@ -172,7 +172,7 @@ def table(rows: Sequence[tuple[str, float, float, int]]) -> str:
     return "\n".join(lines)
 
 
-def _writable(given: str | None) -> Path:
+def _writable(given: str | None) -> AnyPath:
     """Return the folder, created if necessary.
 
     Raises:
@@ -184,11 +184,10 @@ def _writable(given: str | None) -> Path:
             parameter="output",
             value=given,
         )
-    folder = Path(given)
+    folder = folder_at(given)
     probe = folder / ".writable"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
+        write(probe, b"")
         probe.unlink()
     except OSError as error:
         raise ConfigError(

@@ -40,6 +40,7 @@ from jaxspec.engine.model_folders import (
     model_folder,
     recommended_sampling,
 )
+from jaxspec.engine.program_folder import folder_at
 from jaxspec.engine.speculative_args import (
     TYPICAL_REMOVED,
     merge_speculative_arguments,
@@ -222,8 +223,9 @@ class EngineArgs(_VllmFields):
         override_generation_config: Sampling parameters that take precedence over those
             of `generation_config`.
         disable_log_stats: Do not log statistics, and do not collect metrics.
-        compilation_cache_dir: Folder that keeps compiled programs between runs; "auto"
-            is `jaxspec` in the user's cache folder, None keeps none.
+        compilation_cache_dir: Folder that keeps compiled programs between runs, also
+            in a bucket (gs://...); "auto" is `jaxspec` in the user's cache folder, None
+            keeps none.
         batch_invariant: Decode in programs of one width, so that a request's logits
             depend neither on its drafts nor on other requests, also on a TPU or GPU
             (on a CPU they never do). Slower: see docs/lossless.md.
@@ -846,6 +848,8 @@ def _max_logprobs(max_logprobs: Any, vocab_size: int) -> int:
 
 
 def _cache_dir(given: str | None) -> str | None:
+    if given is not None and given != "auto":
+        folder_at(given)  # rejects an address that cannot be used
     if given != "auto":
         return given
     # The XDG base directory specification's variable and default.

@@ -4,7 +4,6 @@ import atexit
 import dataclasses
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxspec.config.engine import EngineConfig, draft_hint
@@ -14,6 +13,7 @@ from jaxspec.engine.memory.probe import fit, own_memory, spread_draft
 from jaxspec.engine.multihost.channel import Followers, Leader
 from jaxspec.engine.multihost.facts import facts_of
 from jaxspec.engine.program_cache import ProgramCache, facts
+from jaxspec.engine.program_folder import check_readable, folder_at
 from jaxspec.engine.runner import (
     Runner,
     build_mesh,
@@ -173,10 +173,13 @@ def _make_leading(config: EngineConfig, followers: Followers | None) -> Runner:
 
 
 def _load(config: EngineConfig, mesh: Mesh, followers: Followers | None) -> Runner:
+    place = config.compilation_cache_dir
+    folder = None if place is None else folder_at(place)
+    if folder is not None:
+        check_readable(folder)
     with large_arrays_mapped():
         runner = Runner(config, mesh, *load_weights(config, mesh), followers)
-    folder = config.compilation_cache_dir
-    runner.cache = ProgramCache(None if folder is None else Path(folder))
+    runner.cache = ProgramCache(folder)
     return runner
 
 

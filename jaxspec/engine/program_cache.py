@@ -22,7 +22,6 @@ import os
 import pickle
 import re
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -38,6 +37,8 @@ from jax._src import config as thread_settings
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
+from jaxspec.engine import program_folder
+from jaxspec.engine.program_folder import AnyPath
 from jaxspec.jax_settings import OWN_SETTINGS, own_settings
 from jaxspec.models import cpu
 from jaxspec.program import grammar
@@ -97,7 +98,7 @@ class Built:
 class ProgramCache:
     """A folder of executables; without a folder, every program is compiled."""
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: AnyPath | None):
         self._folder = folder
         self._has_warned = False
 
@@ -131,7 +132,7 @@ class ProgramCache:
                 lower_s=0.0,
                 compile_s=time.monotonic() - start,
             )
-        if not path.exists():
+        if not program_folder.exists(path):
             self._explain_miss(shape, key)
         with _past_jax_cache():
             built = _compile(program, shape, arguments, options, program_name(shape))
@@ -177,7 +178,7 @@ class ProgramCache:
         shape: StepShape,
         arguments: Arguments,
         options: Options | None = None,
-    ) -> Path | None:
+    ) -> AnyPath | None:
         """Return the file of an executable, which need not exist.
 
         None without a folder, and for a program that calls back into an object of this
@@ -199,7 +200,7 @@ class ProgramCache:
             return None
         return _key_of(program, shape, arguments, options)
 
-    def _path(self, shape: StepShape, key: Key) -> Path:
+    def _path(self, shape: StepShape, key: Key) -> AnyPath:
         assert self._folder is not None
         name = f"{program_name(shape)}-{digest_of(key)}{SUFFIX}"
         return self._folder / name
@@ -212,9 +213,11 @@ class ProgramCache:
         """
         assert self._folder is not None
         found = []
-        for path in self._folder.glob(f"{program_name(shape)}-*{SUFFIX}"):
-            with contextlib.suppress(OSError, ValueError):
-                found.append(_read_key(path))
+        with contextlib.suppress(OSError):
+            pattern = f"{program_name(shape)}-*{SUFFIX}"
+            for path in program_folder.files(self._folder, pattern):
+                with contextlib.suppress(OSError, ValueError):
+                    found.append(_read_key(path))
         nearest = min(found, key=lambda one: len(differences(one, key)), default=None)
         if nearest is None:
             return
@@ -268,7 +271,7 @@ def _past_jax_cache() -> Iterator[None]:
 
 
 def _load(
-    path: Path, mesh: Mesh, arguments: tuple[list[Any], list[Any]]
+    path: AnyPath, mesh: Mesh, arguments: tuple[list[Any], list[Any]]
 ) -> Callable[..., Any] | None:
     """Load an executable; None if there is no file or it cannot be loaded.
 
@@ -280,7 +283,7 @@ def _load(
         jax.tree.structure((arguments[1], "result")),
     )
     try:
-        payload = _payload(path.read_bytes())
+        payload = _payload(program_folder.read(path))
         loaded = serialize_executable.deserialize_and_load(
             payload, *trees, execution_devices=list(mesh.devices.flat)
         )
@@ -291,12 +294,11 @@ def _load(
             "%s cannot be loaded, so the program is compiled again: %r", path, error
         )
         return None
-    with contextlib.suppress(OSError):  # another user's file, or a read-only image
-        os.utime(path)
+    program_folder.mark_used(path)
     return loaded
 
 
-def _save(path: Path, key: Key, executable: Any) -> int:
+def _save(path: AnyPath, key: Key, executable: Any) -> int:
     """Save an executable for the next start; return its size in bytes.
 
     Raises:
@@ -309,24 +311,14 @@ def _save(path: Path, key: Key, executable: Any) -> int:
     # the time to load the executable, and detects damage.
     line = json.dumps(key).encode() + b"\n"
     content = line + zlib.compress(line + payload, level=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may write the same file: rename complete files only.
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        # Readable as the user's umask allows: others may share the folder.
-        with partial.open("xb") as file:
-            file.write(content)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _make_room(path.parent)
+    program_folder.write(path, content)
+    program_folder.make_room(path.parent, f"step_*{SUFFIX}*", MAX_BYTES)
     return len(content)
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: AnyPath) -> bool:
     try:
-        _payload(path.read_bytes())
+        _payload(program_folder.read(path))
     except (OSError, ValueError, zlib.error):
         return False
     return True
@@ -345,31 +337,16 @@ def _payload(content: bytes) -> bytes:
     return unpacked[len(line) + 1 :]
 
 
-def _read_key(path: Path) -> Key:
+def _read_key(path: AnyPath) -> Key:
     """Return the key of a file.
 
     Raises:
         OSError, ValueError: It cannot be read.
     """
-    with path.open("rb") as file:
-        found = json.loads(file.readline())
+    found = json.loads(program_folder.first_line(path))
     if not isinstance(found, dict):
         raise ValueError("its first line is damaged")
     return found
-
-
-def _make_room(folder: Path) -> None:
-    """Remove the least recently used programs beyond `MAX_BYTES`."""
-    # Another process may remove files at the same time.
-    with contextlib.suppress(OSError):
-        entries = [(path.stat(), path) for path in folder.glob(f"step_*{SUFFIX}*")]
-        entries.sort(key=lambda pair: pair[0].st_mtime)
-        surplus = sum(status.st_size for status, _ in entries) - MAX_BYTES
-        for status, path in entries:
-            if surplus <= 0:
-                break
-            path.unlink()
-            surplus -= status.st_size
 
 
 def _key_of(

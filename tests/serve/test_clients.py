@@ -88,6 +88,8 @@ def test_code_of_server_page_runs(stage: Stage, client: str, python: Any):
     assert run([python, "-c", code], {}).rstrip("\n") == "Very warm."
 
 
+# litellm sends its requests with openai's client, which a quick test uses.
+@pytest.mark.slow
 @needs_clients
 def test_litellm(site: Site):
     # Otherwise litellm would fetch a price list from the network.
