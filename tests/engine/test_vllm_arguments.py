@@ -60,8 +60,8 @@ OWN_TESTS = """\
 ## vLLM's own tests and examples
 
 The tests of vLLM {version}'s server and of its `LLM`, and its offline examples, run
-without edits on the bundled pair, whatever model they name (measured {date};
-benchmarks/results/vllm-tests.json has the counts of each file):
+without edits on the bundled pair, whatever model they name (measured {date} at commit
+{commit}; benchmarks/results/vllm-tests.json has the counts of each file):
 
     pip install pytest-asyncio pytest-timeout anthropic regex pybase64
     python -m benchmarks.vllm_tests SOURCE --output record.json
@@ -122,7 +122,8 @@ def own_tests() -> str:
         tests = dict.fromkeys(test.partition("[")[0] for test in found["failed"])
         if tests:
             failed.append(f"- `{name}`: {', '.join(f'`{test}`' for test in tests)}")
-    parts = [OWN_TESTS.format(version=record["vllm"], date=record["date"]), *rows, ""]
+    about = {name: record[name] for name in ("date", "commit")}
+    parts = [OWN_TESTS.format(version=record["vllm"], **about), *rows, ""]
     if failed:
         parts += ["These fail:", "", *failed, ""]
     parts += ["Most common reasons why tests do not apply:", ""]
