@@ -33,12 +33,15 @@ def attention_block(
     pages = of_pages(kv_pages)
     rows = attention.cosine, attention.sine, attention.slot_mapping
     operands = *operands, *rows, _mask(attention.is_used), *pages
-    # Pages and scales are written in place.
+    # Pages and scales are written in place. XLA would copy empty scales once per layer;
+    # with that many operations ready at once, it moves the program to another thread,
+    # which takes longer than a small model's layer.
+    is_scaled = isinstance(kv_pages, ScaledPages)
     last = len(operands) - 1
     call = jax.ffi.ffi_call(
         "jaxspec_attention_block",
         tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (stream, *pages)),
-        input_output_aliases={last - 1: 1, last: 2},
+        input_output_aliases={last - 1: 1} | ({last: 2} if is_scaled else {}),
     )
     output, pages, scales = call(
         *operands,
@@ -51,7 +54,6 @@ def attention_block(
         is_rounded=attention.is_rounded,
         **_numbers(*norms),
     )
-    is_scaled = isinstance(kv_pages, ScaledPages)
     return output, ScaledPages(pages, scales) if is_scaled else pages
 
 
