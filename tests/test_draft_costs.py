@@ -19,7 +19,7 @@ def speed(cost: float, acceptance: float, most: int) -> tuple[int, float]:
     ("cost", "most", "expected"),
     [
         # One draft: (1 + a) / 1.1 is 1 at 0.1, where plain decoding is as fast and K
-        # stays 0, and 1.4 at 0.54.
+        # is 0, and 1.4 at 0.54.
         (0.1, 1, {"1.0": 0.11, "1.4": 0.54}),
         # At acceptance 1, one draft makes 2 / 1.5 as fast.
         (0.5, 1, {"1.0": 0.51, "1.4": None}),
