@@ -72,6 +72,7 @@ class Compiled:
     vmem_bytes: int  # scoped VMEM: buffers, scratch and Mosaic's own
     whole_copies: int  # operations whose result is as large as a chip's pool of pages
     collectives: int
+    prefetches: int = 0  # whole copies to VMEM that start before the kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +180,15 @@ def compile_kernel(
     made = []
     for leaf in jax.tree.leaves(shapes[pool]):
         dimensions = ",".join(map(str, leaf.sharding.shard_shape(leaf.shape)))
-        made += re.findall(rf"= \(?\w+\[{dimensions}\]\S* ([\w-]+)\(", text)
+        made += re.findall(rf"= \(?\w+\[{dimensions}\](\S*) ([\w-]+)\(", text)
+    # An element of a loop's tuple is another name for the same memory.
+    made = [one for one in made if one[1] not in ("parameter", "get-tuple-element")]
     return Compiled(
         vmem_bytes=int(used[1]),
-        # An element of a loop's tuple is another name for the same memory.
-        whole_copies=sum(
-            operation not in ("parameter", "get-tuple-element") for operation in made
+        whole_copies=len(made),
+        # S(1) is VMEM.
+        prefetches=sum(
+            operation == "copy-done" and "S(1)" in layout for layout, operation in made
         ),
         collectives=len(re.findall(_COLLECTIVES, text)),
     )

@@ -588,9 +588,11 @@ PREFETCHES = {"copy-done", "slice-done", "custom-call"}
     ),
 )
 def test_first_pass_of_sampling_fits_a_tpu(name, chip):
+    """A copy of all logits to VMEM is allowed: the kernel reads each of them once."""
     found = rejection.tpu_kernel(SAMPLING_CASES[name], chip)
     assert found.vmem_bytes < SCOPED_VMEM_BYTES[chip]
-    assert not found.whole_copies and not found.collectives
+    assert found.whole_copies == found.prefetches <= 1
+    assert not found.collectives
 
 
 @pytest.mark.aot
