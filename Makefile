@@ -149,9 +149,12 @@ $(installed): pyproject.toml | $(bin)/python
 gemma := tests/accuracy/gemma_requirements.txt
 
 # Compilers for TPU and GPU, in a separate folder: without such a device, jax would log a
-# warning about them at every start. The plugin must have jax's version.
+# warning about them at every start. The plugin must have jax's version, and libtpu is
+# the one that jax[tpu] installs.
 aot := $(VENV)/aot
 jax_version = $$($(bin)/python -c 'import jax; print(jax.__version__)')
+libtpu = $$($(bin)/python -c 'from importlib.metadata import requires; \
+  print(*(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')
 
 # The clients that are tested with the server have their own environment.
 clients := $(VENV)/clients
@@ -164,7 +167,7 @@ $(installed_test): pyproject.toml $(gemma) $(client_requirements) | $(bin)/pytho
 	@$(bin)/python -m pip install -q --no-deps -r $(gemma) || \
 	  echo "  without google-deepmind's gemma: the tests that compare with it are skipped"
 	@rm -rf $(aot)
-	@$(bin)/python -m pip install -q --no-deps --target $(aot) "libtpu>=0.0.42,<0.1" \
+	@$(bin)/python -m pip install -q --no-deps --target $(aot) "$(libtpu)" \
 	  jax-cuda12-plugin==$(jax_version) jax-cuda12-pjrt==$(jax_version) \
 	  "nvidia-cuda-nvcc-cu12>=12.9" || \
 	  echo "  without compilers for TPU and GPU: the tests that compile are skipped"

@@ -170,18 +170,23 @@ class MessageWriter(Writer):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage_of(self, output: RequestOutput) -> dict[str, Any]:
-        """Count tokens; input tokens are those that are not in the prefix cache."""
+        """Count tokens; as in vLLM, counts of the prefix cache need a setting.
+
+        With them, input tokens are those that are not in the prefix cache.
+        """
         num_prompt = len(output.prompt_token_ids or ())
+        usage = {"input_tokens": num_prompt, "output_tokens": self._num_tokens}
+        if not self.settings.enable_prompt_tokens_details:
+            return usage
         num_cached, num_created = output.num_cached_tokens or 0, 0
         if self._config.enable_prefix_caching:
             # Complete pages are cached.
             num_in_pages = num_prompt - num_prompt % self._config.page_size
             num_created = max(num_in_pages - num_cached, 0)
-        return {
+        return usage | {
             "input_tokens": num_prompt - num_cached - num_created,
             "cache_creation_input_tokens": num_created,
             "cache_read_input_tokens": num_cached,
-            "output_tokens": self._num_tokens,
         }
 
 

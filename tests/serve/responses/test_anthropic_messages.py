@@ -106,9 +106,8 @@ def test_message_has_anthropics_fields(http, given, words, reason, sequence, is_
         assert found.keys() == whole.keys()
     assert found.pop("id").startswith("msg_")
     usage = found.pop("usage")
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 3
-    assert usage["cache_creation_input_tokens"] == 0
-    assert usage["output_tokens"] == len(words) + (sequence is not None)
+    num_generated = len(words) + (sequence is not None)
+    assert usage == {"input_tokens": 3, "output_tokens": num_generated}
     assert found == {
         "type": "message",
         "role": "assistant",
@@ -173,14 +172,21 @@ def chat_of(messages: list[Any], **given: Any) -> Any:
     return as_chat(MessagesBody(messages=messages, max_tokens=9, **given))
 
 
-def test_usage_counts_tokens_of_the_prefix_cache():
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_usage_counts_tokens_of_the_prefix_cache_if_enabled(is_enabled):
     content = PROMPT * 6
-    with server() as http:
+    with server(enable_prompt_tokens_details=is_enabled) as http:
         asked = ASKED | {"messages": [{"role": "user", "content": content}]}
         first, second = (http.ask(PATH, **asked)["usage"] for _ in range(2))
+        streamed = events(http, messages=asked["messages"])
+    usages = [first, second, streamed[0]["message"]["usage"], streamed[-2]["usage"]]
+    if not is_enabled:
+        keys = {"input_tokens", "output_tokens"}
+        assert [(one["input_tokens"], one.keys()) for one in usages] == [(18, keys)] * 4
+        return
     parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-    assert [first[name] for name in parts] == [2, 16, 0]
-    assert [second[name] for name in parts] == [2, 0, 16]
+    found = [[one[name] for name in parts] for one in usages]
+    assert found == [[2, 16, 0], *[[2, 0, 16]] * 3]
 
 
 def test_blocks_become_chat_messages():
