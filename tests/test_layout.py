@@ -88,6 +88,10 @@ TESTED_ELSEWHERE = {
     "tests/program/propose/test_draft_model.py": ("program/propose/proposal",),
 }
 
+# Files that run tests of other modules again, or the checks that tests are made of.
+# They name these modules; long suites are due when one of them changes.
+RUN_OTHER_TESTS = {"tests/kernels/test_native_builds.py", "tests/mutants.py"}
+
 
 def defines_something(path: Path) -> bool:
     """Return whether a module defines more than aliases or a reading order."""
@@ -160,6 +164,26 @@ def test_every_module_has_tests() -> None:
     for module, test in elsewhere.items():
         name = module.removesuffix(".py").removesuffix("/__init__").rsplit("/", 1)[-1]
         assert name in (ROOT / test).read_text(encoding="utf-8"), f"{test}: no {name}"
+
+
+def names_imported_by(path: Path) -> list[str]:
+    """Return dotted names of the modules and objects that a module imports."""
+    nodes = list(ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))))
+    whole = [node for node in nodes if isinstance(node, ast.Import)]
+    parts = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return [alias.name for node in whole for alias in node.names] + [
+        f"{node.module}.{alias.name}" for node in parts for alias in node.names
+    ]
+
+
+def test_no_test_module_imports_another() -> None:
+    importing = {
+        path.as_posix()
+        for path in FILES
+        for name in names_imported_by(path)
+        if name.startswith("tests.") and ".test_" in name
+    }
+    assert importing == RUN_OTHER_TESTS, "move what tests share to tests/support"
 
 
 @pytest.mark.parametrize("folder", ["kernels", "checkpoints"])
