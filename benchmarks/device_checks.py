@@ -66,7 +66,7 @@ class Engine:
         self._compiled_for: set[frozenset[str]] = set()
         given: dict[str, Any] = {
             "max_model_len": 1024,
-            "max_num_seqs": 16,
+            "max_num_seqs": options.num_prompts,
             "num_gpu_blocks_override": 2048,
             "compilation_cache_dir": None,
         }
