@@ -27,6 +27,7 @@ from packaging.requirements import Requirement
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.train.__main__ import make_parser
+from jaxspec_checkpoints import bundled_target
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.models import write_tiny
 from tests.support.notebooks import (
@@ -406,7 +407,9 @@ def test_published_pairs_run(tmp_path):
         folder = tmp_path / "input/models/google/gemma-3/transformers"
         folder = folder / name.removeprefix("google/") / "1"
         write_tiny(folder, family="gemma3", vocab_size=8192)
-    write_gguf(tmp_path / "2b.gguf")
+    settings = json.loads((bundled_target() / "tokenizer_config.json").read_text())
+    template = settings["chat_template"]
+    write_gguf(tmp_path / "2b.gguf", tokenizer__chat_template=template)
     pairs = [(target, draft, None), ("google/gemma-2-2b-it", "", "int8")]
     book = execute(
         PUBLISHED,
