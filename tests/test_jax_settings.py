@@ -14,7 +14,7 @@ from jaxspec.program.plan import StepShape
 from jaxspec.program.step import lower_step
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
-from tests.support.engines import generate, tokens_of
+from tests.support.engines import OneProgramRunner, generate, tokens_of
 
 OTHER_SETTINGS: dict[str, Any] = {
     "enable_x64": True,
@@ -79,7 +79,7 @@ def test_texts_are_the_same_under_other_settings():
     ]
     expected = tokens_of(generate(pair.plain_engine(), PROMPTS, params))
     with other_settings():
-        engine = pair.own_engine()
+        engine = pair.own_engine(runner=OneProgramRunner)
         assert tokens_of(generate(engine, PROMPTS, params)) == expected
         assert engine.stats.num_accepted_tokens > 0
         engine.sleep(1)

@@ -88,6 +88,10 @@ TESTED_ELSEWHERE = {
     "tests/program/propose/test_draft_model.py": ("program/propose/proposal",),
 }
 
+# Files that run tests of other modules again, or the checks that tests are made of.
+# They name these modules; long suites are due when one of them changes.
+RUN_OTHER_TESTS = {"tests/kernels/test_native_builds.py", "tests/mutants.py"}
+
 
 def defines_something(path: Path) -> bool:
     """Return whether a module defines more than aliases or a reading order."""
@@ -160,6 +164,17 @@ def test_every_module_has_tests() -> None:
     for module, test in elsewhere.items():
         name = module.removesuffix(".py").removesuffix("/__init__").rsplit("/", 1)[-1]
         assert name in (ROOT / test).read_text(encoding="utf-8"), f"{test}: no {name}"
+
+
+def test_no_test_module_imports_another() -> None:
+    imports = re.compile(r"^ *(?:from|import) tests[. ][^(\n]*(?:\([^)]*\))?", re.M)
+    importing = {
+        path.as_posix()
+        for path in FILES
+        for found in imports.findall((ROOT / path).read_text(encoding="utf-8"))
+        if re.search(r"\btest_", found)
+    }
+    assert importing == RUN_OTHER_TESTS, "move what tests share to tests/support"
 
 
 @pytest.mark.parametrize("folder", ["kernels", "checkpoints"])

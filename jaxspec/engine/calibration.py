@@ -100,3 +100,4 @@ class Calibrator:
         num_seqs = round_kind.shape.num_seqs
         fill = min(self._config.max_num_seqs / num_seqs, 1.0) if num_seqs else 1.0
         self._step_times.seed(round_kind, seconds, fill)
+        self._policy.reconsider()

@@ -1,4 +1,4 @@
-"""Compiles programs in a background thread, so that requests need not wait.
+"""Compiles programs in background threads, so that requests need not wait.
 
 Owns the compiled programs and the queue of missing ones. A function passed in does the
 compiling. XLA releases the GIL while it compiles, so the engine keeps running with the
@@ -6,6 +6,7 @@ programs that it already has.
 """
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -24,44 +25,51 @@ _log = logging.getLogger(__name__)
 # ms with Python's default: during a trace, a stream had 107 to 153 tokens/s with the
 # default, and 141 to 175 with this.
 SWITCH_S = 0.0005
+# A compile takes one or two cores and some GB. Hosts of TPUs have 24 cores and more;
+# with fewer cores, compiles would slow the engine.
+CORES_PER_THREAD, MAX_THREADS = 8, 4
 
 
 class Compiler:
-    """Programs by shape, and the thread that compiles the missing ones.
+    """Programs by shape, and the threads that compile the missing ones.
 
-    The thread ends when the queue is empty. When the interpreter exits, it finishes the
-    current program: a process that exits during a compile would crash.
+    The threads end when the queue is empty. When the interpreter exits, they finish
+    their current programs: a process that exits during a compile would crash.
 
     Attributes:
         version: Changes whenever a program is added or removed.
         num_made: Programs made so far, loaded or compiled.
         made_s: Seconds that this took.
-        current: The program being made, or None.
         failures: Errors of programs that failed; these are not tried again.
         announce: Called, in any thread, with the name of each program as its compile
-            starts, and with "" when it ends.
+            starts; when one ends, with the name of another in progress, or with "".
         is_exiting: Whether the interpreter exits; the queue is then dropped.
     """
 
-    def __init__(self, make: Callable[[StepShape], Any]):
+    def __init__(
+        self, make: Callable[[StepShape], Any], *, num_threads: int | None = None
+    ):
         """Make an empty compiler.
 
         Args:
             make: Compiles a program. Called in any thread; may take minutes.
+            num_threads: Maximum number of programs to compile at once; None: one for
+                every 8 cores, between 1 and 4.
         """
-        self._make = make
+        cores = os.cpu_count() or 1
+        default = min(max(cores // CORES_PER_THREAD, 1), MAX_THREADS)
+        self._make, self._num_threads = make, num_threads or default
         self._lock = threading.Condition()
         self._programs: dict[StepShape, Any] = {}
         self._urgent: list[StepShape] = []
         self._later: list[StepShape] = []
-        self._making: set[StepShape] = set()
-        self._thread: threading.Thread | None = None
+        self._making: dict[StepShape, None] = {}  # in the order of their starts
+        self._threads: set[threading.Thread] = set()
         self.is_exiting = self._has_finished = False
         # `clear` begins a new generation; programs begun in an earlier one are dropped.
         self._generation, self._is_stopped = 0, False
         self.version = self.num_made = 0
         self.made_s = 0.0
-        self.current: StepShape | None = None
         self.failures: dict[StepShape, Exception] = {}
         self.announce: Callable[[str], None] | None = None
         finish_at_exit(self)
@@ -77,6 +85,12 @@ class Compiler:
     def made(self) -> list[StepShape]:
         """The compiled programs."""
         return list(self._programs)
+
+    @property
+    def current(self) -> StepShape | None:
+        """The program whose compile began last, of those in progress; or None."""
+        with self._lock:
+            return next(reversed(self._making), None)
 
     @property
     def num_wanted(self) -> int:
@@ -100,13 +114,15 @@ class Compiler:
                 known = (self._programs, self._making, self.failures, line)
                 if not any(shape in one for one in known):
                     line.append(shape)
-            if (self._urgent or self._later) and self._thread is None:
+            wanted = {*self._urgent, *self._later, *self._making}
+            while len(self._threads) < min(len(wanted), self._num_threads):
                 # A daemon, so that threads which outlive the main thread still get
                 # programs; `finish_exit` waits for it.
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name=COMPILER_THREAD, daemon=True
                 )
-                self._thread.start()
+                self._threads.add(thread)
+                thread.start()
 
     def get(self, shape: StepShape) -> Any:
         """Return a program; compile it in this thread if it is missing."""
@@ -118,7 +134,7 @@ class Compiler:
                 self._lock.wait()
             if shape in self._programs:
                 return self._programs[shape]
-            self._making.add(shape)
+            self._making[shape] = None
             generation = self._generation
         try:
             return self._made(shape, generation)
@@ -184,10 +200,10 @@ class Compiler:
     def finish_exit(self) -> None:
         """Wait for the programs that are being made, in any thread."""
         with self._lock:
-            self._has_finished, thread = True, self._thread
+            self._has_finished, threads = True, list(self._threads)
             while self._making:
                 self._lock.wait()
-        if thread is not None:
+        for thread in threads:
             thread.join()
 
     def _may_begin(self) -> bool:
@@ -208,10 +224,10 @@ class Compiler:
             with self._lock:
                 shape = self._next()
                 if shape is None:
-                    self._thread = None
+                    self._threads.discard(threading.current_thread())
                     self._lock.notify_all()
                     return
-                self._making.add(shape)
+                self._making[shape] = None
                 generation = self._generation
             try:
                 self._made(shape, generation)
@@ -229,8 +245,7 @@ class Compiler:
     def _made(self, shape: StepShape, generation: int) -> Any:
         """Make a program that this thread has added to `_making`."""
         start = time.monotonic()
-        self.current = shape
-        self._announce(f"Compiling {shape.name}")
+        self._announce(shape)
         with large_arrays_mapped():
             program = self._make(shape)
         took_s = time.monotonic() - start
@@ -240,7 +255,7 @@ class Compiler:
             if generation == self._generation:
                 self._programs[shape] = program
         self._leave(shape)
-        self._announce("")
+        self._announce(self.current)
         _log.info("%s is ready after %.1f s", shape.name, took_s)
         return program
 
@@ -253,21 +268,20 @@ class Compiler:
         not needed, and the arrays that it is compiled for may have been deleted.
         """
         with self._lock:
-            self._making.discard(shape)
+            self._making.pop(shape, None)
             if error and generation == self._generation and not self._is_stopped:
                 _log.error("Could not compile %s", shape.name, exc_info=error)
                 self.failures[shape] = error
-            self.current = None
             self.version += 1
             is_last = not (self._making or self._urgent or self._later)
             self._lock.notify_all()
         if is_last:
             trim_malloc()
 
-    def _announce(self, what: str) -> None:
+    def _announce(self, shape: StepShape | None) -> None:
         announce = self.announce  # another thread may set it to None meanwhile
         if announce is not None:
-            announce(what)
+            announce("" if shape is None else f"Compiling {shape.name}")
 
 
 @contextmanager

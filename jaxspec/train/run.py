@@ -47,6 +47,7 @@ from jaxspec.train.methods import (
 from jaxspec.train.target import StateFiles, Target, replace_text
 from jaxspec.train.text import (
     Text,
+    certain_rows,
     frequent_tokens,
     given_text,
     read_prompts,
@@ -108,17 +109,17 @@ def run(options: argparse.Namespace) -> Trainer:
         _check_texts(texts, settings["model"])
         settings["texts"] = texts.digest
     check_same(work / SETTINGS, settings, "a run")
-    _mesh_and_dtype(options)
+    mesh, _ = _mesh_and_dtype(options)
+    schedule.check_mesh(mesh)
 
     if texts is None:
-        text = _text(options, folder, work, settings, tokenizer)
+        text = _text(options, folder, work, settings, tokenizer, schedule)
         trained, held_out = split_rows(text, options.held_out)
         states = work
     else:
-        trained, held_out = texts.trained, texts.held_out
+        trained, held_out = texts.trained, _held_out_rows(texts, options.held_out_rows)
         states = texts.folder
-        if options.held_out_rows is not None:
-            held_out = held_out.rows(slice(options.held_out_rows))
+        schedule.check_texts(trained, held_out, "write more texts")
         work.mkdir(parents=True, exist_ok=True)
         replace_text(work / SETTINGS, json.dumps(settings, indent=2) + "\n")
     _log.info(
@@ -467,14 +468,28 @@ def _check_texts(texts: Texts, model: str) -> None:
         )
 
 
+def _held_out_rows(texts: Texts, count: int | None) -> Text:
+    """Return the first `count` held-out rows; None: all of them."""
+    if count is None:
+        return texts.held_out
+    check_integer(ConfigError, "held_out_rows", count, low=1, high=len(texts.held_out))
+    return texts.held_out.rows(slice(count))
+
+
 def _text(
     options: argparse.Namespace,
     folder: Path,
     work: Path,
     settings: Mapping[str, Any],
     tokenizer: Tokenizer,
+    schedule: Schedule,
 ) -> Text:
-    """Load the work folder's text; if it has none, make and save text and settings."""
+    """Load the work folder's text; if it has none, make and save text and settings.
+
+    Raises:
+        ConfigError: The text to train on or the held-out text may have fewer rows than
+            a step takes. The target has written nothing then.
+    """
     path = work / "text.npz"
     if path.exists():
         return Text.load(path)
@@ -485,6 +500,10 @@ def _text(
         count = -(-options.tokens // options.length)
         text = given_text(prompts[:count], options.length)
     else:
+        text = certain_rows(prompts, length=options.length, num_tokens=options.tokens)
+    parts = split_rows(text, options.held_out)
+    schedule.check_texts(*parts, "raise tokens or held_out, give more documents")
+    if options.text == "written":
         with LLM(
             str(folder),
             dtype=options.dtype,

@@ -209,9 +209,7 @@ def write_text(
         EngineGenerateError: A request ended with an error.
     """
     found: list[Text] = []
-    # Prompts per call. Without `parts`: enough to write all missing tokens if every
-    # answer fills half a row.
-    count = PART_ROWS if parts is not None else max(64, 2 * num_tokens // length)
+    count = PART_ROWS if parts is not None else _prompts_per_call(num_tokens, length)
     bar = tqdm(
         total=num_tokens,
         desc="Target's texts",
@@ -236,6 +234,22 @@ def write_text(
             if sum(one.num_written for one in found) >= num_tokens:
                 break
     return joined(found)
+
+
+def _prompts_per_call(num_tokens: int, length: int) -> int:
+    """Return enough prompts for these tokens if every answer fills half a row."""
+    return max(64, 2 * num_tokens // length)
+
+
+def certain_rows(
+    prompts: Sequence[tuple[list[int], list[int]]], *, length: int, num_tokens: int
+) -> Text:
+    """Return rows that `write_text` is certain to make, without their answers.
+
+    These are the prompts of its first call. It makes more rows if answers are short.
+    """
+    some = prompts[: _prompts_per_call(num_tokens, length)]
+    return pack([(head, len(head)) for head, _ in some], length)
 
 
 def _write_rows(

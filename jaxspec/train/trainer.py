@@ -84,6 +84,37 @@ class Schedule:
         check_number(ConfigError, "weight_decay", self.weight_decay, low=0)
         check_choice(ConfigError, "loss", self.loss, LOSSES)
 
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Check that devices can share the rows of a step.
+
+        Raises:
+            ConfigError: They cannot.
+        """
+        parts = mesh.shape["data"]
+        if self.rows % parts:
+            allowed = f"a multiple of {parts}, the devices that share a step's rows"
+            raise wrong_argument(ConfigError, "rows", allowed, self.rows)
+
+    def check_texts(
+        self, text: Text, held_out: Text, hint: str = "give more data"
+    ) -> None:
+        """Check that both texts have the rows of a step.
+
+        Args:
+            hint: For the error: what gives a text more rows.
+
+        Raises:
+            ConfigError: A text has too few rows.
+        """
+        for name, some in (("text", text), ("held-out text", held_out)):
+            if len(some) < self.rows:
+                raise ConfigError(
+                    f"The {name} has {len(some)} rows, but a step takes "
+                    f"rows={self.rows}: {hint}, or lower rows.",
+                    parameter="rows",
+                    value=self.rows,
+                )
+
     def optimizer(self) -> optax.GradientTransformation:
         """Return Adam with decoupled weight decay and clipping by global norm."""
         warmup_steps = min(self.warmup_steps, self.steps - 1)
@@ -232,7 +263,8 @@ class Trainer:
             token_ids: The tokens of a trimmed vocabulary.
             work: Folder for the state; None saves none.
         """
-        self._check_rows(schedule, target, text, held_out)
+        schedule.check_mesh(target.mesh)
+        schedule.check_texts(text, held_out)
         self.schedule, self.log = schedule, []
         self._method, self._target, self._work = method, target, work
         self._text, self._held_out, self._read = text, held_out, read_states
@@ -253,21 +285,6 @@ class Trainer:
             )
             self._restore()
         self._compile()
-
-    @staticmethod
-    def _check_rows(schedule: Schedule, target: Target, text: Text, held: Text) -> None:
-        parts = target.mesh.shape["data"]
-        if schedule.rows % parts:
-            allowed = f"a multiple of {parts}, the devices that share a step's rows"
-            raise wrong_argument(ConfigError, "rows", allowed, schedule.rows)
-        for name, some in (("text", text), ("held-out text", held)):
-            if len(some) < schedule.rows:
-                raise ConfigError(
-                    f"The {name} has {len(some)} rows, but a step takes "
-                    f"rows={schedule.rows}: give more data, or lower rows.",
-                    parameter="rows",
-                    value=schedule.rows,
-                )
 
     @property
     def params(self) -> Params:

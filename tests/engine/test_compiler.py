@@ -46,7 +46,7 @@ def maker() -> Maker:
 
 @pytest.fixture
 def compiler(maker: Maker) -> Compiler:
-    return Compiler(maker)
+    return Compiler(maker, num_threads=1)
 
 
 def begin(compiler: Compiler, maker: Maker, *shapes: StepShape) -> None:
@@ -85,6 +85,32 @@ def test_requested_programs_precede_prepared_ones_latest_first(compiler, maker):
     assert compiler.num_made == 4
 
 
+def test_threads_compile_several_programs_at_once(maker):
+    announced = list[str]()
+    compiler = Compiler(maker, num_threads=2)
+    compiler.announce = announced.append
+    begin(compiler, maker, *SHAPES)
+    assert maker.began.acquire(timeout=LIMIT_S)
+    assert not maker.began.acquire(timeout=0.05)
+    assert compiler.current in SHAPES[:2] and compiler.num_wanted == 4
+    maker.may_go.release()
+    assert maker.began.acquire(timeout=LIMIT_S)
+    assert "" not in announced, "another program was in progress"
+    maker.let_all()
+    compiler.wait_for_all()
+    wait_until(lambda: not compiler._threads)
+    assert len(maker.threads) == 2
+    assert sorted(maker.made, key=SHAPES.index) == SHAPES
+    assert all(shape in compiler for shape in SHAPES)
+    assert compiler.current is None and announced[-1] == ""
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(2, 1), (24, 3), (96, 4), (None, 1)])
+def test_number_of_threads_depends_on_the_cores(monkeypatch, cores, threads):
+    monkeypatch.setattr(compiling.os, "cpu_count", lambda: cores)
+    assert Compiler(fail)._num_threads == threads
+
+
 def test_get_waits_for_a_program_in_progress(compiler, maker):
     begin(compiler, maker, SHAPES[0])
     threading.Timer(0.05, maker.let_all).start()
@@ -117,7 +143,7 @@ def test_failed_program_is_reported_once_and_not_retried():
             raise MemoryError("no room")
         return shape
 
-    compiler = Compiler(make)
+    compiler = Compiler(make, num_threads=1)
     compiler.request(SHAPES[0])
     wait_until(lambda: compiler.failures)
     compiler.request(SHAPES[0])
@@ -154,7 +180,7 @@ def test_memory_is_trimmed_after_each_batch_of_programs(compiler, maker, monkeyp
     compiler.get(SHAPES[3])
     assert trimmed == [1]
     compiler.prepare(SHAPES[:3])
-    wait_until(lambda: compiler._thread is None)
+    wait_until(lambda: not compiler._threads)
     assert trimmed == [1, 4], "once for all three"
     compiler.clear()
     assert trimmed == [1, 4, 4]
@@ -163,7 +189,7 @@ def test_memory_is_trimmed_after_each_batch_of_programs(compiler, maker, monkeyp
 def test_failure_of_program_begun_before_clear_is_dropped():
     """The engine stopped drafting while a program with drafts was compiled."""
     maker = Maker(RuntimeError("out of luck"))
-    compiler = Compiler(maker)
+    compiler = Compiler(maker, num_threads=1)
     begin(compiler, maker, SHAPES[0])
     compiler.clear()
     maker.let_all()
@@ -178,7 +204,7 @@ def test_failure_of_program_begun_before_clear_is_dropped():
 def test_failure_is_recorded_before_the_queue_is_empty(monkeypatch):
     """Otherwise `wait_for_all` could return without raising the failure."""
     seen: list[list[StepShape]] = []
-    compiler = Compiler(fail)
+    compiler = Compiler(fail, num_threads=1)
     monkeypatch.setattr(
         compiling, "trim_malloc", lambda: seen.append(list(compiler.failures))
     )
@@ -198,7 +224,7 @@ def test_stop_drops_the_queue(compiler, maker):
 
 def test_a_failure_after_a_stop_is_not_reported(caplog):
     maker = Maker(RuntimeError("Array has been deleted"))
-    compiler = Compiler(maker)
+    compiler = Compiler(maker, num_threads=1)
     begin(compiler, maker, SHAPES[0])
     compiler.stop()
     maker.let_all()
@@ -209,7 +235,7 @@ def test_a_failure_after_a_stop_is_not_reported(caplog):
 
 def test_a_failure_after_a_stop_and_a_clear_is_reported():
     """An engine that was shut down may be woken up, and then compiles again."""
-    compiler = Compiler(fail)
+    compiler = Compiler(fail, num_threads=1)
     compiler.stop()
     compiler.clear()
     compiler.request(SHAPES[0])

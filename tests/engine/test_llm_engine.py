@@ -42,7 +42,10 @@ from tests.support.fake_engines import (
 
 
 def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
-    """Otherwise calibration delays a launch in flight and measures its time too."""
+    """Otherwise calibration delays a launch in flight and measures its time too.
+
+    K is chosen anew with every time that becomes known.
+    """
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
     )
@@ -55,6 +58,10 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
         return 0.01
 
     monkeypatch.setattr(runner, "time_round", time_round)
+    reconsidered = list[int]()
+    monkeypatch.setattr(
+        engine.policy, "reconsider", lambda: reconsidered.append(len(timed))
+    )
     shapes = [
         StepShape(num_seqs=n, num_levels=3, max_prompt_tokens=0, features=GREEDY)
         for n in (1, 2)
@@ -67,6 +74,7 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
             runner.compiler.get(shapes[len(said) > 2])
     assert timed == [RoundKind(shape, k) for shape in shapes for k in (0, 1, 3)]
     assert engine.calibrator.timed == set(timed)
+    assert reconsidered == list(range(1, len(timed) + 1))
     assert said[-1] == 60
     assert_idle(engine)
 

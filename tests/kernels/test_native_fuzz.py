@@ -21,7 +21,7 @@ from jaxspec_kernels.rejection_sampling import cpu
 from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, VocabShard
 from tests.kernels.conftest import THOROUGH
 from tests.kernels.oracle import SMALL, build, random_forest
-from tests.kernels.test_decoder_blocks import PAGE_SIZE, Layer, make_batch
+from tests.support.decoder_layers import PAGE_SIZE, Layer, make_batch
 
 pytestmark = pytest.mark.usefixtures("has_native")
 

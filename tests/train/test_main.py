@@ -8,6 +8,8 @@ import pytest
 from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.config import read_head
 from jaxspec.train.__main__ import METHODS, main, make_parser
+from jaxspec.train.text import pack
+from jaxspec.train.texts import FORMAT, SETTINGS, model_digest
 from jaxspec_checkpoints import bundled_draft
 
 WORDS = "the cat sat on the mat and then the dog ran to the house because it was late"
@@ -88,6 +90,21 @@ def test_every_method_has_the_common_flags(method):
         ("draft", [], "needs start, an initial model, keep_layers, or its sizes: h"),
         ("draft", ["--start", "jaxspec/none"], "start"),
         ("eagle3", ["--held-out", "0.9"], r"held_out must be a number in \(0, 0.5\]"),
+        (
+            "eagle3",
+            ["--held-out", "0.1"],
+            "held-out text has 2 rows, but a step takes rows=8: raise tokens or held_",
+        ),
+        (
+            "eagle3",
+            ["--text", "written", "--held-out", "0.1"],
+            "held-out text has 2 rows, but a step takes rows=8: raise tokens or held_",
+        ),
+        (
+            "eagle3",
+            ["--rows", "16", "--held-out", "0.5"],
+            "The text has 12 rows, but a step takes rows=16: raise tokens",
+        ),
         ("eagle3", ["--tensor-parallel-size", "99"], "must be a divisor of the"),
         ("eagle3", ["--data", "nothing"], "data must be a file of JSON lines"),
         ("eagle3", ["--target", "nothing"], "target must be an existing folder"),
@@ -103,6 +120,27 @@ def test_bad_arguments_fail_before_anything_runs(
     assert re.search(named, shown), shown
     assert not (tmp_path / "out").exists()
     # No work folder remains, with which the corrected command would fail.
+    assert not (tmp_path / "out.work").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ((), "held-out text has 3 rows, but a step takes rows=8: write more texts, or"),
+        (("--held-out-rows", "4"), "held_out_rows must be an integer from 1 to 3"),
+    ],
+)
+def test_few_held_out_texts_fail_before_anything_runs(tmp_path, capsys, more, named):
+    texts, out = tmp_path / "texts", tmp_path / "out"
+    texts.mkdir()
+    settings = {"format": FORMAT, "target": model_digest(bundled_draft())}
+    (texts / SETTINGS).write_text(json.dumps(settings))
+    for name, num_rows in (("train", 16), ("held-out", 3)):
+        pack([([2, 3, 4], 1)] * num_rows, 16).save(texts / f"{name}.npz")
+    arguments = ["--target", str(bundled_draft()), "--texts", str(texts)]
+    assert main(["eagle3", *arguments, "--out", str(out), *more]) == 2
+    shown = capsys.readouterr().err
+    assert named in shown, shown
     assert not (tmp_path / "out.work").exists()
 
 

@@ -11,8 +11,9 @@ class PolicyConstants:
         hysteresis: Minimum ratio of expected speeds, new to current, at which the
             choice changes. Two plain engines of one process differ by 4 % in the median
             (benchmarks.control, part `free`).
-        look_rounds: Rounds with drafts between two choices. A choice takes the host 50
-            to 80 microseconds; a round with drafts of the bundled pair takes 1,300.
+        look_rounds: Rounds with drafts between two choices, but 1, 2 and 4 between the
+            first. A choice takes the host 50 to 80 microseconds; a round with drafts
+            of the bundled pair takes 1,300.
         idle_look_rounds: The same without drafts: a plain round takes 650 microseconds
             and a choice would be 10 % of it.
         explore_rounds: Rounds in which another choice is measured. The first one or two

@@ -181,7 +181,7 @@ class SpeculationPolicy:
         self._paid_s = 0.0  # by the loss budget for each of these rounds
         # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
-        self._rounds_left = 0
+        self._rounds_left = self._num_drafted_rounds = 0
         # Keyed by the logarithm of the batch size: batches of about one size run in the
         # same programs.
         self._budgets = defaultdict[int, LossBudget](LossBudget)
@@ -299,7 +299,8 @@ class SpeculationPolicy:
             self._last_run_s[self._key(self.choice)] = self._device_s
             if estimates.are_times_known:
                 self._explore(estimates)
-        self._rounds_left = CONSTANTS.look_rounds
+        # The first rounds with drafts say most about their acceptance.
+        self._rounds_left = min(1 + self._num_drafted_rounds, CONSTANTS.look_rounds)
         if not self.is_drafting:
             self._rounds_left = CONSTANTS.idle_look_rounds
 
@@ -407,6 +408,7 @@ class SpeculationPolicy:
             plain_s: Seconds of a round without drafts; None where unknown.
         """
         self._rounds_left -= 1
+        self._num_drafted_rounds += num_draft_tokens > 0
         is_exploring = self._explored is not None
         if is_exploring:
             self._explore_left -= 1
