@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,13 @@ from typing import Any
 import jax
 
 from benchmarks import device_checks, device_steps
-from benchmarks.device_steps import ACCEPTANCES, BATCHES, NUM_DRAFTS, Row
+from benchmarks.device_steps import (
+    ACCEPTANCES,
+    BATCHES,
+    NUM_DRAFTS,
+    Row,
+    SkippedError,
+)
 from benchmarks.kernels import bench
 from jaxspec.bench.report import commit, machine, markdown, now, versions, write_whole
 from jaxspec.engine.model_folders import BUNDLED_TARGET
@@ -143,7 +149,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run_part(name: str, options: argparse.Namespace) -> Iterator[Row]:
     """Measure one part; yield each row when it is measured."""
-    return PARTS[name](options)
+    try:
+        yield from PARTS[name](options)
+    except SkippedError as error:
+        yield {"what": "skipped", "why": str(error)}
 
 
 def run_child(name: str, seconds: float, arguments: list[str]) -> Iterator[Row]:
@@ -354,69 +363,55 @@ def _number(value: Any) -> str:
 
 
 # Tables by `what` of a row: a title, and columns by name of an entry.
-TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "copy": ("Device", ("device", "num_devices", "memory_bytes", "gb_per_s")),
+TABLES: dict[str, tuple[str, str]] = {
+    "copy": ("Device", "device num_devices memory_bytes gb_per_s"),
     "kernel": (
         "Kernels and their references",
-        ("operation", "case", "is_within_tolerance", "error", "share_of_copy")
-        + ("failed", "skipped"),
+        "operation case is_within_tolerance error share_of_copy failed skipped",
     ),
     "bits": (
         "Bits of logprobs: alone, and with drafts",
-        ("dtype", "batch_invariant", "compared", "num_texts", "num_equal")
-        + ("num_equal_bits", "largest_difference"),
+        "dtype batch_invariant compared num_texts num_equal num_equal_bits "
+        "largest_difference",
     ),
     "lossless": (
         "Texts of plain decoding and of drafts",
-        ("method", "dtype", "sampling", "num_texts", "num_equal", "acceptance_rate"),
+        "method dtype sampling num_texts num_equal acceptance_rate",
     ),
     "speed": (
         "Tokens/s of whole engines",
-        ("model", "method", "dtype", "one_tokens_per_s", "all_tokens_per_s"),
+        "model method dtype one_tokens_per_s all_tokens_per_s share_of_bandwidth",
     ),
-    "plain": (
-        "Plain decoding",
-        ("model", "batch", "step_us", "tokens_per_s", "share_of_bandwidth"),
-    ),
+    "plain": ("Plain decoding", "model batch step_us tokens_per_s share_of_bandwidth"),
     "verify": (
         "The target's pass over drafts",
-        ("model", "batch", "num_drafts", "plain_us", "verify_us", "verify_over_plain"),
+        "model batch num_drafts plain_us verify_us verify_over_plain",
     ),
     "round": (
         "Rounds",
-        ("pair", "batch", "num_drafts", "forced_acceptance", "round_us")
-        + ("tokens_per_round", "speed_up", "expected_speed_up", "share_of_ceiling"),
+        "pair batch num_drafts forced_acceptance round_us tokens_per_round "
+        "speed_up expected_speed_up share_of_ceiling",
     ),
     "tree": (
         "Rounds with trees of drafts",
-        ("pair", "tree", "num_nodes", "num_levels", "round_us", "round_over_plain"),
+        "pair tree num_nodes num_levels round_us round_over_plain",
     ),
-    "prompt": (
-        "Prompts",
-        ("model", "prompt_tokens", "step_us", "tokens_per_s"),
-    ),
-    "sampling": (
-        "Sampling",
-        ("model", "batch", "requests", "step_us", "over_greedy"),
-    ),
+    "prompt": ("Prompts", "model prompt_tokens step_us tokens_per_s"),
+    "sampling": ("Sampling", "model batch requests step_us over_greedy"),
     "launch": (
         "Rounds per launch",
-        ("pair", "num_drafts", "num_rounds", "launch_us", "round_us", "tokens_per_s"),
+        "pair num_drafts num_rounds launch_us round_us tokens_per_s",
     ),
     "layers": (
         "Unrolled and scanned layers",
-        ("pair", "is_scanned", "num_drafts", "step_us", "compile_s"),
+        "pair is_scanned num_drafts step_us compile_s",
     ),
-    "huggingface": (
-        "HuggingFace",
-        ("model", "batch", "is_compiled", "step_us", "tokens_per_s"),
-    ),
+    "huggingface": ("HuggingFace", "model batch is_compiled step_us tokens_per_s"),
     "compile": (
         "Seconds to compile, several at once",
-        ("part", "program", "layers", "is_scanned", "lower_s", "compile_s")
-        + ("num_parallel", "wall_s"),
+        "part program layers is_scanned lower_s compile_s num_parallel wall_s",
     ),
-    "skipped": ("Not measured", ("part", "pair", "why")),
+    "skipped": ("Not measured", "part pair why"),
 }
 _UNITS = ("_us",)
 
@@ -427,7 +422,7 @@ def _cell(row: Row, name: str) -> str:
     return _us(value) if is_time else _number(value)
 
 
-def _table(rows: Iterable[Row], names: tuple[str, ...]) -> str:
+def _table(rows: Iterable[Row], names: Sequence[str]) -> str:
     rows = list(rows)
     used = [name for name in names if any(row.get(name) is not None for row in rows)]
     head = [name.replace("_", " ") for name in used]
@@ -523,7 +518,7 @@ def page(result: Row) -> str:
     for what, (title, names) in TABLES.items():
         there = [row for row in rows if row["what"] == what]
         if there:
-            lines += [f"## {title}", _table(there, names)]
+            lines += [f"## {title}", _table(there, names.split())]
     return "\n\n".join(lines) + "\n"
 
 

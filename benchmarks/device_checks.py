@@ -15,6 +15,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
+from benchmarks.device_steps import Row, SkippedError, measure_copy
 from benchmarks.measure import bundled
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine.model_folders import (
@@ -25,8 +28,6 @@ from jaxspec.engine.model_folders import (
 from jaxspec.outputs import RequestOutput
 from jaxspec_checkpoints import packaged_gemma3
 from jaxspec_checkpoints.errors import CheckpointError
-
-Row = dict[str, Any]
 
 EAGLE3, MEDUSA = f"{BUNDLED_TARGET}-eagle3", f"{BUNDLED_TARGET}-medusa"
 # Methods by name. Every round drafts the maximum, so that no text is plain by choice.
@@ -65,7 +66,7 @@ class Engine:
         self._compiled_for: set[frozenset[str]] = set()
         given: dict[str, Any] = {
             "max_model_len": 1024,
-            "max_num_seqs": 16,
+            "max_num_seqs": options.num_prompts,
             "num_gpu_blocks_override": 2048,
             "compilation_cache_dir": None,
         }
@@ -76,6 +77,12 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self._llm.__exit__(*exception)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, which a plain step reads once."""
+        leaves = jax.tree.leaves(self._llm.llm_engine.runner.params)
+        return sum(leaf.nbytes for leaf in leaves)
 
     def generate(self, texts: list[str], **sampling: Any) -> list[RequestOutput]:
         """Generate `--num-tokens` tokens for each prompt, with compiled programs."""
@@ -230,16 +237,25 @@ def _equal_bits(one: list[Any], other: list[Any]) -> Row:
 
 
 def real_model(options: argparse.Namespace) -> Iterator[Row]:
-    """Measure Gemma 3 270M, plain and with lookups, in bfloat16."""
+    """Measure Gemma 3 270M, plain and with lookups, in bfloat16.
+
+    The share of bandwidth is of one request: the engine's time counts, and the weights
+    but not the KV are read bytes.
+    """
     try:
         packaged_gemma3()
     except CheckpointError as error:
-        yield {"what": "skipped", "why": str(error)}
-        return
+        raise SkippedError(str(error)) from error
+    bandwidth = measure_copy(options)
     given = argparse.Namespace(**{**vars(options), "model": PACKAGED_GEMMA3})
     texts = prompts(given)
     for method in (None, *NEEDS_NO_MODEL):
         config = METHODS[method] | {"controller": "fixed"} if method else None
         with Engine(given, "bfloat16", speculative_config=config) as engine:
             row = {"model": "270m", "method": method or "plain", "dtype": "bfloat16"}
-            yield engine.speed(texts) | row
+            row |= engine.speed(texts)
+            if method is None:
+                gb_per_s = row["one_tokens_per_s"] * engine.weight_bytes / 1e9
+                row |= {"bytes_read": engine.weight_bytes}
+                row |= {"share_of_bandwidth": gb_per_s / bandwidth}
+            yield row

@@ -80,6 +80,10 @@ Row = dict[str, Any]
 Makers = dict[Any, Callable[[], Any]]
 
 
+class SkippedError(Exception):
+    """A part cannot be measured on this device; the message is the reason."""
+
+
 def config_of(size: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the published config of a model size; for a dry run, a smaller one."""
     config = gemma3_config(GEMMA3[size]) if size in GEMMA3 else published_config(size)
@@ -206,27 +210,26 @@ def measure_device(options: argparse.Namespace) -> Iterator[Row]:
     }
 
 
-def lack_of_memory(weight_bytes: int) -> str | None:
-    """Return the reason why weights do not fit the first device, or None."""
+def check_memory(weight_bytes: int) -> None:
+    """Raise SkippedError for weights that do not fit the first device."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None or weight_bytes <= MAX_WEIGHT_SHARE * limit:
-        return None
-    return (
-        f"weights take {weight_bytes / 1e9:.1f} GB, more than {MAX_WEIGHT_SHARE:.0%} "
-        f"of {limit / 1e9:.1f} GB"
-    )
+    if limit is not None and weight_bytes > MAX_WEIGHT_SHARE * limit:
+        raise SkippedError(
+            f"weights take {weight_bytes / 1e9:.1f} GB, more than "
+            f"{MAX_WEIGHT_SHARE:.0%} of {limit / 1e9:.1f} GB"
+        )
 
 
 def make_models(
     name: str, options: argparse.Namespace, *, scan_layers: bool | None = None
-) -> Models | str:
-    """Make the models of a pair; if they do not fit, return the reason."""
+) -> Models:
+    """Make the models of a pair; raise SkippedError if they do not fit."""
     if scan_layers is not None:
         options = argparse.Namespace(**{**vars(options), "scan_layers": scan_layers})
     configs, setting = configs_of(name, options), setting_of(options)
     shapes = Models.abstract(*configs, setting, make_mesh(1))
-    reason = lack_of_memory(shapes.weight_bytes + shapes.draft_alone().weight_bytes)
-    return reason or Models.random(*configs, setting)
+    check_memory(shapes.weight_bytes + shapes.draft_alone().weight_bytes)
+    return Models.random(*configs, setting)
 
 
 def build(makers: Makers) -> Generator[Row, None, dict[Any, Any]]:
@@ -253,9 +256,6 @@ def measure_pair(name: str, options: argparse.Namespace) -> Iterator[Row]:
     """Measure plain steps of both models, the target's pass, and rounds of every K."""
     bandwidth = measure_copy(options)
     models = make_models(name, options)
-    if isinstance(models, str):
-        yield {"what": "skipped", "why": models}
-        return
     plain = yield from _plain(name, models, bandwidth, options)
     yield from _passes(name, models, bandwidth, options)
     yield from _rounds(name, models, plain, bandwidth, options)
@@ -382,11 +382,7 @@ def _trees(
 
 def measure_sampling(options: argparse.Namespace) -> Iterator[Row]:
     """Compare plain steps of 2B that take the argmax, sample, and do more."""
-    models = make_models("9b-2b", options)
-    if isinstance(models, str):
-        yield {"what": "skipped", "why": models}
-        return
-    models = models.draft_alone()
+    models = make_models("9b-2b", options).draft_alone()
     makers: Makers = {
         (kind, seqs): partial(Program, models, seqs=seqs, **changes)
         for seqs in options.batches
@@ -413,9 +409,10 @@ def measure_prompts(options: argparse.Namespace) -> Iterator[Row]:
     lengths = (TILE,) if options.dry_run else PROMPT_TOKENS
     given = argparse.Namespace(**{**vars(options), "context": max(lengths)})
     for name in ("4b-270m", "9b-2b"):
-        both = make_models(name, given)
-        if isinstance(both, str):
-            yield {"what": "skipped", "pair": name, "why": both}
+        try:
+            both = make_models(name, given)
+        except SkippedError as error:
+            yield {"what": "skipped", "pair": name, "why": str(error)}
             continue
         alone = dict(zip(PAIRS[name], (both, both.draft_alone()), strict=True))
         for size, models in alone.items():
@@ -441,9 +438,6 @@ def measure_layers(options: argparse.Namespace) -> Iterator[Row]:
     """Compare programs of unrolled layers with those of a loop over the layers."""
     for scan_layers in (False, True):
         models = make_models("4b-270m", options, scan_layers=scan_layers)
-        if isinstance(models, str):
-            yield {"what": "skipped", "why": models}
-            return
         count = min(VERIFY_DRAFTS, max(options.num_drafts))
         makers: Makers = {
             0: partial(Program, models),
@@ -464,9 +458,6 @@ def measure_layers(options: argparse.Namespace) -> Iterator[Row]:
 def measure_launches(options: argparse.Namespace) -> Iterator[Row]:
     """Compare launches of one and of several rounds, plain and with drafts."""
     models = make_models("4b-270m", options)
-    if isinstance(models, str):
-        yield {"what": "skipped", "why": models}
-        return
     counts = ROUNDS_PER_LAUNCH[:2] if options.dry_run else ROUNDS_PER_LAUNCH
     most = min(VERIFY_DRAFTS, max(options.num_drafts))
     makers: Makers = {

@@ -149,7 +149,10 @@ def trained_drafters(runs: Any, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def needed_acceptance(runs: Any) -> list[Result]:
-    """Compute the acceptance that trained drafts need for a speed-up on the 270M."""
+    """Compute the acceptance that trained drafts need for a speed-up on the 270M.
+
+    `speed_ups` of a row are those at an acceptance of 0, 0.01 and so on up to 1.
+    """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, config in trained_drafters(runs, Path(folder)).items():
@@ -158,7 +161,10 @@ def needed_acceptance(runs: Any) -> list[Result]:
                 cost = plan.round_cost
                 assert cost is not None
                 row = {"name": name, "device": device, "cost_ratio": cost.cost_ratio}
-                rows.append(row | {"acceptance": acceptance_for(cost.best)})
+                speeds = [round(cost.best(i / 100)[1], 3) for i in range(101)]
+                rows.append(
+                    row | {"acceptance": acceptance_for(cost.best), "speed_ups": speeds}
+                )
     return rows
 
 

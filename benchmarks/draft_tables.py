@@ -103,7 +103,9 @@ def real_drafts_table(result: Result | None) -> str:
         + " | best, goal |",
         "|---|--:|--:|" + "--:|" * (len(entries) + 1),
     ]
-    for (temperature, size, category), pairs in found.items():
+    # Sorted: a resumed result has cells in the order of the runs.
+    for place in sorted(found, key=lambda place: (place[1], place[0])):
+        (temperature, size, category), pairs = place, found[place]
         cells = {entry["name"]: _speeds(entry, point) for entry, point in pairs}
         shown = [cells.get(entry["name"], "-") for entry in entries]
         lines.append(

@@ -9,6 +9,7 @@ Needs the extra `bench`, not jax.
 import argparse
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from benchmarks import drawing
 from benchmarks.draft_tables import COSTS_FILE, GOAL, REAL_DRAFTS_FILE
 from benchmarks.panels import load_figure, spec_figures
 from benchmarks.readme_table import form_rows, prompts_of
-from benchmarks.training import tokens_read
+from benchmarks.training import fit_curve, text_curves, tokens_for, tokens_read
 from jaxspec.bench.method_report import chosen_speed
 from jaxspec.bench.report import spread
 
@@ -90,6 +91,8 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         missing.append(f"{COSTS_FILE}: none of the computed costs of drafts")
     if lines := _lines(results / TRAINING):
         figures["training"] = training_curves(lines[0])
+        if "by_text" in lines[0]:
+            figures["training-text"] = text_sizes(lines[0])
     else:
         missing.append(f"{TRAINING}: none of the training of drafts")
     if lines := _lines(results / REAL_DRAFTS_FILE):
@@ -313,6 +316,42 @@ def training_curves(result: Result) -> Figure:
             if rows and (needed := rows[0]["acceptance"][TRAINING_GOAL]) is not None:
                 axes.axhline(needed, color=mark.color, linewidth=1.0)
         axes.set_xlabel("tokens read in training, thousands")
+        axes.set_ylabel("acceptance")
+        drawing.start_at_zero(axes)
+    return figure
+
+
+def text_sizes(result: Result) -> Figure:
+    """Draw the held-out acceptance by the size of the text, and fits up to the goal."""
+    curves = text_curves(result)
+    run = result["by_text"][0]
+    note = (
+        f"Target: {run['target']}. Equal acceptance that gives the tokens per round of "
+        f"the last step, on {run['settings']['held_out_rows']} held-out texts. Lines: "
+        "fits over the logarithm of the size. Horizontal: acceptance for 1.4 times "
+        "the speed of plain decoding at batch 1, computed from bytes.\n"
+    )
+    with drawing.style():
+        figure = drawing.new_figure(WIDTH, HEIGHT, note)
+        drawing.head(figure, "Acceptance by the size of the training text", {})
+        axes = figure.subplots()
+        for name, points in curves.items():
+            mark = drawing.MARKS[TRAINED.index(name)]
+            tokens, rates = zip(*points, strict=True)
+            axes.plot(
+                tokens, rates, mark.marker, color=mark.color, markerfacecolor=mark.fill
+            )
+            (row, *_) = _rows(result["needed"], name=name)
+            needed = row["acceptance"][TRAINING_GOAL]
+            axes.axhline(needed, color=mark.color, linewidth=1.0, linestyle=":")
+            rise, start = fit_curve(points)
+            end = tokens_for(points, needed) or tokens[-1]
+            ends = [tokens[0], max(end, tokens[-1])]
+            heights = [rise * math.log2(one) + start for one in ends]
+            axes.plot(ends, heights, mark.line, color=mark.color)
+            drawing.label_end(axes, heights[-1], name, mark.color)
+        axes.set_xscale("log")
+        axes.set_xlabel("tokens of text")
         axes.set_ylabel("acceptance")
         drawing.start_at_zero(axes)
     return figure

@@ -17,7 +17,7 @@ from benchmarks.draft_tables import (
     real_drafts_table,
 )
 from benchmarks.peers.cells import peers_table
-from benchmarks.training import training_table
+from benchmarks.training import text_table, training_table
 
 HERE = Path(__file__).parent
 MIB = 2**20
@@ -33,6 +33,8 @@ REAL_BEGIN = "<!-- real: written by benchmarks/readme_table.py -->"
 REAL_END = "<!-- end of real -->"
 TRAINING_BEGIN = "<!-- training: written by benchmarks/readme_table.py -->"
 TRAINING_END = "<!-- end of training -->"
+TEXTS_BEGIN = "<!-- texts: written by benchmarks/readme_table.py -->"
+TEXTS_END = "<!-- end of texts -->"
 NO_TRAINING = (
     "Not measured yet: train as above, and run `python -m benchmarks.training`."
 )
@@ -50,6 +52,7 @@ REAL_CELLS = {
     "prompt": "prompt of 512",
 }
 NO_FORMS = "Not measured yet: run the commands above on a quiet machine."
+NOT_TRAINED = "Not measured yet."
 NOT_MEASURED = "Not measured yet: run `make bench` on a quiet machine."
 
 
@@ -343,9 +346,11 @@ def main() -> None:
     drafts = readme_table(newest_result(results))
     peers = peers_table(peers_result(results))
     path = results / "training-270m.json"
-    training = NO_TRAINING
+    training, texts = NO_TRAINING, NOT_TRAINED
     if path.exists():
-        training = training_table(json.loads(path.read_text()))
+        result = json.loads(path.read_text())
+        training = training_table(result)
+        texts = text_table(result) if "by_text" in result else NOT_TRAINED
     forms, methods = (spec_table(results, kind) for kind in ("forms", "methods"))
     costs, acceptance = (
         peers_result(results, name) for name in (COSTS_FILE, REAL_DRAFTS_FILE)
@@ -353,6 +358,7 @@ def main() -> None:
     tables = [
         ("docs/drafts.md", cost_table(costs), COSTS_BEGIN, COSTS_END),
         ("docs/drafts.md", real_drafts_table(acceptance), DRAFTS_BEGIN, DRAFTS_END),
+        ("docs/drafts.md", texts, TEXTS_BEGIN, TEXTS_END),
         ("README.md", real_table(real), REAL_BEGIN, REAL_END),
         ("docs/drafts.md", drafts, BEGIN, END),
         ("docs/training.md", training, TRAINING_BEGIN, TRAINING_END),

@@ -5,21 +5,143 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks import device, device_checks, device_steps
 from benchmarks.kernels import clock
-from benchmarks.step_times import Models, Program, Setting, TargetPass
+from benchmarks.kernels.clock import Spread
+from benchmarks.step_times import Launch, Models, Program, Setting, TargetPass, Timed
 from jaxspec.models.families import config_from_hf
+from jaxspec.sharding import make_mesh
 
 QUICK = ["--dry-run", "--batches", "1", "--num-drafts", "1", "--acceptances", "0"]
 
 
 def options_of(*more: str) -> argparse.Namespace:
     return device.make_parser().parse_args([*QUICK, *more])
+
+
+class FakeProgram(Program):
+    """A program that is not compiled; a launch takes 1 ms for each level of drafts."""
+
+    def __init__(self, models: Models, **changes: Any):
+        self.models, self.launch = models, Launch(**changes)
+        self.shape = self.launch.shape
+        self.lower_s = self.compile_s = 1.0
+
+    def run(self, acceptance: Any = None, *, repeats: int | None = None) -> Timed:
+        del repeats
+        accepted = sum(np.cumprod(acceptance or self.launch.acceptance or ()))
+        seconds = 1e-3 * (1 + self.launch.num_drafts)
+        return Timed(step_s=Spread.of([seconds]), tokens=1 + accepted)
+
+
+class FakePass(FakeProgram):
+    def run(self, *_: Any, **__: Any) -> Any:
+        return super().run().step_s
+
+
+class FakeLLM:
+    """Generates the same texts for every setting, one logprob for each token."""
+
+    def __init__(self, model: str, **_: Any):
+        params = {"weights": np.zeros(500, np.float32)}
+        self.model = model
+        self.llm_engine = SimpleNamespace(runner=SimpleNamespace(params=params))
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_for_programs(self) -> None:
+        pass
+
+    def generate(self, texts: list[str], params: Any, **_: Any) -> list[Any]:
+        tokens = list(range(params.max_tokens))
+        metrics = SimpleNamespace(
+            num_proposed_per_position=[4], num_accepted_draft_tokens=3
+        )
+        text = SimpleNamespace(
+            token_ids=tokens,
+            logprobs=[{token: SimpleNamespace(logprob=-0.5)} for token in tokens],
+            spec_decode_metrics=metrics,
+        )
+        return [SimpleNamespace(outputs=[text])] * len(texts)
+
+
+@pytest.fixture
+def instant(monkeypatch):
+    """Replace everything that computes; sizes and rows are those of a real run."""
+    monkeypatch.setattr(device_steps, "Program", FakeProgram)
+    monkeypatch.setattr(device_steps, "TargetPass", FakePass)
+    monkeypatch.setattr(
+        Models, "random", lambda *given: Models.abstract(*given, make_mesh(1))
+    )
+    monkeypatch.setattr(device_steps, "profile", lambda run: {"device_s": 1.0})
+    for module in (device_steps, device_checks):
+        monkeypatch.setattr(module, "measure_copy", lambda options: 100.0)
+    monkeypatch.setattr(device_checks, "LLM", FakeLLM)
+    monkeypatch.setattr(device_checks, "packaged_gemma3", lambda: None)
+    monkeypatch.setattr(
+        device.bench, "plan", lambda options, _: [KERNEL] * (1 if options.quick else 2)
+    )
+    monkeypatch.setattr(device.bench, "measure_case", lambda *_: [{}])
+
+
+KERNEL = SimpleNamespace(name="decode", is_goal=True)
+# Numbers of rows of a run with default options, but compiled programs.
+PAIR = {"plain": 4, "verify": 2, "round": 8 * 2 + 1, "profile": 1, "tree": 2}
+ROWS = {
+    "device": {"copy": 1},
+    "kernels": {"kernel": 3},
+    "batch_invariant": {"bits": 8, "speed": 8},
+    "lossless": {"speed": 18, "lossless": 32},
+    "real": {"speed": 3},
+    "prompts": {"prompt": 8},
+    "sampling": {"sampling": 8},
+    "launches": {"launch": 6},
+    "layers": {"layers": 4},
+    **dict.fromkeys(("4b-270m", "9b-2b", "27b-2b"), PAIR),
+}
+
+
+@pytest.mark.usefixtures("instant")
+@pytest.mark.parametrize("part", device.DEFAULT_PARTS)
+def test_part_measures_all_that_a_run_promises(part):
+    options = device.make_parser().parse_args([])
+    rows = list(device.run_part(part, options))
+    found = Counter(row["what"] for row in rows)
+    found.pop("compile", None)
+    assert found == ROWS[part]
+    if part == "4b-270m":
+        forced = [
+            (row["num_drafts"], row["forced_acceptance"])
+            for row in rows
+            if "forced_acceptance" in row
+        ]
+        assert forced == [(k, rate) for k in range(1, 9) for rate in (0.6, 0.8)]
+    if part == "real":
+        # One prompt of 96 tokens each time: tokens/s times 2,000 bytes, over 100 GB/s.
+        share = rows[0]["one_tokens_per_s"] * 2000 / 1e9 / 100
+        assert rows[0]["share_of_bandwidth"] == pytest.approx(share)
+
+
+@pytest.mark.usefixtures("instant")
+def test_pair_that_does_not_fit_is_skipped(monkeypatch):
+    small = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
+    mesh = make_mesh(1)
+    monkeypatch.setattr(device_steps, "make_mesh", lambda count: mesh)
+    monkeypatch.setattr(device_steps.jax, "devices", lambda: [small])
+    options = device.make_parser().parse_args([])
+    (row,) = device.run_part("9b-2b", options)
+    assert row == {"what": "skipped", "why": row["why"]}
+    assert "weights take 23.7 GB, more than 85% of 1.1 GB" in row["why"]
 
 
 @pytest.mark.slow
@@ -66,6 +188,7 @@ def test_pair_is_measured_in_all_parts(form):
         ("kernels", "kernel", 1),
         ("batch_invariant", "bits", 4),
         ("lossless", "lossless", 2),
+        ("real", "speed", 3),
         ("prompts", "prompt", 4),
         ("sampling", "sampling", 4),
         ("launches", "launch", 4),

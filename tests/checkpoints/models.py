@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,12 @@ def write_tiny(
 
     Args:
         folder: Folder to make.
+        family: A size of Gemma 2, or "gemma3".
         shards: Number of files with the tensors; several files have an index.
         changes: Changed fields of `config.json`.
     """
-    config = tiny_config(family, torch_dtype=dtype, **changes)
+    make = tiny_gemma3 if family == "gemma3" else partial(tiny_config, family)
+    config = make(torch_dtype=dtype, **changes)
     tensors = tiny_tensors(config, dtype=dtype, seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))

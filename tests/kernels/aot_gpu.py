@@ -1,4 +1,4 @@
-"""Compile kernels for an H200 that this machine lacks, and report their resources.
+"""Compile kernels for GPUs that this machine lacks, and report their resources.
 
 `python -m tests.kernels.aot_gpu` compiles every program in `PROGRAMS` and writes
 `benchmarks/results/aot_gpu.json`; with names as arguments, it prints those. The CUDA
@@ -35,7 +35,13 @@ from tests.kernels.aot_reports import compile_lowered
 from tests.kernels.aot_tpu import no_compilation_cache, use_compilers, write_record
 
 ROOT = Path(__file__).parents[2]
-TARGET = ROOT / "jaxspec" / "engine" / "memory" / "targets" / "h200.txtpb"
+TARGETS = ROOT / "jaxspec" / "engine" / "memory" / "targets"
+# Architectures by jax's kind of the device, up to its memory.
+ARCHITECTURES = {
+    "NVIDIA H100": "sm_90a",
+    "NVIDIA H200": "sm_90a",
+    "NVIDIA B200": "sm_100a",
+}
 RESULTS = ROOT / "benchmarks" / "results" / "aot_gpu.json"
 # Resources of one multiprocessor; the driver takes 1 kB of shared memory per thread
 # block.
@@ -91,6 +97,7 @@ class Program:
     dtype: str = "bfloat16"
     kept: str | None = None  # type of the pages if not that of the queries
     is_tree: bool = False
+    device: str = "h200"
     chips: int = 1  # devices over which KV heads are split
     tiles: Tiles | None = None
 
@@ -113,6 +120,12 @@ PROGRAMS = {name: Program(case=case) for name, case in (CASES | REAL_CASES).item
         f"{name}, float32": Program(case=REAL_CASES[name], dtype="float32")
         for name in ("2b/tp1/verify", "2b/tp1/prefill", "27b/tp1/prefill")
     },
+    **{
+        f"{name} on a b200": Program(case=case, device="b200")
+        for name, case in REAL_CASES.items()
+        if "/tp1/" in name
+    },
+    "9b/tp1/tree of 40 on a b200": Program(case=_TREE, is_tree=True, device="b200"),
 }
 
 
@@ -142,15 +155,16 @@ def _ptxas() -> Path | None:
 
 
 @functools.cache
-def mesh(chips: int = 1) -> Mesh:
-    """Return a mesh of described H200s, for compilation only."""
+def mesh(chips: int = 1, device: str = "h200") -> Mesh:
+    """Return a mesh of described GPUs, for compilation only."""
+    target = (TARGETS / f"{device}.txtpb").read_text()
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{chips}"
+        platform="cuda", target_config=target, topology=f"1x1x{chips}"
     )
     return Mesh(np.array(topology.devices), ("x",))
 
 
-def compile_for_h200(
+def compile_for_gpu(
     function: Callable[..., Any],
     shapes: Sequence[Any],
     mesh: Mesh,
@@ -170,7 +184,7 @@ def compile_for_h200(
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled = _compile_into(Path(folder), function, shapes, mesh)
-        kernels, launches = _read_dump(Path(folder), prefix)
+        kernels, launches = _read_dump(Path(folder), prefix, _architecture(mesh))
     return compiled, kernels, launches
 
 
@@ -201,12 +215,20 @@ def _compile_into(
         return compile_lowered(lowered, wanted, dump=folder)
 
 
-def _read_dump(folder: Path, prefix: str) -> tuple[tuple[Kernel, ...], int]:
+def _architecture(mesh: Mesh) -> str:
+    kind = mesh.devices.flat[0].device_kind
+    [found] = [arch for name, arch in ARCHITECTURES.items() if kind.startswith(name)]
+    return found
+
+
+def _read_dump(
+    folder: Path, prefix: str, architecture: str
+) -> tuple[tuple[Kernel, ...], int]:
     needs = {}
     for source in folder.glob("*.ptx"):
         text = source.read_text()
         if text and prefix in text:
-            needs |= _assemble(source)
+            needs |= _assemble(source, architecture)
     [listed] = folder.glob("*.thunk_sequence.txt")
     text = listed.read_text()
     found = re.findall(
@@ -233,11 +255,12 @@ def _read_dump(folder: Path, prefix: str) -> tuple[tuple[Kernel, ...], int]:
     return tuple(kernels), len(launches)
 
 
-def _assemble(source: Path) -> dict[str, dict[str, int]]:
+def _assemble(source: Path, architecture: str) -> dict[str, dict[str, int]]:
     """Assemble a file; return the resources of every kernel in it."""
     ptxas = _ptxas()
     assert ptxas is not None
-    command = [ptxas, "-v", "-arch=sm_90a", source, "-o", source.with_suffix(".o")]
+    target = source.with_suffix(".o")
+    command = [ptxas, "-v", f"-arch={architecture}", source, "-o", target]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     found = re.findall(
         r"entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
@@ -260,7 +283,7 @@ def _assemble(source: Path) -> dict[str, dict[str, int]]:
 @functools.cache
 def compile_program(program: Program) -> Compiled:
     """Compile paged attention; equal programs compile once."""
-    case, chips = program.case, program.chips
+    case, chips = program.case, mesh(program.chips, program.device)
     table = -(-case.context // case.page_size)
     query = (case.seqs, case.queries, case.q_heads, case.head_dim)
     pages = (case.seqs * table, case.page_size, 2 * case.kv_heads, case.head_dim)
@@ -287,22 +310,22 @@ def compile_program(program: Program) -> Compiled:
             tiles=program.tiles,
         )
 
-    if chips > 1:
+    if program.chips > 1:
         attend = jax.shard_map(
             attend,
-            mesh=mesh(chips),
+            mesh=chips,
             in_specs=tuple(spec for _, _, spec in arguments),
             out_specs=heads,
             check_vma=False,  # the result of a kernel has no varying-axes annotation
         )
     shapes: list[Any] = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(chips), spec))
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(chips, spec))
         for shape, dtype, spec in arguments
     ]
     if program.kept == "int8":
         scales = shapes[1].update(shape=pages[:3], dtype=jnp.dtype(jnp.float32))
         shapes[1] = ScaledPages(shapes[1], scales)
-    compiled, kernels, _ = compile_for_h200(attend, shapes, mesh(chips))
+    compiled, kernels, _ = compile_for_gpu(attend, shapes, chips)
     return Compiled(kernels, compiled.memory_analysis().temp_size_in_bytes)
 
 
@@ -329,7 +352,7 @@ def main(names: list[str]) -> None:
         Path(os.devnull) if names else RESULTS,
         "programs",
         rows,
-        device="NVIDIA H200, compiled for and not run",
+        device="NVIDIA H200, and B200 where named; compiled for and not run",
         command="python -m tests.kernels.aot_gpu",
         versions=versions(),
     )

@@ -27,6 +27,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_rejection.
 # Kinds of batches. Sampling values that a kind does not use are constants, so that XLA
 # removes their computation.
 KINDS = ("greedy", "standard", "top_p", "everything")
+GPUS = ("h200", "b200")
 GOAL = Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)  # six rows of logits
 FLOATS, INTS = jnp.float32, jnp.int32
 
@@ -195,14 +196,16 @@ def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compile
 
 
 @cache
-def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
-    """Compile for one H200; also return the resources of each Triton kernel."""
-    chips: Mesh = aot_gpu.mesh()
+def for_gpu(
+    kind: str, case: Case = GOAL, dtype: str = "float32", device: str = "h200"
+) -> Compiled:
+    """Compile for one GPU; also return the resources of each Triton kernel."""
+    chips: Mesh = aot_gpu.mesh(1, device)
     given = shapes(
         case, lambda _: NamedSharding(chips, PartitionSpec()), case.columns, dtype
     )
     run = operation(gpu.rejection_sampling, case, kind)
-    program, kernels, launches = aot_gpu.compile_for_h200(
+    program, kernels, launches = aot_gpu.compile_for_gpu(
         run, given, chips, prefix="rejection_sampling_"
     )
     return _compiled(program, case, case.columns, launches=launches, kernels=kernels)
@@ -220,8 +223,10 @@ def main() -> None:
         lines[f"tpu {name} v5e"] = asdict(for_tpu(case, "v5e"))
         if case.shards > 1:
             lines[f"tpu v5e:2x4 {name}"] = asdict(split_for_tpu(case)[0])
-    for kind in KINDS:
-        lines[f"H200 6 rows, {kind}"] = asdict(for_gpu(kind))
+    for device in GPUS:
+        for kind in KINDS:
+            name = f"{device.upper()} 6 rows, {kind}"
+            lines[name] = asdict(for_gpu(kind, device=device))
     aot_tpu.write_record(
         RESULTS,
         "programs",

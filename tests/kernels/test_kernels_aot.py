@@ -1,6 +1,6 @@
 """Kernels compile for real chips, fit their memory, and copy no pool of pages.
 
-Nothing runs: compilers for TPUs and an H200 report memory, collectives and moves.
+Nothing runs: compilers for TPUs and GPUs report memory, collectives and moves.
 `aot_tpu`, `aot_gpu` and `rejection_aot` compile, and write the records.
 """
 
@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.layout import Format, Layout
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.kernels import work as bench_work
@@ -150,6 +152,36 @@ def test_oversized_block_does_not_compile(chip, block_tokens):
 @pytest.mark.aot
 @for_tpu
 @pytest.mark.parametrize(
+    "chip", members("attention_tpu", CHIPS, is_example=lambda chip: chip == "v7x")
+)
+def test_limit_of_vmem_is_that_of_the_compiler(chip):
+    """A kernel that uses slightly less VMEM compiles; one that uses more does not."""
+
+    def copy(given: Any, result: Any, scratch: Any) -> None:
+        scratch[:8] = given[...]
+        result[...] = scratch[:8] + scratch[-8:]
+
+    def compile_copy(num_bytes: int) -> None:
+        one = aot_tpu.sharding(chip)
+        tile = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=one)
+        call = pl.pallas_call(
+            copy,
+            out_shape=jax.ShapeDtypeStruct(tile.shape, tile.dtype),
+            scratch_shapes=[pltpu.VMEM((num_bytes // 512, 128), jnp.float32)],
+        )
+        with aot_tpu.no_compilation_cache():
+            compile_lowered(jax.jit(call).lower(tile))
+
+    limit = SCOPED_VMEM_BYTES[chip]
+    compile_copy(limit - 2**16)
+    message = f"limit {limit // 2**20}.00M exceeded"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        compile_copy(limit + 2**18)
+
+
+@pytest.mark.aot
+@for_tpu
+@pytest.mark.parametrize(
     ("chip", "seqs", "pages"),
     members(
         "attention_tpu",
@@ -183,6 +215,10 @@ def test_page_table_larger_than_smem_compiles(chip, seqs, pages, monkeypatch):
 # Attention on a GPU.
 
 ON_GPU = json.loads(aot_gpu.RESULTS.read_text())
+NUM_SMS = 132  # of an H100 and an H200; a B200 has 148
+# Bytes that each thread writes to memory for lack of registers: ptxas uses all 255. An
+# H200 runs the same program with 225.
+SPILLS = {"9b/tp1/tree of 40 on a b200": 104}
 # Programs without duplicates: equal programs are listed once, under the first one's
 # name.
 UNEQUAL = {program: name for name, program in reversed(aot_gpu.PROGRAMS.items())}
@@ -190,6 +226,10 @@ UNEQUAL = {program: name for name, program in reversed(aot_gpu.PROGRAMS.items())
 
 def test_every_program_for_a_gpu_is_recorded():
     assert list(ON_GPU["programs"]) == list(aot_gpu.PROGRAMS)
+    for name, row in ON_GPU["programs"].items():
+        assert max(one["spilled_bytes"] for one in row["kernels"]) == SPILLS.get(
+            name, 0
+        )
 
 
 @pytest.mark.aot
@@ -199,15 +239,17 @@ def test_every_program_for_a_gpu_is_recorded():
     members(
         "attention_gpu",
         UNEQUAL.values(),
-        is_example=lambda name: name == "9b/tp1/verify",
+        is_example=lambda name: (
+            name.startswith("9b/tp1/verify on a b200") or name == "9b/tp1/verify"
+        ),
     ),
 )
-def test_attention_fits_an_h200(name):
-    """No register spills, all splits run at once, and page loads are 16 bytes wide."""
+def test_attention_fits_a_gpu(name):
+    """No other spills, all splits run at once, and page loads are 16 bytes wide."""
     program = aot_gpu.PROGRAMS[name]
     case, compiled = program.case, aot_gpu.compile_program(program)
     own = [kernel for kernel in compiled.kernels if "paged" in kernel.name]
-    assert not any(kernel.spilled_bytes for kernel in own)
+    assert max(kernel.spilled_bytes for kernel in own) == SPILLS.get(name, 0)
     assert own[0].wide_copies and not own[0].narrow_loads
     assert own[0].shared_bytes <= aot_gpu.SHARED_BYTES // 2
     splits = tiles_of(case, itemsize=jnp.dtype(program.dtype).itemsize).splits
@@ -215,7 +257,7 @@ def test_attention_fits_an_h200(name):
         names = ["paged_attention", "paged_attention_combine"]
         assert [kernel.name for kernel in own] == names[: 1 if splits == 1 else 2]
     if splits > 1:
-        assert np.prod(own[0].grid) <= 132 * own[0].resident
+        assert np.prod(own[0].grid) <= NUM_SMS * own[0].resident
     if program.chips == 1 and not program.is_tree:
         assert len(own) == len(compiled.kernels)
         # Temporaries hold only the float32 results and statistics of splits: no copy of
@@ -257,6 +299,19 @@ def test_gpus_that_divide_the_heads_exchange_nothing():
     """
     divided = aot_gpu.compile_program(aot_gpu.PROGRAMS["9b/tp1/verify on 8 chips"])
     assert divided == aot_gpu.compile_program(aot_gpu.PROGRAMS["9b/tp8/verify"])
+
+
+@pytest.mark.aot
+@for_gpu
+@pytest.mark.long_suite(name="attention_gpu")
+@pytest.mark.parametrize(
+    "name", ["2b/tp1/decode", "9b/tp1/verify", "27b/tp1/prefill", "9b/tp1/tree of 40"]
+)
+def test_an_h100_runs_the_programs_of_an_h200(name):
+    """The record has no rows for an H100, because its machine code is the same."""
+    program = aot_gpu.PROGRAMS[name]
+    of_h100 = aot_gpu.compile_program(replace(program, device="h100"))
+    assert of_h100 == aot_gpu.compile_program(program)
 
 
 @pytest.mark.aot
@@ -628,11 +683,15 @@ def test_sampling_on_eight_tpus_exchanges_few_numbers(name):
 @pytest.mark.aot
 @for_gpu
 @pytest.mark.parametrize(
-    "kind",
-    members("rejection", rejection.KINDS, is_example=lambda kind: kind == "greedy"),
+    ("kind", "device"),
+    members(
+        "rejection",
+        itertools.product(rejection.KINDS, rejection.GPUS),
+        is_example=lambda both: both == ("greedy", "h200"),
+    ),
 )
-def test_sampling_on_a_gpu_writes_one_row_per_sequence(kind):
-    found = rejection.for_gpu(kind)
+def test_sampling_on_a_gpu_writes_one_row_per_sequence(kind, device):
+    found = rejection.for_gpu(kind, device=device)
     case = rejection.GOAL
     row = case.seqs * case.columns
     assert set(found.made) <= {f"fusion f32[{case.seqs},{case.columns}]"}
@@ -646,7 +705,7 @@ def test_sampling_on_a_gpu_writes_one_row_per_sequence(kind):
         assert kernel.resident >= 2
     # All programs of a pass are on the chip at once.
     first = found.kernels[0]
-    assert first.grid[0] * first.grid[1] <= 132 * first.resident
+    assert first.grid[0] * first.grid[1] <= NUM_SMS * first.resident
 
 
 def test_arrays_and_collectives_are_found_in_hlo():

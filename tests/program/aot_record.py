@@ -84,7 +84,8 @@ class Step:
     """A compiled step program.
 
     Attributes:
-        facts: See `hlo.facts`; also `compile_s` and `compile_cpu_s`.
+        facts: See `hlo.facts`; also `compile_s` and `compile_cpu_s`, which include
+            lowering, and `lower_cpu_s`.
         lowered: The compiler's input.
         forms: Shapes of the weights of target and drafts, and of the state.
     """
@@ -122,6 +123,7 @@ def compile_step(
     start, cpu_start = time.monotonic(), time.process_time()
     with aot_tpu.no_compilation_cache(), tempfile.TemporaryDirectory() as folder:
         lowered = lower_step(program, shape, forms)
+        lower_cpu = time.process_time() - cpu_start
         if is_dumped:
             options |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
             compiled: Any = lowered.compile(options)
@@ -139,6 +141,7 @@ def compile_step(
         draft_bytes=hlo.local_bytes(params[1]),
         lowered_ops=hlo.num_operations(lowered.as_text()),
         is_text_dumped=has_dump,
+        lower_cpu_s=round(lower_cpu, 1),
         compile_s=round(elapsed, 1),
         compile_cpu_s=round(cpu, 1),
     )

@@ -15,13 +15,21 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspec.engine.memory.device_descriptions import describe_mesh
+from jaxspec.engine.memory.device_descriptions import describe_mesh, named_limit
 from jaxspec.engine.scheduling.programs import SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sharding import make_mesh
 from tests.long_suites import members
-from tests.program import aot_dflash, aot_h200, aot_hosts, aot_step, aot_trees, hlo
+from tests.program import (
+    aot_dflash,
+    aot_h200,
+    aot_hosts,
+    aot_pairs,
+    aot_step,
+    aot_trees,
+    hlo,
+)
 from tests.program.aot_hosts import NUM_CHIPS, NUM_HOSTS
 from tests.program.aot_record import (
     FOLDER,
@@ -45,9 +53,11 @@ TEMP_BYTES = {"v6e-1": 2**29, "h200": 2**29, "h100/gemma-3": 2**29}
 LOGITS = 8 * 5 * 256_000 * 4
 LARGEST_MOVE = {
     "v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200": LOGITS,
-    "v5e-1/gemma-3": 2**21, "v6e-1/gemma-3": LOGITS, "v5e-8/gemma-3": 2**23,
+    "v5e-1/gemma-3": 2**23, "v6e-1/gemma-3": LOGITS, "v5e-8/gemma-3": 2**23,
     "h100/gemma-3": 8 * 5 * 262_144 * 4,
 }  # fmt: skip
+# All VMEM of a device.
+VMEM_BYTES = {"v5e": 2**27, "v6e": 2**27, "v7x": 2**26}
 # Elements of the largest collective: a few per row and candidate. A row of logits would
 # have 256,000.
 LARGEST_COLLECTIVE = 2**13
@@ -126,6 +136,25 @@ def check_dflash(row: Row) -> None:
         assert row["attentions"] == sum(row["layers"]), "more than one pass"
 
 
+def check_pair(row: Row) -> None:
+    """Check that a server's program fits a device, and changes its state in place.
+
+    For a v7x, XLA copies weights of layers in a loop into another layout, in every
+    launch. A program without drafts has no weights and no pages of the draft model.
+    """
+    case = aot_pairs.CASES[row["name"]]
+    kind, _, _ = case.devices.partition("-")
+    is_relaid = kind == "v7x" and case.scan_layers
+    assert bool(row["copied"]) == is_relaid, "a weight or a layer's pages are copied"
+    kept = row["argument_bytes"] - row["donated_bytes"] - row["target_bytes"]
+    if case.program != "alone":
+        kept -= row["draft_bytes"]
+    assert 0 <= kept < 2**22, "the state is not in place"
+    assert row["hbm_bytes"] < named_limit(case.devices, None), "it does not fit"
+    assert 0 < row["vmem_bytes"] < VMEM_BYTES[kind], "an operation does not fit"
+    assert 0 < row["lower_cpu_s"] < row["compile_cpu_s"]
+
+
 def check_h200(row: Row) -> None:
     """Check that a program fits an H200 and an H100 with both models' weights.
 
@@ -142,8 +171,9 @@ def check_h200(row: Row) -> None:
     assert row["peak_bytes"] <= 4 * logits + 2**21, "large temporaries"
 
 
-STEPS, HOSTS, TREES, DFLASH = (
-    module.RECORD.read() for module in (aot_step, aot_hosts, aot_trees, aot_dflash)
+STEPS, HOSTS, TREES, DFLASH, PAIRS = (
+    module.RECORD.read()
+    for module in (aot_step, aot_hosts, aot_trees, aot_dflash, aot_pairs)
 )
 H200_FILE = json.loads(aot_h200.RESULTS.read_text())
 H200 = {row["name"]: row for row in H200_FILE["rows"]}
@@ -152,6 +182,7 @@ RECORDS: dict[str, tuple[dict[str, Row], Callable[[Row], None]]] = {
     "hosts": (HOSTS, check_hosts),
     "trees": (TREES, check_tree),
     "dflash": (DFLASH, check_dflash),
+    "pairs": (PAIRS, check_pair),
     "h200": (H200, check_h200),
 }
 
@@ -171,6 +202,7 @@ def test_all_programs_are_recorded():
     assert list(HOSTS) == list(aot_hosts.CELLS)
     assert list(TREES) == list(aot_trees.CASES)
     assert list(DFLASH) == list(aot_dflash.CASES)
+    assert list(PAIRS) == list(aot_pairs.CASES)
     for name, row in DFLASH.items():
         case = aot_dflash.CASES[name]
         assert row["layers"] == [case.num_target_layers(), case.num_drafter_layers]
@@ -190,6 +222,7 @@ def test_tables_match_the_records():
     assert aot_hosts.make_table(HOSTS) in text
     assert aot_trees.table(TREES) in text
     assert aot_dflash.table(DFLASH) in text
+    assert aot_pairs.make_table(PAIRS) in text
 
 
 COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
@@ -232,6 +265,10 @@ COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
         ("dflash", aot_dflash.EXAMPLE, COPIED, "are copied"),
         ("dflash", aot_dflash.EXAMPLE, {"attentions": 37}, "more than one pass"),
         ("dflash", aot_dflash.EXAMPLE, {"drafter_pages_bytes": 0}, "no keys"),
+        ("pairs", aot_pairs.FIRST, COPIED, "are copied"),
+        ("pairs", aot_pairs.FIRST, {"donated_bytes": 0}, "in place"),
+        ("pairs", aot_pairs.FIRST, {"hbm_bytes": 32 * 2**30}, "not fit"),
+        ("pairs", aot_pairs.FIRST, {"vmem_bytes": 2**27}, "operation does not fit"),
         ("h200", "plain/9b/batch 1", {"pair_bytes": 126 * 2**30}, "not fit"),
         ("h200", "plain/9b/batch 1", {"donated_bytes": 0}, "in place"),
         ("h200", "plain/9b/batch 1", COPIED, "are copied"),
