@@ -80,6 +80,7 @@ def instant(monkeypatch):
     """Replace everything that computes; sizes and rows are those of a real run."""
     monkeypatch.setattr(device_steps, "Program", FakeProgram)
     monkeypatch.setattr(device_steps, "TargetPass", FakePass)
+
     def without_values(target: Any, draft: Any, setting: Any) -> Models:
         return Models.abstract(target, draft, setting, make_mesh(1))
 
