@@ -46,6 +46,8 @@ class Calibrator:
             Whether the launch in flight must be read before another one starts: a round
             is left to time, which needs an idle device.
         """
+        if not self._policy.is_adaptive:
+            return False  # `set_adaptive` may change this later
         compiler = self._runner.compiler
         version = compiler.version
         if version == self._version or compiler.num_wanted:

@@ -79,6 +79,24 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
     assert_idle(engine)
 
 
+def test_programs_compiled_with_a_fixed_k_are_timed_before_k_is_chosen(monkeypatch):
+    """Otherwise times of most K stay unknown, and every round drafts the largest K."""
+    engine, runner = make_fake_engine(
+        num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
+    )
+    timed = set[RoundKind]()
+    monkeypatch.setattr(runner, "time_round", lambda kind, *_: timed.add(kind) or 0.01)
+    shape = StepShape(num_seqs=1, num_levels=3, max_prompt_tokens=0, features=GREEDY)
+    runner.compiler.get(shape)
+    for number, is_adaptive in enumerate((False, True)):
+        engine.policy.set_adaptive(is_adaptive)
+        engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=9))
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert bool(timed) == is_adaptive
+    assert timed >= {RoundKind(shape, k) for k in (0, 1, 3)}
+
+
 def test_loss_budget_earns_while_the_device_works(monkeypatch):
     """Only time in which the device works pays for explorations, not idle time."""
     engine, _ = make_fake_engine(num_draft_tokens=3, controller=ADAPTIVE)
