@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
+from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
@@ -101,6 +102,7 @@ def test_batch_invariant_requests_may_begin_with_logprobs():
     engine = LLMEngine(first.config, runner=runner, tokenizer=first.tokenizer)
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
     engine.add_request("0", PROMPTS[0], params)
+    outputs = list[RequestOutput]()
     for _ in range(60):
         if not engine.has_unfinished_requests():
             break
