@@ -80,7 +80,7 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
 
 
 def test_programs_compiled_with_a_fixed_k_are_timed_before_k_is_chosen(monkeypatch):
-    """Otherwise times of most K stay unknown, and every round drafts the largest K."""
+    """Otherwise most times are unknown, and every round drafts the largest K."""
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
     )
