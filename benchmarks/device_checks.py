@@ -9,7 +9,6 @@ every program.
 """
 
 import argparse
-import logging
 import statistics
 import time
 from collections.abc import Iterator
@@ -60,8 +59,6 @@ class Engine:
     """An engine whose programs are compiled anew, before anything is measured."""
 
     def __init__(self, options: argparse.Namespace, dtype: str, **arguments: Any):
-        logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
-        logging.getLogger("jaxspec").setLevel(logging.INFO)  # seconds of every program
         self._options = options
         self._compiled_for: set[frozenset[str]] = set()
         given: dict[str, Any] = {
