@@ -37,7 +37,9 @@ class Calibrator:
         """Time one round of a new program; most calls have nothing to time.
 
         Nothing is timed while a program is being compiled, which slows the machine, or
-        while a launch is in flight, whose time would include the calibration.
+        while a launch is in flight, whose time would include the calibration. Requests
+        wait meanwhile, so programs of draft prefill, the longest rounds, are timed only
+        by `run_all` and as they run.
 
         Args:
             is_busy: A launch is in flight.
@@ -52,7 +54,7 @@ class Calibrator:
         version = compiler.version
         if version == self._version or compiler.num_wanted:
             return False
-        left = self._left()
+        left = [one for one in self._left() if not one.shape.is_draft_prefill]
         if left and is_busy:
             return True
         if left:

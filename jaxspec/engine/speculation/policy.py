@@ -386,7 +386,7 @@ class SpeculationPolicy:
             self.num_probes += 1
             self._probe_s = seconds
             self.reconsider()
-        elif self._explored is None:
+        elif seconds > 0 and self._explored is None:
             self._budget.add(-seconds, seconds)
 
     def record_time(self, seconds: float) -> None:
