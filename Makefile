@@ -150,12 +150,12 @@ $(installed): pyproject.toml | $(bin)/python
 gemma := tests/accuracy/gemma_requirements.txt
 
 # Compilers for TPU and GPU, in a separate folder: without such a device, jax would log a
-# warning about them at every start. The plugin must have jax's version, and libtpu is
-# the one that jax[tpu] installs.
+# warning about them at every start. The plugin must have jax's version. The recorded
+# reports are those of this libtpu; jax[tpu] 0.10.2 installs 0.0.42, with which some
+# programs for a v5e copy or prefetch more: see benchmarks/compilers.md.
 aot := $(VENV)/aot
 jax_version = $$($(bin)/python -c 'import jax; print(jax.__version__)')
-libtpu = $$($(bin)/python -c 'from importlib.metadata import requires; \
-  print(*(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')
+libtpu := libtpu==0.0.52
 
 # The clients that are tested with the server have their own environment.
 clients := $(VENV)/clients

@@ -15,6 +15,7 @@ the parts `hf-*`, which are not run by default.
 import argparse
 import contextlib
 import json
+import logging
 import math
 import os
 import shlex
@@ -316,6 +317,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.num_prompts, options.num_tokens = 2, 8
         options.dtypes, options.methods = ["float32"], ["target as draft"]
     if options.part is not None:
+        logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
+        logging.getLogger("jaxspec").setLevel(logging.INFO)  # seconds of every program
         for row in run_part(options.part, options):
             print(json.dumps(row), flush=True)
         return

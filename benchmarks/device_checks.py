@@ -9,7 +9,6 @@ every program.
 """
 
 import argparse
-import logging
 import statistics
 import time
 from collections.abc import Iterator
@@ -60,8 +59,6 @@ class Engine:
     """An engine whose programs are compiled anew, before anything is measured."""
 
     def __init__(self, options: argparse.Namespace, dtype: str, **arguments: Any):
-        logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
-        logging.getLogger("jaxspec").setLevel(logging.INFO)  # seconds of every program
         self._options = options
         self._compiled_for: set[frozenset[str]] = set()
         given: dict[str, Any] = {
@@ -252,8 +249,8 @@ def real_model(options: argparse.Namespace) -> Iterator[Row]:
     for method in (None, *NEEDS_NO_MODEL):
         config = METHODS[method] | {"controller": "fixed"} if method else None
         with Engine(given, "bfloat16", speculative_config=config) as engine:
-            row = {"model": "270m", "method": method or "plain", "dtype": "bfloat16"}
-            row |= engine.speed(texts)
+            row: dict[str, Any] = {"model": "270m", "method": method or "plain"}
+            row |= {"dtype": "bfloat16"} | engine.speed(texts)
             if method is None:
                 gb_per_s = row["one_tokens_per_s"] * engine.weight_bytes / 1e9
                 row |= {"bytes_read": engine.weight_bytes}

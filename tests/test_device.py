@@ -80,9 +80,11 @@ def instant(monkeypatch):
     """Replace everything that computes; sizes and rows are those of a real run."""
     monkeypatch.setattr(device_steps, "Program", FakeProgram)
     monkeypatch.setattr(device_steps, "TargetPass", FakePass)
-    monkeypatch.setattr(
-        Models, "random", lambda *given: Models.abstract(*given, make_mesh(1))
-    )
+
+    def without_values(target: Any, draft: Any, setting: Any) -> Models:
+        return Models.abstract(target, draft, setting, make_mesh(1))
+
+    monkeypatch.setattr(Models, "random", without_values)
     monkeypatch.setattr(device_steps, "profile", lambda run: {"device_s": 1.0})
     for module in (device_steps, device_checks):
         monkeypatch.setattr(module, "measure_copy", lambda options: 100.0)

@@ -376,7 +376,8 @@ def test_trained_head_reads_the_notebooks_prompts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_real", [False, True])
 def test_train_a_head_runs(is_real: bool, tmp_path):
     sizes: dict[str, Any] = dict(MODEL="jaxspec/tiny-gemma2")
-    sizes |= dict(NUM_TOKENS=6_000, LENGTH=48, STEPS=16, MAX_TOKENS=24)
+    # Rows: one for each of the tests' eight devices.
+    sizes |= dict(NUM_TOKENS=6_000, LENGTH=48, STEPS=16, ROWS=8, MAX_TOKENS=24)
     if is_real:
         pytest.importorskip(REAL_MODULE)
         sizes |= dict(MODEL="", NUM_TOKENS=3_000, STEPS=24)

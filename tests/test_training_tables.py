@@ -13,7 +13,7 @@ from benchmarks.training import (
 )
 
 
-def test_even_acceptance_makes_as_many_tokens_per_round():
+def test_even_acceptance_yields_the_same_tokens_per_round():
     entry = {"sampled": [0.5, 0.4, 0.25]}
     assert tokens_per_round(entry) == pytest.approx(1 + 0.5 + 0.2 + 0.05)
     rate = even_acceptance(entry)

@@ -37,7 +37,9 @@ class Calibrator:
         """Time one round of a new program; most calls have nothing to time.
 
         Nothing is timed while a program is being compiled, which slows the machine, or
-        while a launch is in flight, whose time would include the calibration.
+        while a launch is in flight, whose time would include the calibration. Requests
+        wait meanwhile, so programs of draft prefill, the longest rounds, are timed only
+        by `run_all` and as they run.
 
         Args:
             is_busy: A launch is in flight.
@@ -46,11 +48,13 @@ class Calibrator:
             Whether the launch in flight must be read before another one starts: a round
             is left to time, which needs an idle device.
         """
+        if not self._policy.is_adaptive:
+            return False  # `set_adaptive` may change this later
         compiler = self._runner.compiler
         version = compiler.version
         if version == self._version or compiler.num_wanted:
             return False
-        left = self._left()
+        left = [one for one in self._left() if not one.shape.is_draft_prefill]
         if left and is_busy:
             return True
         if left:

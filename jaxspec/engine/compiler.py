@@ -59,7 +59,10 @@ class Compiler:
         cores = os.cpu_count() or 1
         default = min(max(cores // CORES_PER_THREAD, 1), MAX_THREADS)
         self._make, self._num_threads = make, num_threads or default
-        self._lock = threading.Condition()
+        # Entered instead of the condition, whose `__enter__` is written in Python:
+        # Ctrl-C could prevent the release, as in `EngineLock`.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._programs: dict[StepShape, Any] = {}
         self._urgent: list[StepShape] = []
         self._later: list[StepShape] = []
@@ -131,7 +134,7 @@ class Compiler:
             return program
         with self._lock:
             while shape in self._making or not self._may_begin():
-                self._lock.wait()
+                self._changed.wait()
             if shape in self._programs:
                 return self._programs[shape]
             self._making[shape] = None
@@ -146,7 +149,7 @@ class Compiler:
         """Wait until a program is made or has failed, or until the timeout."""
         with self._lock:
             if self._making or self._urgent or self._later:
-                self._lock.wait(timeout_s)
+                self._changed.wait(timeout_s)
 
     def wait_for_all(self) -> None:
         """Wait until the queue is empty.
@@ -202,7 +205,7 @@ class Compiler:
         with self._lock:
             self._has_finished, threads = True, list(self._threads)
             while self._making:
-                self._lock.wait()
+                self._changed.wait()
         for thread in threads:
             thread.join()
 
@@ -225,7 +228,7 @@ class Compiler:
                 shape = self._next()
                 if shape is None:
                     self._threads.discard(threading.current_thread())
-                    self._lock.notify_all()
+                    self._changed.notify_all()
                     return
                 self._making[shape] = None
                 generation = self._generation
@@ -274,7 +277,7 @@ class Compiler:
                 self.failures[shape] = error
             self.version += 1
             is_last = not (self._making or self._urgent or self._later)
-            self._lock.notify_all()
+            self._changed.notify_all()
         if is_last:
             trim_malloc()
 

@@ -5,9 +5,12 @@ its own models, pages, programs and devices; engines do not communicate.
 """
 
 import dataclasses
+import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar, no_type_check
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, no_type_check
 
 from jaxspec.config.engine import EngineConfig, ServedModel
 from jaxspec.engine.arg_utils import EngineArgs
@@ -57,6 +60,84 @@ def total_load(loads: Sequence[Load]) -> Load:
     )
 
 
+class _Call(Generic[T]):
+    """A call of one engine, in that engine's thread.
+
+    Ctrl-C may interrupt the main thread between any two instructions. It would leave
+    locks of `concurrent.futures` held, which is written in Python. Waiting here takes a
+    lock that is written in C in a `with` statement, which always releases it.
+
+    Attributes:
+        is_done: The function has returned or failed.
+        value, error: What it returned, or what it raised.
+    """
+
+    def __init__(self, function: Callable[[], T]):
+        self.is_done = False
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self._function = function
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def run(self) -> None:
+        """Call the function; in the engine's thread."""
+        try:
+            self.value = self._function()
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
+            self.error = error
+        self.is_done = True
+        self._running.release()
+
+    def wait(self) -> None:
+        """Wait until the call is done."""
+        with self._running:
+            pass
+
+
+class _EngineThread:
+    """Makes one engine's calls in turn."""
+
+    def __init__(self, ended: "SimpleQueue[None]"):
+        """Start the thread.
+
+        Args:
+            ended: Gets an entry after each call.
+        """
+        self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
+        self._is_ended = False
+        # A daemon: the exit waits for a step, see `LLMEngine.finish_exit`.
+        threading.Thread(
+            target=_make_calls,
+            args=(self._calls, ended),
+            name="jaxspec-engine",
+            daemon=True,
+        ).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def start(self, function: Callable[[], T]) -> _Call[T]:
+        """Make a call once those before it are done."""
+        if self._is_ended:
+            raise RuntimeError("The engine has been shut down")
+        call = _Call(function)
+        self._calls.put(call)
+        return call
+
+    def end(self) -> None:
+        """End the thread after its calls."""
+        self._is_ended = True
+        self._calls.put(None)
+
+
+def _make_calls(
+    calls: "SimpleQueue[_Call[Any] | None]", ended: "SimpleQueue[None]"
+) -> None:
+    while (call := calls.get()) is not None:
+        call.run()
+        del call  # it refers to the engine
+        ended.put(None)
+
+
 class EngineGroup:
     """The interface of `LLMEngine`, with a thread for each engine.
 
@@ -68,8 +149,10 @@ class EngineGroup:
     def __init__(self, engines: Sequence[LLMEngine]):
         self.lock = EngineLock()
         self.engines = list(engines)
-        self._pool = ThreadPoolExecutor(len(self.engines), "jaxspec-engine")
-        self._steps: dict[Future[list[RequestOutput]], LLMEngine] = {}
+        # An entry per call that has ended, perhaps some time ago.
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._threads = {one: _EngineThread(self._ended) for one in self.engines}
+        self._steps: dict[_Call[list[RequestOutput]], LLMEngine] = {}
         # Outputs of finished steps, for the next call of `step`.
         self._outputs: list[RequestOutput] = []
         self._error: BaseException | None = None
@@ -157,9 +240,13 @@ class EngineGroup:
         busy = set(self._steps.values())
         for engine in self.engines:
             if engine not in busy and engine.has_unfinished_requests():
-                self._steps[self._pool.submit(engine.step)] = engine
-        if self._steps and not self._outputs:
-            wait(self._steps, return_when=FIRST_COMPLETED)
+                self._steps[self._threads[engine].start(engine.step)] = engine
+        num_running = len(self._steps)
+        while self._steps and not self._outputs:
+            self._collect()
+            if len(self._steps) < num_running:
+                break
+            self._ended.get()
         self._collect()
         if self._error is not None:
             self._settle()  # `is_unfinished` then knows which requests have ended
@@ -170,17 +257,15 @@ class EngineGroup:
 
     def _collect(self) -> None:
         """Collect the outputs and errors of finished steps."""
-        for step in [one for one in self._steps if one.done()]:
+        for step in [one for one in self._steps if one.is_done]:
             del self._steps[step]
-            error = step.exception()
-            if error is None:
-                self._outputs += step.result()
-            else:
-                self._error = self._error or error
+            self._outputs += step.value or []
+            self._error = self._error or step.error
 
     def _settle(self) -> None:
         """Wait until no engine runs a step."""
-        wait(self._steps)
+        for step in self._steps:
+            step.wait()
         self._collect()
 
     def _each(self, function: Callable[[LLMEngine], T]) -> list[T]:
@@ -281,11 +366,14 @@ class EngineGroup:
         """Compile every program that requests can need, in all engines at once."""
         params = list(sampling_params)
         warm_ups = [
-            self._pool.submit(engine.warm_up, prompt_tokens, params)
-            for engine in self.engines
+            thread.start(functools.partial(engine.warm_up, prompt_tokens, params))
+            for engine, thread in self._threads.items()
         ]
         for warm_up in warm_ups:
-            warm_up.result()
+            warm_up.wait()
+        for warm_up in warm_ups:
+            if warm_up.error is not None:
+                raise warm_up.error
 
     def wait_for_programs(self) -> None:
         """Wait until no program is being compiled or queued."""
@@ -296,4 +384,5 @@ class EngineGroup:
     def shutdown(self) -> None:
         """Abort all requests, wait for the devices and free their memory."""
         self._each(LLMEngine.shutdown)
-        self._pool.shutdown()
+        for thread in self._threads.values():
+            thread.end()

@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
+from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
@@ -91,3 +92,20 @@ def test_batch_invariant_requests_run_in_one_program():
     # The other program is for draft prefill.
     assert engine.runner.num_compiles == 2
     assert engine.stats.num_accepted_tokens
+
+
+def test_batch_invariant_requests_may_begin_with_logprobs():
+    """Only the program for logprobs is compiled then, and it also reads the prompt."""
+    first = pair.own_engine(batch_invariant=True, has_one_shape=False)
+    shapes = first.scheduler.shapes.all(features=(Features(num_logprobs=2),))
+    runner = GivenRunner(first.runner, shapes)
+    engine = LLMEngine(first.config, runner=runner, tokenizer=first.tokenizer)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+    engine.add_request("0", PROMPTS[0], params)
+    outputs = list[RequestOutput]()
+    for _ in range(60):
+        if not engine.has_unfinished_requests():
+            break
+        outputs = engine.step()
+    assert not engine.has_unfinished_requests(), "the request is never admitted"
+    assert len(outputs[0].outputs[0].logprobs or ()) == 4

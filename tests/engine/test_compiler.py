@@ -9,6 +9,7 @@ import pytest
 from jaxspec.engine import compiler as compiling
 from jaxspec.engine.compiler import Compiler
 from jaxspec.program.plan import StepShape
+from tests.support.interrupts import interrupt_often
 
 SHAPES = [
     StepShape(num_seqs=seqs, num_levels=0, max_prompt_tokens=0) for seqs in (1, 2, 4, 8)
@@ -83,6 +84,18 @@ def test_requested_programs_precede_prepared_ones_latest_first(compiler, maker):
     wait_until(lambda: not any(thread.is_alive() for thread in maker.threads))
     compiler.request(SHAPES[0])  # the program exists already, so no thread is started
     assert compiler.num_made == 4
+
+
+def test_interrupts_at_any_time_leave_the_lock_free(compiler, maker):
+    """Other threads can go on after Ctrl-C in the thread that asks."""
+    begin(compiler, maker, *SHAPES[:2])
+    assert interrupt_often(lambda: compiler.num_wanted, 0.5) > 10
+    other = threading.Thread(target=lambda: compiler.current, daemon=True)
+    other.start()
+    other.join(LIMIT_S)
+    assert not other.is_alive()
+    maker.let_all()
+    compiler.wait_for_all()
 
 
 def test_threads_compile_several_programs_at_once(maker):

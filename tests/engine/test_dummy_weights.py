@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -21,6 +20,7 @@ from jaxspec.text.tokenizer import NoTokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.checkpoints.models import tiny_config, write_tiny
 from tests.support.engines import QuickRunner
+from tests.support.oracles import forms_of
 
 SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
 
@@ -40,11 +40,6 @@ def configure(model: Any, draft: Any = None, **options: Any) -> Any:
     return EngineArgs(model=str(model), **settings).create_engine_config()
 
 
-def forms(params: Any) -> Any:
-    leaves, structure = jax.tree.flatten(params)
-    return structure, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_random_weights_have_the_shapes_and_types_of_loaded_ones(tmp_path, dtype):
     """The target is on four devices, and the draft model on two."""
@@ -61,7 +56,7 @@ def test_random_weights_have_the_shapes_and_types_of_loaded_ones(tmp_path, dtype
     )
     mesh = build_mesh(made)
     found, expected = (loader.load_weights(one, mesh) for one in (made, read))
-    assert forms(found) == forms(expected)
+    assert forms_of(found) == forms_of(expected)
     tables = [one["embedding"].values for one in found if one]
     embeddings = [np.asarray(table, np.float32) for table in tables]
     assert len(embeddings) == 2

@@ -28,6 +28,7 @@ from tests.support.fake_engines import (
     said,
     with_suffix,
 )
+from tests.support.interrupts import interrupted_at
 from tests.support.serving import COMPLETIONS, TurnsTokenizer
 
 
@@ -61,6 +62,34 @@ def test_requests_go_to_the_least_loaded_engine():
     group.shutdown()
     for engine in engines:
         assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("method", "stride"),
+    [
+        ("get_num_unfinished_requests", 2),
+        ("step", 11),
+        pytest.param("get_num_unfinished_requests", 1, marks=pytest.mark.slow),
+        pytest.param("step", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupt_at_any_instruction_leaves_no_lock_held(method, stride):
+    """Neither the group nor a thread of an engine waits forever afterwards."""
+    group, number, is_interrupted = EngineGroup(make_engines(delay_s=0.001)), 0, True
+    while is_interrupted:
+        number += stride
+        for index in range(COUNT):
+            params = SamplingParams(max_tokens=8, ignore_eos=True)
+            group.add_request(f"{number}-{index}", PROMPT, params)
+        if method != "step":
+            group.step()
+        is_interrupted = interrupted_at(number, getattr(group, method))
+        thread = threading.Thread(target=run_all, args=(group,), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive(), number
+    assert number > 50
+    group.shutdown()
 
 
 def test_engines_step_concurrently():

@@ -1,7 +1,5 @@
 """The lock of an engine: reentrant, fair, and free after an interrupt."""
 
-import _thread
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxspec.engine.engine_lock import EngineLock, exclusive
+from tests.support.interrupts import interrupt_often
 
 LIMIT_S = 20.0
 
@@ -88,22 +87,14 @@ def test_interrupts_at_any_time_leave_the_lock_free(num_waiting: int):
     threads = [threading.Thread(target=loop) for _ in range(num_waiting)]
     for thread in threads:
         thread.start()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    num_interrupts = 0
+
+    def enter() -> None:
+        with lock, lock:
+            sum(range(100))
+
     try:
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            timer = threading.Timer(0.001, _thread.interrupt_main)
-            try:
-                timer.start()
-                while True:
-                    with lock, lock:
-                        sum(range(100))
-            except KeyboardInterrupt:
-                num_interrupts += 1
-                timer.join()
+        num_interrupts = interrupt_often(enter, 1.0)
     finally:
-        signal.signal(signal.SIGINT, before)
         is_over.set()
         for thread in threads:
             thread.join(LIMIT_S)

@@ -44,7 +44,8 @@ from tests.support.fake_engines import (
 def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
     """Otherwise calibration delays a launch in flight and measures its time too.
 
-    K is chosen anew with every time that becomes known.
+    K is chosen anew with every time that becomes known. Programs of draft prefill, the
+    longest rounds, do not keep requests waiting.
     """
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
@@ -66,6 +67,8 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
         StepShape(num_seqs=n, num_levels=3, max_prompt_tokens=0, features=GREEDY)
         for n in (1, 2)
     ]
+    draft_prefill = engine.scheduler.shapes.draft_prefills[0]
+    runner.compiler.get(draft_prefill)
     engine.add_request("0", PROMPT, SamplingParams(temperature=0, max_tokens=60))
     said = list[int]()
     while engine.has_unfinished_requests():
@@ -77,6 +80,26 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
     assert reconsidered == list(range(1, len(timed) + 1))
     assert said[-1] == 60
     assert_idle(engine)
+    engine.calibrator.run_all(engine.scheduler)
+    assert timed[-1] == RoundKind(draft_prefill)
+
+
+def test_programs_compiled_with_a_fixed_k_are_timed_before_k_is_chosen(monkeypatch):
+    """Otherwise most times are unknown, and every round drafts the largest K."""
+    engine, runner = make_fake_engine(
+        num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
+    )
+    timed = set[RoundKind]()
+    monkeypatch.setattr(runner, "time_round", lambda kind, *_: timed.add(kind) or 0.01)
+    shape = StepShape(num_seqs=1, num_levels=3, max_prompt_tokens=0, features=GREEDY)
+    runner.compiler.get(shape)
+    for number, is_adaptive in enumerate((False, True)):
+        engine.policy.set_adaptive(is_adaptive)
+        engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=9))
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert bool(timed) == is_adaptive
+    assert timed >= {RoundKind(shape, k) for k in (0, 1, 3)}
 
 
 def test_loss_budget_earns_while_the_device_works(monkeypatch):

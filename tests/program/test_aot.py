@@ -53,7 +53,7 @@ TEMP_BYTES = {"v6e-1": 2**29, "h200": 2**29, "h100/gemma-3": 2**29}
 LOGITS = 8 * 5 * 256_000 * 4
 LARGEST_MOVE = {
     "v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200": LOGITS,
-    "v5e-1/gemma-3": 2**23, "v6e-1/gemma-3": LOGITS, "v5e-8/gemma-3": 2**23,
+    "v5e-1/gemma-3": 2**21, "v6e-1/gemma-3": LOGITS, "v5e-8/gemma-3": 2**23,
     "h100/gemma-3": 8 * 5 * 262_144 * 4,
 }  # fmt: skip
 # All VMEM of a device.

@@ -75,7 +75,7 @@ class Layer:
         return run(batch.stream, self.held(batch), **matrices)
 
     def network(self, hidden: int, block: int, activation: str = GELU) -> FeedForward:
-        """Return all arguments of the feed-forward block but the residual stream."""
+        """Return all arguments of the MLP block except the residual stream."""
         return FeedForward(
             before=self.norm(1),
             after=self.norm(2) if activation == GELU else None,

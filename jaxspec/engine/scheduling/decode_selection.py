@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jaxspec.engine.scheduling.draft_prefill import can_draft
 from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stages import Candidates, Decode
@@ -48,15 +49,17 @@ class DecodeSelector:
 
         Rows wait only if K is constant. With a variable K, waiting would make the
         rounds that have drafts depend on other requests' launches. While the draft
-        prefill program is being compiled, which takes seconds, no row waits: requests
-        decode without drafts.
+        prefill program or the one with drafts is being compiled, which takes seconds,
+        no row waits: requests decode without drafts.
 
         Args:
             may_draft: Rounds may have drafts now.
         """
         if not (self._policy.is_constant and has_draft_model):
             return False
-        return may_draft and self._shapes.can_draft_prefill
+        if not (may_draft and self._shapes.can_draft_prefill):
+            return False
+        return can_draft(self._policy, self._rows, self._shapes)
 
     def select(self, candidates: Candidates, *, has_draft_model: bool) -> Decode:
         """Return the decode part of the launch."""

@@ -78,6 +78,19 @@ class DraftPrefillPlan(NamedTuple):
     num_admitted_then: int
 
 
+def can_draft(policy: SpeculationPolicy, rows: RowTable, shapes: Shapes) -> bool:
+    """Return whether a program with drafts is compiled for the rows that decode.
+
+    Until then rounds have no drafts, so that the draft model would lack keys and values
+    again after each draft prefill.
+    """
+    decoding, k = rows.decoding, policy.num_draft_tokens
+    features = rows.features(decoding)
+    side = policy.next_choice.has_side_branches
+    found = shapes.find(len(decoding), k, 0, features, has_side_branches=side)
+    return found is not None
+
+
 class DraftPrefill:
     """Decides which launches are draft prefill, and for which rows."""
 
@@ -131,6 +144,10 @@ class DraftPrefill:
             return Turn(False, 0, has_yielded, admitted)
         if not np.count_nonzero(rows.awaits_draft(rows.decoding)):
             return Turn(False, 0, has_yielded, admitted)  # most rounds
+        if not self._is_probe and self._shapes.can_draft_prefill:
+            # Otherwise a turn requests the program of draft prefill.
+            if not can_draft(self._policy, rows, self._shapes):
+                return Turn(False, 0, has_yielded, admitted)
         do_most_lag, admitted = self._do_most_lag()
         max_in_a_row = MAX_IN_A_ROW if do_most_lag else 1
         if turn.num_in_a_row >= max_in_a_row or not len(rows.lagging()):

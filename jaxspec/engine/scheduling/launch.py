@@ -69,7 +69,8 @@ class Launch:
         charged_s: Seconds that `Pacer` has charged for it.
         expected_s: Expected seconds of a round; None if unknown.
         counted_s: Seconds that each round kept the device busy, once it has been read;
-            at most `MAX_RISE` times the expected ones.
+            at most `MAX_RISE` times the expected ones, and 0 for a draft prefill whose
+            time is unknown.
         is_measure: Its time is typical of such rounds: the previous launch was of the
             same kind. Otherwise it may include host work for another program, for which
             the device had to wait.

@@ -315,6 +315,8 @@ class LookupEstimator:
         num_rows: int,
         max_draft_tokens: int,
         num_requests: int = 0,
+        *,
+        has_fallback: bool = False,
     ):
         """Start without requests.
 
@@ -322,8 +324,10 @@ class LookupEstimator:
             max_draft_tokens: Maximum number of drafts of a round.
             num_requests: Number of past answers that are searched besides the request's
                 own text.
+            has_fallback: A draft model drafts where the lookup finds nothing. Such
+                rounds are not counted: probes of the draft model show its acceptance.
         """
-        self._rule = rule
+        self._rule, self._has_fallback = rule, has_fallback
         self.corpora: Mapping[str | None, TextIndex] = {}
         self._traces: list[LookupTrace | None] = [None] * num_rows
         self._answers = Answers(num_requests) if num_requests else None
@@ -364,7 +368,9 @@ class LookupEstimator:
     def _compare(self, trace: LookupTrace, token: int) -> None:
         row, place, drafts = trace.request.row, trace.num_right, trace.drafts
         trace.index.append(token)
-        if place < min(self._reached.shape[1], trace.request.max_draft_tokens):
+        is_counted = bool(drafts) or not self._has_fallback
+        most = min(self._reached.shape[1], trace.request.max_draft_tokens)
+        if is_counted and place < most:
             self._reached[row, place] += 1
         if place < len(drafts):
             self._num_compared += 1
@@ -376,7 +382,7 @@ class LookupEstimator:
             trace.run = 0
         elif not drafts:
             trace.run = 0
-        self._num_rounds[row] += 1
+        self._num_rounds[row] += is_counted
         self._propose(trace)
 
     def _propose(self, trace: LookupTrace) -> None:

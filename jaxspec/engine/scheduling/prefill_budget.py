@@ -200,6 +200,10 @@ class PrefillPlanner:
         """
         num_seqs, num_draft_tokens = len(decode.rows), decode.num_draft_tokens
         features, tokens = decode.features, 0
+        if newcomers and not (num_seqs or prefilling):
+            # Nothing runs. With `batch_invariant`, only a program for the features of
+            # the first request serves it.
+            features = newcomers[0].features
         for request in prefilling:
             features |= request.features
             tokens += _tiles_left(request) * TILE

@@ -27,7 +27,7 @@ from jaxspec.program.wire import StepResult
 def make_acceptance(config: EngineConfig, policy: SpeculationPolicy) -> AcceptanceRates:
     """Return the acceptance rates before any measurement."""
     prior = CONSTANTS.prior_acceptance
-    if policy.can_follow_lookups:
+    if policy.can_follow_lookups and config.draft_model_config is None:
         prior = CONSTANTS.prior_lookup_acceptance
     return AcceptanceRates(config.max_num_seqs, config.max_draft_tokens, prior)
 
@@ -40,8 +40,13 @@ def make_lookups(
     if speculative is None or not policy.can_follow_lookups:
         return None
     num_requests = speculative.suffix_decoding_max_cached_requests or 0
-    rule, max_draft_tokens = LookupRule.of(speculative), config.max_draft_tokens
-    return LookupEstimator(rule, config.max_num_seqs, max_draft_tokens, num_requests)
+    return LookupEstimator(
+        LookupRule.of(speculative),
+        config.max_num_seqs,
+        config.max_draft_tokens,
+        num_requests,
+        has_fallback=config.draft_model_config is not None,
+    )
 
 
 def kind_of(request: Request) -> Kind:
@@ -131,7 +136,8 @@ class RoundEstimator:
         draft_prefill_s, is_observable = 0.0, self._lookups is not None
         if self._has_draft_model:
             draft_prefill_s = self._draft_prefill.seconds_per_round(rows)
-            is_observable |= not self.acceptance.is_unseeded(rows).any()
+            # Of the draft model, whether or not lookups are followed.
+            is_observable = not self.acceptance.is_unseeded(rows).any()
         return RoundEstimates(
             max_draft_counts=max_draft_counts,
             acceptance=self.acceptance.of_rows(rows),

@@ -451,6 +451,10 @@ class Scheduler:
         launch.expected_s, launch.counted_s = expected_s, seconds
         if expected_s is not None:
             launch.counted_s = min(seconds, MAX_RISE * expected_s)
+        elif shape.is_draft_prefill:
+            # The first run of a program takes many times as long as later ones. As a
+            # loss of drafts, it would stop them for seconds.
+            launch.counted_s = 0.0
         # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
         work = shape, launch.has_drafts

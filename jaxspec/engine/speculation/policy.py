@@ -232,11 +232,11 @@ class SpeculationPolicy:
 
     @property
     def can_follow_lookups(self) -> bool:
-        """Whether the text alone shows which drafts would have been accepted."""
+        """Whether the text alone shows which lookups would have been accepted."""
         if not self.is_adaptive or self.speculative is None:
             return False
         is_verified = self.speculative.rejection_sample_method != SYNTHETIC
-        return not self.speculative.method_info.weights and is_verified
+        return self.speculative.method_info.lookup is not None and is_verified
 
     @property
     def is_constant(self) -> bool:
@@ -386,7 +386,7 @@ class SpeculationPolicy:
             self.num_probes += 1
             self._probe_s = seconds
             self.reconsider()
-        elif self._explored is None:
+        elif seconds > 0 and self._explored is None:
             self._budget.add(-seconds, seconds)
 
     def record_time(self, seconds: float) -> None:

@@ -24,9 +24,11 @@ from jaxspec.engine.scheduling.lookup_estimator import (
 )
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.round_estimates import kind_of
+from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.step_times import RoundKind
-from jaxspec.program.plan import Features
+from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.program.propose.ngram import NGram
+from jaxspec.program.wire import DraftPrefillResult
 from tests.support.fake_device import (
     FakeDevice,
     Row,
@@ -195,6 +197,20 @@ def test_counts_equal_simulated_rounds(method, prompt, answer):
     assert watching.take() is None
 
 
+def test_rounds_that_the_draft_model_would_draft_are_not_counted():
+    """With a draft model as fallback, only matches say something about lookups."""
+    watching = LookupEstimator(RULE, 1, MOST, has_fallback=True)
+    request = make_request([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert say(watching, request, [20, 21, 22, 23]) == 0
+    assert watching.take() is None
+    # The first four tokens of the copy are found nowhere before.
+    assert say(watching, request, [1, 2, 3, 4, 5, 6]) > 0
+    found = watching.take()
+    assert found is not None
+    assert found.reached.tolist() == found.accepted.tolist()
+    assert found.accepted.sum() > 0
+
+
 def test_rounds_with_drafts_are_not_counted_twice():
     watching, request = LookupEstimator(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
     assert say(watching, request, [1, 2, 3]) == 3
@@ -294,6 +310,14 @@ class LookupDevice(FakeDevice):
         return count
 
 
+class UselessDraftDevice(LookupDevice):
+    """The same with a draft model that is always wrong."""
+
+    def _draft_prefill(self, plan: StepPlan, shape: StepShape) -> DraftPrefillResult:
+        found = super()._draft_prefill(plan, shape).acceptance_probabilities
+        return DraftPrefillResult(acceptance_probabilities=np.minimum(found, 0))
+
+
 class CostlyDrafts(Loop):
     """A loop in which rounds with drafts take 2.5 times as long as those without."""
 
@@ -301,14 +325,20 @@ class CostlyDrafts(Loop):
         return 2.5e-3 if launch.shape.num_levels else 1e-3
 
 
-def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
+def watched(
+    truth: Truth, length: int, *, has_draft: bool = False, **changes: Any
+) -> CostlyDrafts:
     """Return a loop that knows the times of rounds, after it has decoded requests."""
-    keys: dict[str, Any] = {"method": "suffix", **SUFFIX_DEFAULTS}
+    method = "suffix+draft_model" if has_draft else "suffix"
+    keys: dict[str, Any] = {"method": method, **SUFFIX_DEFAULTS}
     speculative = SpeculativeConfig(
-        num_speculative_tokens=MOST, controller=ADAPTIVE, **keys
+        model="draft" if has_draft else None,
+        num_speculative_tokens=MOST,
+        controller=ADAPTIVE,
+        **keys,
     )
     config = make_config(
-        num_draft_tokens=0,
+        num_draft_tokens=MOST if has_draft else 0,
         speculative=speculative,
         max_model_len=480,
         num_pages=400,
@@ -316,7 +346,8 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
     )
     loop = CostlyDrafts(config, seed=0)
     loop.truth = truth
-    loop.device = LookupDevice(loop.pool, truth, has_draft=False)
+    device = UselessDraftDevice if has_draft else LookupDevice
+    loop.device = device(loop.pool, truth, has_draft=has_draft)
     for shape in loop.scheduler.shapes.all(with_on_demand=True):
         if not shape.max_prompt_tokens:
             for k in {1, MOST} if shape.num_levels else {0}:
@@ -360,6 +391,19 @@ def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
     drafted = [bool(one.draft_counts.any()) for one in decoding[first:]]
     assert np.mean(drafted) > 0.9
     assert loop.device.num_accepted > 0.9 * loop.device.num_proposed
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_copy_gets_drafts_although_the_draft_model_is_useless(num_seqs):
+    """After 100 new tokens, all requests copy their text from its 20th token on."""
+    text = [int(one) for one in np.random.default_rng(0).permutation(160)]
+    loop = watched(repeat_truth(text), 260, has_draft=True, max_num_seqs=num_seqs)
+    assert loop.scheduler.acceptance.prior == CONSTANTS.prior_acceptance
+    decoding = [launch for launch in loop.launches if len(launch.rows)]
+    drafted = [bool(one.draft_counts.any()) for one in decoding]
+    # In the first texts and in the copies of both batches, but not in between.
+    assert 0.05 < np.mean(drafted) < 0.5
+    assert loop.device.num_accepted > 0.5 * loop.device.num_proposed
 
 
 def test_corpus_is_found_only_with_its_cache_salt():

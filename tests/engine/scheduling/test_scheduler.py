@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.speculation import ADAPTIVE
+from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.scheduling.draft_prefill import MAX_IN_A_ROW, DraftPrefillPlan
 from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.scheduling.programs import EveryProgram
@@ -745,6 +745,46 @@ def test_admissions_with_controls_are_limited():
     plans = [launch.plan for launch in loop.launches if launch.plan.admissions]
     admitted = [len(plan.admissions) for plan in plans]
     assert admitted[:3] == [MAX_CONTROLLED, MAX_CONTROLLED, 2]
+
+
+@pytest.mark.parametrize("controller", [FIXED, ADAPTIVE])
+def test_draft_prefill_waits_for_the_program_with_drafts(controller):
+    """Without it, every round would be followed by a draft prefill in vain."""
+    config = make_config(num_pages=200, max_model_len=400, controller=controller)
+    serving = SomePrograms()
+    loop = Loop(config, seed=0, programs=serving)
+    shapes = loop.scheduler.shapes
+    drafting = {one for one in shapes.all(with_on_demand=True) if one.num_levels}
+    plain = set(shapes.all(with_on_demand=True)) - drafting
+    serving.there |= plain | set(shapes.draft_prefills)
+    for request in make_requests(config, 3, max_draft_tokens=3, max_total=370):
+        loop.scheduler.add(request)
+    while len(loop.launches) < 40:
+        loop.step()
+    assert not any(launch.shape.is_draft_prefill for launch in loop.launches)
+    assert drafting & set(serving.asked)
+    for shape in drafting:
+        serving.add(shape)
+    loop.run()
+    assert any(launch.shape.is_draft_prefill for launch in loop.launches)
+    assert sum(launch.draft_counts.any() for launch in loop.launches) > 20
+
+
+def test_slow_first_draft_prefill_does_not_stop_drafts(monkeypatch):
+    """The first run of each program takes 60 plain rounds, and later ones one."""
+    config = make_config(num_pages=200, max_model_len=400, controller=ADAPTIVE)
+    loop, has_run = Loop(config, seed=0), set()
+
+    def cost(launch: Launch) -> float:
+        is_first = launch.shape not in has_run
+        has_run.add(launch.shape)
+        return 0.06 if launch.shape.is_draft_prefill and is_first else 0.001
+
+    monkeypatch.setattr(loop, "cost", cost)
+    loop.run(make_requests(config, 4, max_draft_tokens=3, max_total=370))
+    assert sum(shape.is_draft_prefill for shape in has_run) >= 1
+    assert loop.scheduler.policy.num_stops == 0
+    assert sum(launch.draft_counts.any() for launch in loop.launches) > 20
 
 
 def test_draft_model_is_probed_once_at_a_time(monkeypatch):

@@ -485,7 +485,7 @@ def test_side_branches_are_measured_again():
     [
         ({}, True),
         ({"controller": FIXED}, False),
-        ({"method": "suffix+draft_model", "model": "m"}, False),
+        ({"method": "suffix+draft_model", "model": "m"}, True),
         # With forced acceptance, acceptance does not depend on the text.
         (
             {
@@ -496,7 +496,9 @@ def test_side_branches_are_measured_again():
         ),
     ],
 )
-def test_lookup_estimates_are_used_only_without_a_draft_model(changes, can_follow):
+def test_lookups_are_followed_if_k_is_chosen_and_drafts_are_verified(
+    changes, can_follow
+):
     changes = {"method": "suffix", **SUFFIX_DEFAULTS} | changes
     policy = SpeculationPolicy(SpeculativeConfig(**changes))
     assert policy.can_follow_lookups == can_follow
