@@ -12,6 +12,9 @@ from jaxtyping import Array, Float
 # Minimum number of columns and of rows of the product. With a single one, XLA:CPU uses
 # another routine, which adds up in another order.
 COLUMNS, MIN_ROWS = 4, 2
+# From jax 0.11 on, XLA:CPU splits a sum of 8,191 values, but not of 8,000, if there are
+# at least 96 rows and fewer than 16 columns.
+LONG, LONG_COLUMNS = 4096, 16 if jax.__version_info__ >= (0, 11) else COLUMNS
 
 
 def row_sums(rows: Float[Array, "... number"]) -> Float[Array, "... 1"]:
@@ -25,7 +28,8 @@ def _by_product(rows: Float[Array, "... number"]) -> Float[Array, "... 1"]:
     wide = jnp.atleast_2d(rows)
     missing = max(0, MIN_ROWS - wide.shape[0])
     wide = jnp.pad(wide, [(0, missing)] + [(0, 0)] * (wide.ndim - 1))
-    ones = jnp.ones((COLUMNS, rows.shape[-1]), rows.dtype)
+    columns = LONG_COLUMNS if rows.shape[-1] >= LONG else COLUMNS
+    ones = jnp.ones((columns, rows.shape[-1]), rows.dtype)
     numbers = (((wide.ndim - 1,), (1,)), ((), ()))
     sums = jax.lax.dot_general(wide, ones, numbers, precision=jax.lax.Precision.HIGHEST)
     return sums[: len(wide) - missing, ..., :1].reshape(*rows.shape[:-1], 1)

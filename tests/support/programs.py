@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def fusion_emitters(is_used: bool) -> dict[str, str | bool]:
-    """Return the option for XLA:CPU's fusion emitters, which jaxlib 0.12 removed."""
+    """Return the option for XLA:CPU's fusion emitters, which jaxlib 0.11 removed."""
     major, minor = map(int, metadata.version("jaxlib").split(".")[:2])
-    has_option = (major, minor) < (0, 12)
+    has_option = (major, minor) < (0, 11)
     return {"xla_cpu_use_fusion_emitters": is_used} if has_option else {}
 
 
