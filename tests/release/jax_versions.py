@@ -40,6 +40,11 @@ TESTS = (
     *(f"tests/program/test_{name}.py" for name in _PROGRAM),
     *(f"tests/engine/test_{name}.py" for name in _ENGINE),
 )
+# Tests during which a version's compiler crashes: as many top ids as values in a row.
+CRASHES = {
+    "0.11.2": "tests/program/test_logprobs.py::"
+    "test_top_ids_past_the_vocabulary_are_pads[8]"
+}
 MARKS = "not slow and not long_suite and not aot"
 GENERATE = ("Once upon a time", "--temperature", "0", "--num-speculative-tokens", "4")
 
@@ -51,6 +56,8 @@ def steps(version: str, python: Path, processes: int) -> Iterator[tuple[str, lis
     pins = f"jax=={version}", f"jaxlib=={version}"
     yield "install", [*install, "-e", f"{ROOT}[serve]", *pins, *TOOLS]
     marks = ["-q", "-m", MARKS, "-p", "no:cacheprovider", "-n", str(processes)]
+    if version in CRASHES:
+        marks += ["--deselect", CRASHES[version]]
     yield "unit tests", [*run, "pytest", *marks, *TESTS]
     yield "engine", [str(python), "-W", "error", "-m", "jaxspec", "generate", *GENERATE]
 
