@@ -39,7 +39,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "--device",
         metavar="NAME",
         help="devices to plan for, which need not be present: v5e-1, v5e-8, v6e-1, "
-        "v7x-2 (one chip), t4, l4, a100-40gb, a100-80gb, h100, h200, b200, or several "
+        "v7x-2 (one chip), l4, a100-40gb, a100-80gb, h100, h200, b200, or several "
         "GPUs such as h100-8 (default: this machine's). The target is sharded over all "
         "of them, divided by --data-parallel-size, unless --tensor-parallel-size is "
         "given",

@@ -6,6 +6,7 @@ The only module of `engine` that touches jax.
 import dataclasses
 import logging
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,6 +67,8 @@ _log = logging.getLogger(__name__)
 # Environment variables that set the share of GPU memory that jax reserves: the current
 # name, and the name that is to replace it.
 POOL_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+# Minimum compute capability of GPUs for which Pallas compiles kernels: Ampere.
+MIN_CAPABILITY = 8.0
 
 
 class Runner:
@@ -671,14 +674,26 @@ def devices_of(config: EngineConfig, devices: Sequence[Any]) -> Sequence[Any]:
     """Return the devices of an engine, by its data parallel rank.
 
     Raises:
-        ConfigError: There are too few devices for all engines.
+        ConfigError: There are too few devices for all engines, or they are GPUs for
+            which no kernels can be compiled.
     """
-    return own_devices(
+    found = own_devices(
         devices,
         config.tensor_parallel_size,
         config.data_parallel_size,
         config.data_parallel_rank,
     )
+    capability = str(getattr(found[0], "compute_capability", None))
+    is_nvidia = re.fullmatch(r"\d+\.\d+", capability)
+    if is_nvidia and float(capability) < MIN_CAPABILITY:
+        raise ConfigError(
+            f"This GPU ({found[0].device_kind}) has compute capability {capability}, "
+            f"but the kernels need at least {MIN_CAPABILITY}, as an A100 or L4 has. "
+            "JAX_PLATFORMS=cpu runs on the CPU instead.",
+            parameter="device",
+            value=found[0].device_kind,
+        )
+    return found
 
 
 def has_cuda_plugin() -> bool:

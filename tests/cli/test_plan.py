@@ -134,7 +134,10 @@ def test_bundled_pair_on_this_machine(capsys):
     [
         (("--device", "v9"), "--device must be one of v5e-1, .* got 'v9'"),
         (("--device", "h100-9"), "--device must be one of .* got 'h100-9'"),
-        ((*H100, "--compile"), "--device must be one of .* got 'h100'"),
+        (
+            ("--device", "a100-80gb", "--compile"),
+            "--device must be one of .* got 'a100-80gb'",
+        ),
         (
             (*PAIR, *DRAFTS, "--device", "v5e-1"),
             "are needed of v5e-1's 15.75 GiB.* Set tensor_parallel_size=4, on 4 such",
@@ -177,6 +180,14 @@ def test_common_gpus_can_be_named():
         found = named_devices(name)
         assert [one.platform for one in found] == ["gpu"] * count
         assert named_limit(name, None) < MEMORY_BYTES[found[0].device_kind]
+
+
+def test_gpu_without_kernels_is_an_error(capsys):
+    arguments = ["plan", "google/gemma-3-270m-it", "--max-model-len", "512"]
+    assert command_line.main([*arguments, "--device", "l4"]) == 0
+    assert command_line.main([*arguments, "--device", "t4"]) == 2
+    error = capsys.readouterr().err
+    assert "(t4) has compute capability 7.5, but the kernels need at least 8.0" in error
 
 
 def test_unknown_device_lists_all(capsys):

@@ -9,7 +9,12 @@ from tests.kernels import aot_gpu, aot_tpu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("device", "missing"), [("v5e-8", aot_tpu.MISSING), ("h200", aot_gpu.missing())]
+    ("device", "missing"),
+    [
+        ("v5e-8", aot_tpu.MISSING),
+        ("h200", aot_gpu.missing()),
+        ("b200", aot_gpu.missing()),
+    ],
 )
 def test_programs_for_described_devices_are_written(
     tmp_path, monkeypatch, capsys, device, missing

@@ -69,8 +69,13 @@ TPUS = {
     "v7x-2": Tpu("tpu7x:1x1x1", (1, 1, 1)),
     "v7x-8": Tpu("tpu7x:2x2x1", (2, 2, 1)),
 }
-_GPU = re.compile(r"(h200)(?:-([1-8]))?")
-DEVICES = (*TPUS, "h200", "h200-2 to h200-8")
+_DESCRIBED_GPUS = ("h100", "h200", "b200")
+_GPU = re.compile(f"({'|'.join(_DESCRIBED_GPUS)})(?:-([1-8]))?")
+DEVICES = (
+    *TPUS,
+    *_DESCRIBED_GPUS,
+    *(f"{kind}-2 to {kind}-8" for kind in _DESCRIBED_GPUS),
+)
 
 # Bytes of memory of one device, as jax reports them; for GPUs, 1 GiB less than CUDA
 # reports.
@@ -86,6 +91,8 @@ MEMORY_BYTES = {
     "h200": 139 * GIB,
     "b200": 177 * GIB,
 }
+# Of GPUs that are known, but too old for the kernels.
+_CAPABILITIES = {"t4": "7.5"}
 _TPU_KINDS = {name.partition("-")[0] for name in TPUS}
 _GPU_KINDS = [kind for kind in MEMORY_BYTES if kind not in _TPU_KINDS]
 _NAMED_GPU = re.compile(f"({'|'.join(_GPU_KINDS)})(?:-([1-8]))?")
@@ -127,6 +134,7 @@ class NamedDevice:
     id: int
     platform: str
     device_kind: str
+    compute_capability: str | None = None
 
 
 def named_devices(name: str) -> list[NamedDevice]:
@@ -142,7 +150,8 @@ def named_devices(name: str) -> list[NamedDevice]:
         raise wrong_argument(ConfigError, "--device", allowed, name, hint)
     platform = "tpu" if gpu is None else "gpu"
     kind, count = name.split("-") if gpu is None else gpu.groups("1")
-    return [NamedDevice(id_, platform, kind) for id_ in range(int(count))]
+    capability = _CAPABILITIES.get(kind)
+    return [NamedDevice(id_, platform, kind, capability) for id_ in range(int(count))]
 
 
 def named_limit(name: str, utilization: float | None) -> int:

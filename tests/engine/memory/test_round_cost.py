@@ -124,7 +124,7 @@ def test_plan_without_drafts_or_known_speeds_has_no_costs():
     args = EngineArgs(model="google/gemma-3-270m-it", max_model_len=512)
     assert plan_for(args, "v5e-1").round_cost is None
     drafted = dataclasses.replace(args, speculative_config=LOOKUP)
-    assert plan_for(drafted, "t4").round_cost is None
+    assert plan_for(drafted, "l4").round_cost is None
     plan = plan_for(drafted, "v5e-1")
     assert plan.round_cost is not None
     assert plan.round_cost.line() in plan.table()
