@@ -105,9 +105,11 @@ def finish_at_exit(one: Finishing) -> None:
 
 def _finish() -> None:
     found = list(_unfinished)
-    _has_exited.set()
     for one in found:
         one.begin_exit()
+    # Only now: a daemon thread that is blocked in `call_native` must not hold the lock
+    # of an engine, for which `begin_exit` waits.
+    _has_exited.set()
     while _in_native - {threading.get_ident()}:
         time.sleep(0.001)
     for one in found:

@@ -124,25 +124,31 @@ class Compiler:
                 thread = threading.Thread(
                     target=self._run, name=COMPILER_THREAD, daemon=True
                 )
-                self._threads.add(thread)
-                thread.start()
+                try:
+                    self._threads.add(thread)
+                    thread.start()
+                except BaseException:  # such as KeyboardInterrupt
+                    self._threads.discard(thread)
+                    raise
 
     def get(self, shape: StepShape) -> Any:
         """Return a program; compile it in this thread if it is missing."""
         program = self._programs.get(shape)
         if program is not None:
             return program
-        with self._lock:
-            while shape in self._making or not self._may_begin():
-                self._changed.wait()
-            if shape in self._programs:
-                return self._programs[shape]
-            self._making[shape] = None
-            generation = self._generation
+        has_begun = False
         try:
+            with self._lock:
+                while shape in self._making or not self._may_begin():
+                    self._changed.wait()
+                if shape in self._programs:
+                    return self._programs[shape]
+                has_begun, generation = True, self._generation
+                self._making[shape] = None
             return self._made(shape, generation)
         except BaseException:
-            self._leave(shape)
+            if has_begun:
+                self._leave(shape)
             raise
 
     def wait(self, timeout_s: float) -> None:

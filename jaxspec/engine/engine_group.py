@@ -63,9 +63,10 @@ def total_load(loads: Sequence[Load]) -> Load:
 class _Call(Generic[T]):
     """A call of one engine, in that engine's thread.
 
-    Ctrl-C may interrupt the main thread between any two instructions. It would leave
-    locks of `concurrent.futures` held, which is written in Python. Waiting here takes a
-    lock that is written in C in a `with` statement, which always releases it.
+    Ctrl-C may interrupt the main thread between any two instructions.
+    `concurrent.futures` is written in Python: an interrupt could leave its locks held.
+    Waiting here takes a lock that is written in C, in a `with` statement, which always
+    releases it.
 
     Attributes:
         is_done: The function has returned or failed.
@@ -98,35 +99,43 @@ class _Call(Generic[T]):
 class _EngineThread:
     """Makes one engine's calls in turn."""
 
-    def __init__(self, ended: "SimpleQueue[None]"):
+    def __init__(self, engine: LLMEngine, ended: "SimpleQueue[None]"):
         """Start the thread.
 
         Args:
             ended: Gets an entry after each call.
         """
+        self._engine = engine
         self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
         self._is_ended = False
-        # A daemon: the exit waits for a step, see `LLMEngine.finish_exit`.
-        threading.Thread(
+        # A daemon: the exit waits for its step, see `LLMEngine.begin_exit`.
+        self._thread = threading.Thread(
             target=_make_calls,
             args=(self._calls, ended),
             name="jaxspec-engine",
             daemon=True,
-        ).start()
-        weakref.finalize(self, self._calls.put, None)
+        )
+        self._thread.start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
 
     def start(self, function: Callable[[], T]) -> _Call[T]:
-        """Make a call once those before it are done."""
-        if self._is_ended:
-            raise RuntimeError("The engine has been shut down")
+        """Make a call once those before it are done.
+
+        Raises:
+            RuntimeError: The engine has been shut down, or the interpreter exits.
+        """
         call = _Call(function)
         self._calls.put(call)
+        # Afterwards, as `end` may come meanwhile; the thread then makes no more calls.
+        if self._is_ended or self._engine.runner.compiler.is_exiting:
+            raise RuntimeError("The engine has been shut down")
         return call
 
     def end(self) -> None:
-        """End the thread after its calls."""
+        """End the thread after its calls, and wait for it."""
         self._is_ended = True
         self._calls.put(None)
+        self._thread.join()
 
 
 def _make_calls(
@@ -151,7 +160,7 @@ class EngineGroup:
         self.engines = list(engines)
         # An entry per call that has ended, perhaps some time ago.
         self._ended: SimpleQueue[None] = SimpleQueue()
-        self._threads = {one: _EngineThread(self._ended) for one in self.engines}
+        self._threads = {one: _EngineThread(one, self._ended) for one in self.engines}
         self._steps: dict[_Call[list[RequestOutput]], LLMEngine] = {}
         # Outputs of finished steps, for the next call of `step`.
         self._outputs: list[RequestOutput] = []

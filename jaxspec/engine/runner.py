@@ -684,7 +684,7 @@ def devices_of(config: EngineConfig, devices: Sequence[Any]) -> Sequence[Any]:
         config.data_parallel_rank,
     )
     capability = str(getattr(found[0], "compute_capability", None))
-    is_nvidia = re.fullmatch(r"\d+\.\d+", capability)
+    is_nvidia = re.fullmatch(r"\d+\.\d+", capability) is not None
     if is_nvidia and float(capability) < MIN_CAPABILITY:
         raise ConfigError(
             f"This GPU ({found[0].device_kind}) has compute capability {capability}, "

@@ -87,7 +87,7 @@ def test_requested_programs_precede_prepared_ones_latest_first(compiler, maker):
 
 
 def test_interrupts_at_any_time_leave_the_lock_free(compiler, maker):
-    """Other threads can go on after Ctrl-C in the thread that asks."""
+    """Other threads continue after Ctrl-C in the requesting thread."""
     begin(compiler, maker, *SHAPES[:2])
     assert interrupt_often(lambda: compiler.num_wanted, 0.5) > 10
     other = threading.Thread(target=lambda: compiler.current, daemon=True)
@@ -96,6 +96,40 @@ def test_interrupts_at_any_time_leave_the_lock_free(compiler, maker):
     assert not other.is_alive()
     maker.let_all()
     compiler.wait_for_all()
+
+
+def test_interrupt_of_a_request_does_not_stop_later_ones(compiler, maker, monkeypatch):
+    """Ctrl-C while the compiler's thread is being started."""
+    maker.let_all()
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compiler.request(SHAPES[0])
+    compiler.request(SHAPES[1])
+    wait_until(lambda: SHAPES[0] in compiler and SHAPES[1] in compiler)
+
+
+def test_interrupt_of_a_compile_in_the_callers_thread_lets_it_begin_again(
+    compiler, maker, monkeypatch
+):
+    """Ctrl-C just after the program was noted as being made."""
+    maker.let_all()
+
+    class Making(dict[StepShape, None]):
+        def __setitem__(self, shape: StepShape, value: None) -> None:
+            super().__setitem__(shape, value)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_making", Making())
+        with pytest.raises(KeyboardInterrupt):
+            compiler.get(SHAPES[0])
+        assert not compiler._making
+    assert compiler.get(SHAPES[0]) == "program 1"
 
 
 def test_threads_compile_several_programs_at_once(maker):

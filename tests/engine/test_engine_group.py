@@ -29,6 +29,7 @@ from tests.support.fake_engines import (
     with_suffix,
 )
 from tests.support.interrupts import interrupted_at
+from tests.support.processes import run_python
 from tests.support.serving import COMPLETIONS, TurnsTokenizer
 
 
@@ -90,6 +91,53 @@ def test_an_interrupt_at_any_instruction_leaves_no_lock_held(method, stride):
         assert not thread.is_alive(), number
     assert number > 50
     group.shutdown()
+
+
+# Main ends while engines step; a step calls a native library, as tokenizers are.
+STEPPING = """
+from jaxspec.engine.engine_group import EngineGroup
+from jaxspec.exit import call_native
+from jaxspec.sampling_params import SamplingParams
+from tests.support.fake_engines import PROMPT, make_engines
+from tests.support.stub_tokenizer import StubTokenizer
+
+decode = StubTokenizer.decode
+StubTokenizer.decode = lambda *some, **named: call_native(decode, *some, **named)
+group = EngineGroup(make_engines(delay_s=0.02))
+for number in range(6):
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    group.add_request(str(number), PROMPT, params)
+for _ in range(4):
+    group.step()
+assert group._steps
+"""
+# A call that comes while the interpreter exits.
+LATE = """
+import atexit
+
+atexit.register(lambda: late())  # before engines register: it runs after theirs
+
+from jaxspec.engine.engine_group import EngineGroup
+from jaxspec.sampling_params import SamplingParams
+from tests.support.fake_engines import PROMPT, make_engines
+
+group = EngineGroup(make_engines())
+group.add_request("0", PROMPT, SamplingParams(max_tokens=60))
+
+def late():
+    try:
+        group.step()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"), [(STEPPING, ""), (LATE, "The engine has been shut down")]
+)
+def test_interpreter_exits_while_engines_have_work(script, printed):
+    done = run_python("-c", script, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
 
 
 def test_engines_step_concurrently():

@@ -40,7 +40,7 @@ TESTS = (
     *(f"tests/program/test_{name}.py" for name in _PROGRAM),
     *(f"tests/engine/test_{name}.py" for name in _ENGINE),
 )
-# Tests during which a version's compiler crashes: as many top ids as values in a row.
+# Tests during which a version's compiler crashes. This one returns a whole vocabulary.
 CRASHES = {
     "0.11.2": "tests/program/test_logprobs.py::"
     "test_top_ids_past_the_vocabulary_are_pads[8]"

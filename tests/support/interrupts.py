@@ -13,7 +13,7 @@ WAITING = ("engine_group.py", "threading.py", "_base.py", "thread.py")
 
 
 def interrupted_at(number: int, function: Callable[[], object]) -> bool:
-    """Interrupt a call after so many instructions; return whether it has as many.
+    """Interrupt a call after `number` instructions; return whether it was interrupted.
 
     Only instructions of modules in `WAITING` count.
     """

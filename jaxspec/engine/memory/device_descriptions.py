@@ -91,7 +91,7 @@ MEMORY_BYTES = {
     "h200": 139 * GIB,
     "b200": 177 * GIB,
 }
-# Of GPUs that are known, but too old for the kernels.
+# Compute capabilities of GPUs that are too old for the kernels.
 _CAPABILITIES = {"t4": "7.5"}
 _TPU_KINDS = {name.partition("-")[0] for name in TPUS}
 _GPU_KINDS = [kind for kind in MEMORY_BYTES if kind not in _TPU_KINDS]

@@ -30,12 +30,13 @@ class DecodeSelector:
         rows, max_draft_counts = self._rows.decodable(max_draft_tokens)
         if max_draft_tokens:
             max_draft_tokens = int(max_draft_counts.max(initial=0))
-        if not max_draft_tokens or not self.can_wait(
-            may_draft=True, has_draft_model=has_draft_model
-        ):
+        has_constant = self._policy.is_constant and has_draft_model
+        if not (max_draft_tokens and has_constant):
             return Candidates(rows, max_draft_counts, max_draft_tokens)
         is_lagging = self._rows.awaits_draft(rows)
-        if not np.count_nonzero(is_lagging):
+        if not np.count_nonzero(is_lagging) or not self.can_wait(
+            may_draft=True, has_draft_model=has_draft_model
+        ):
             return Candidates(rows, max_draft_counts, max_draft_tokens)
         # All rows will decode together soon: request the program for that now.
         features = self._rows.features(rows)
@@ -67,7 +68,7 @@ class DecodeSelector:
         if not len(rows):
             return Decode(rows, draft_counts, missing=(candidates.missing,))
         choice, k = self._policy.next_choice, candidates.max_draft_tokens
-        can_draft = k > 0 and self._policy.is_drafting
+        wants_drafts = k > 0 and self._policy.is_drafting
         if k > choice.num_draft_tokens:
             k = choice.num_draft_tokens
             draft_counts = np.minimum(draft_counts, k)
@@ -101,7 +102,7 @@ class DecodeSelector:
                 missing = *missing, better
         if shape is None:
             return Decode(
-                rows[:0], draft_counts[:0], lacks_drafts=can_draft, missing=missing
+                rows[:0], draft_counts[:0], lacks_drafts=wants_drafts, missing=missing
             )
-        lacks_drafts = can_draft and not k
+        lacks_drafts = wants_drafts and not k
         return Decode(rows, draft_counts, k, shape, features, lacks_drafts, missing)

@@ -185,9 +185,11 @@ class RoundEstimator:
             )
             accepted = result.num_accepted[:count]
             is_whole = (draft_counts > 0) & (accepted >= draft_counts)
+            if self._has_draft_model:
+                is_whole[:] = False  # perhaps they were the draft model's
             runs = np.where(is_whole, accepted, 0)[is_counted]
             self.acceptance.set_match_runs(launch.rows[is_counted], runs)
-        elif not self._policy.is_drafting:
+        elif not (self._policy.is_drafting or self._policy.is_stopped):
             followed = np.flatnonzero(
                 is_counted & (self._rows.max_draft_tokens[launch.rows] > 0)
             )

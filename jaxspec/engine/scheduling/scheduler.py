@@ -452,8 +452,8 @@ class Scheduler:
         if expected_s is not None:
             launch.counted_s = min(seconds, MAX_RISE * expected_s)
         elif shape.is_draft_prefill:
-            # The first run of a program takes many times as long as later ones. As a
-            # loss of drafts, it would stop them for seconds.
+            # The first runs of a program take many times as long as later ones. As
+            # losses of drafts, they would stop them for seconds.
             launch.counted_s = 0.0
         # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0

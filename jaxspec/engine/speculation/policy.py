@@ -68,7 +68,7 @@ class RoundEstimates:
             can have drafts.
         is_whole_tree: All levels are drafted or none: fewer cost as much.
         is_observable: Acceptance is known without drafting: the draft model is probed,
-            or lookups are followed.
+            or, without one, lookups are followed.
     """
 
     max_draft_counts: np.ndarray

@@ -1,5 +1,6 @@
 """The estimator predicts the drafts of lookups, and K follows its estimate."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -404,6 +405,24 @@ def test_copy_gets_drafts_although_the_draft_model_is_useless(num_seqs):
     # In the first texts and in the copies of both batches, but not in between.
     assert 0.05 < np.mean(drafted) < 0.5
     assert loop.device.num_accepted > 0.5 * loop.device.num_proposed
+
+
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_accepted_drafts_count_as_a_match_only_without_a_draft_model(has_draft):
+    """With one, the drafts may have been the draft model's."""
+    loop = watched(random_truth(64), 8, has_draft=has_draft, max_num_seqs=1)
+    rows, counts = np.zeros(1, np.int64), np.full(1, 3)
+    launch: Any = SimpleNamespace(
+        rows=rows, owners=loop.scheduler.rows.owner[rows], draft_counts=counts
+    )
+    result: Any = SimpleNamespace(
+        is_broken=np.zeros(1, bool),
+        num_emitted=counts + 1,
+        num_valid_drafts=counts,
+        num_accepted=counts,
+    )
+    loop.scheduler._estimator.record_runs(launch, result)
+    assert loop.scheduler.acceptance._run[0] == (0 if has_draft else 3)
 
 
 def test_corpus_is_found_only_with_its_cache_salt():
