@@ -98,13 +98,13 @@ class Rounds:
         self.seen: list[Round] = []
         record_time = engine.scheduler.record_time
 
-        def note(launch: Launch, seconds: float) -> None:
+        def note(launch: Launch, result: Any, seconds: float) -> None:
             if not launch.shape.max_prompt_tokens:
                 expected_s = engine.step_times.expected(launch.round_kind)
                 drafts, now = launch.round_kind.num_draft_tokens, time.monotonic()
                 count = len(launch.rows)
                 self.seen.append(Round(now, drafts, count, seconds, expected_s))
-            record_time(launch, seconds)
+            record_time(launch, result, seconds)
 
         engine.scheduler.record_time = note
 

@@ -448,7 +448,7 @@ class LLMEngine:
         self, launch: Launch, result: StepResult | DraftPrefillResult, took_s: float
     ) -> list[RequestOutput]:
         """Commit one round of a launch; return its outputs."""
-        self.scheduler.record_time(launch, took_s)
+        self.scheduler.record_time(launch, result, took_s)
         num_before = self.stats.num_generated_tokens
         advance = self.scheduler.commit(launch, result)
         self.metrics.warn_of_low_acceptance(self.acceptance, self.choice)

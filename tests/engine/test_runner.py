@@ -37,7 +37,7 @@ from tests.support.engines import (
     tokens_of,
 )
 from tests.support.loops import make_config
-from tests.support.oracles import model_config
+from tests.support.oracles import make_hf_model, model_config
 
 TRAFFIC = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -141,6 +141,36 @@ def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
     assert len(begun) == 7
     same = jax.tree.map(lambda one, other: one is other, timed.state.rows, rows)
     assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("kind", [{"lookup": (3, 2)}, {"suffix": {}}])
+def test_timed_rounds_of_lookups_find_all_drafts(monkeypatch, kind):
+    """Otherwise the time of rounds with drafts would be underestimated."""
+    settings: dict[str, Any] = dict(pair.SETTINGS, num_draft_tokens=3, **kind)
+    engine = make_engine(make_hf_model(seed=2, **pair.SIZES), **settings)
+    timed, found = engine.runner, list[Any]()
+    start = timed._start
+
+    def note(vector: np.ndarray, shape: StepShape) -> jax.Array:
+        result = start(vector, shape)
+        found.append(timed.fetch(result, shape))
+        return result
+
+    monkeypatch.setattr(timed, "_start", note)
+    shape = StepShape(num_seqs=2, num_levels=3, max_prompt_tokens=0)
+    # Tokens of other texts are kept.
+    tokens = np.arange(timed.state.token_pages.size).reshape(
+        timed.state.token_pages.shape
+    )
+    timed.state = dataclasses.replace(
+        timed.state, token_pages=jnp.asarray(tokens, jnp.int32)
+    )
+    pages = list(range(8))
+    timed.time_round(RoundKind(shape, 3), pages, 20)
+    assert len(found) == 7
+    assert all((one.num_valid_drafts == 3).all() for one in found)
+    kept = np.array(timed.state.token_pages)
+    assert (kept[8:] == tokens[8:]).all()
 
 
 def test_empty_plan_does_not_change_the_state():

@@ -205,7 +205,7 @@ class Loop:
             launch, result = self.launched.popleft()
             self.scheduler.settle(launch, len(result.rounds))
             for one in result.rounds:
-                self.scheduler.record_time(launch, self.cost(launch))
+                self.scheduler.record_time(launch, one, self.cost(launch))
                 for part in self.scheduler.commit(launch, one).parts:
                     if part.is_done:
                         self.scheduler.finish(part.request, "length", None)

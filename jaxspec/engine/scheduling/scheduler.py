@@ -49,7 +49,12 @@ from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
-from jaxspec.engine.speculation.step_times import MAX_RISE, StepTimes
+from jaxspec.engine.speculation.step_times import (
+    MAX_RISE,
+    RoundKind,
+    StepTimes,
+    fill_of,
+)
 from jaxspec.program.plan import TILE, StepShape
 from jaxspec.program.wire import DraftPrefillResult, StepResult
 
@@ -442,12 +447,24 @@ class Scheduler:
                     progress.request.spec_metrics.stop_reason = self.policy.stop_reason
         return advance
 
-    def record_time(self, launch: Launch, seconds: float) -> None:
-        """Record how long a round of a launch kept the device busy."""
-        shape, fill = launch.shape, launch.fill
+    def record_time(
+        self,
+        launch: Launch,
+        result: StepResult | DraftPrefillResult,
+        seconds: float,
+    ) -> None:
+        """Record how long a round of a launch kept the device busy.
+
+        A round whose lookups found no drafts, which is shorter, counts as one without.
+        """
+        shape, fill, round_kind = launch.shape, launch.fill, launch.round_kind
+        is_round = isinstance(result, StepResult)
+        if launch.has_drafts and is_round and not result.num_valid_drafts.any():
+            round_kind = RoundKind(shape)
+            fill = fill_of(round_kind, len(launch.rows), launch.num_prefilled)
         self.stats.busy_s += seconds
         self.policy.record_time(seconds)
-        expected_s = self.step_times.expected(launch.round_kind, fill)
+        expected_s = self.step_times.expected(round_kind, fill)
         launch.expected_s, launch.counted_s = expected_s, seconds
         if expected_s is not None:
             launch.counted_s = min(seconds, MAX_RISE * expected_s)
@@ -457,11 +474,11 @@ class Scheduler:
             launch.counted_s = 0.0
         # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
-        work = shape, launch.has_drafts
+        work = shape, round_kind.num_draft_tokens > 0
         launch.is_measure = is_seldom or work == self._last_work
         self._last_work = work
         self.pacer.record(
-            launch.round_kind,
+            round_kind,
             seconds,
             launch.charged_s,
             is_measure=launch.is_measure,

@@ -1,5 +1,6 @@
 """The estimator predicts the drafts of lookups, and K follows its estimate."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.program.propose.ngram import NGram
-from jaxspec.program.wire import DraftPrefillResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 from tests.support.fake_device import (
     FakeDevice,
     Row,
@@ -369,6 +370,33 @@ def watched(
     for request in loop.finished:
         loop.assert_said_the_truth(request)
     return loop
+
+
+def test_rounds_whose_lookups_find_nothing_do_not_make_drafts_look_cheap():
+    loop = watched(random_truth(4096), 60, max_num_seqs=1)
+    scheduler, [launch, *_] = loop.scheduler, loop.launches
+    times = scheduler.step_times.seconds
+    shapes = scheduler.shapes.all(with_on_demand=True)
+    shape = next(one for one in shapes if RoundKind(one, MOST) in times)
+    drafted = dataclasses.replace(
+        launch,
+        shape=shape,
+        rows=np.zeros(1, np.int64),
+        draft_counts=np.full(1, MOST),
+        tiled=[],
+        plan=StepPlan(decode=[(0, MOST)]),
+    )
+    result = loop.device.run(StepPlan(), shape)
+    assert isinstance(result, StepResult)
+    before = times[RoundKind(shape, MOST)]
+    for _ in range(30):
+        scheduler.record_time(drafted, result, 1e-3)
+    assert times[RoundKind(shape, MOST)] == before
+    assert times[RoundKind(shape)] == pytest.approx(1e-3, rel=0.1)
+    result.num_valid_drafts[0] = 1
+    for _ in range(30):
+        scheduler.record_time(drafted, result, 4e-3)
+    assert times[RoundKind(shape, MOST)] == pytest.approx(4e-3, rel=0.1)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
