@@ -353,9 +353,9 @@ def test_metric_uses_the_prediction_made_before_the_round_was_timed(
 
     record = engine.scheduler.record_time
 
-    def record_time(launch: Any, seconds: float) -> None:
+    def record_time(launch: Any, result: Any, seconds: float) -> None:
         known = engine.step_times.seconds.get(launch.round_kind)
-        record(launch, seconds)
+        record(launch, result, seconds)
         assert launch.expected_s == known
 
     monkeypatch.setattr(metrics, "add_round", note)
