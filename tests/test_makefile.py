@@ -12,7 +12,7 @@ from jaxspec.engine.program_cache import MAX_BYTES
 
 ROOT = Path(__file__).parents[1]
 # A fake Python that exits with a chosen status: one for pytest, one for the long
-# suites.
+# suites, and one for other versions of jax.
 PYTHON = """#!/bin/sh
 case "$*" in
   *"pip install"*)
@@ -20,6 +20,7 @@ case "$*" in
     echo "Processing /a/jax-0.10.2-py3-none-any.whl (from x)"
     echo "Installing collected packages: humanize, jax" ;;
   *tests.long_suites*) echo suites: "$*"; exit $SUITES ;;
+  *tests.release.jax_versions*) echo versions: "$*"; exit $VERSIONS ;;
   *) echo tests: "$*"; exit $TESTS ;;
 esac
 """
@@ -49,7 +50,8 @@ def test_clean_prints_the_program_cache_folder(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
 def test_installing_shows_packages_and_the_long_step(venv):
-    words = ["make", f"VENV={venv}", f"{venv}/.installed"]
+    # Within `make test`, this would print the names of folders too.
+    words = ["make", "--no-print-directory", f"VENV={venv}", f"{venv}/.installed"]
     made = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     *_, first, second, unpacking, _, _ = made.stdout.splitlines()
@@ -59,29 +61,29 @@ def test_installing_shows_packages_and_the_long_step(venv):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
 @pytest.mark.parametrize(
-    ("target", "tests", "suites", "runs", "is_green"),
+    ("target", "statuses", "runs", "is_green"),
     [
-        ("test", 0, 1, ["tests"], True),
-        ("test", 1, 0, ["tests"], False),
-        ("test", 5, 0, ["tests"], False),  # pytest's status if it collects no tests
-        ("test-all", 0, 0, ["tests", "suites"], True),
-        ("test-all", 1, 0, ["tests"], False),
-        ("test-all", 0, 1, ["tests", "suites"], False),
-        ("long-suites", 1, 0, ["suites"], True),
-        ("long-suites", 0, 1, ["suites"], False),
+        ("test", (0, 1, 1), ["tests"], True),
+        ("test", (1, 0, 0), ["tests"], False),
+        ("test", (5, 0, 0), ["tests"], False),  # pytest's if it collects no tests
+        ("test-all", (0, 0, 0), ["tests", "versions", "suites"], True),
+        ("test-all", (1, 0, 0), ["tests"], False),
+        ("test-all", (0, 0, 1), ["tests", "versions"], False),
+        ("test-all", (0, 1, 0), ["tests", "versions", "suites"], False),
+        ("long-suites", (1, 0, 1), ["suites"], True),
+        ("long-suites", (0, 1, 0), ["suites"], False),
     ],
 )
-def test_make_targets_run_the_right_tests(
-    venv, target, *, tests, suites, runs, is_green
-):
+def test_make_targets_run_the_right_tests(venv, target, statuses, runs, is_green):
     words = ["make", f"VENV={venv}", target, "PYTEST_ARGS=-k x"]
-    environment = os.environ | {"TESTS": str(tests), "SUITES": str(suites)}
+    names = ("TESTS", "SUITES", "VERSIONS")
+    environment = os.environ | dict(zip(names, map(str, statuses), strict=True))
     made = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True
     )
     calls = [line for line in made.stdout.splitlines() if ": -m " in line]
     assert [call.partition(":")[0] for call in calls] == runs, made.stderr
-    assert all("-k x" in call for call in calls)
+    assert all(("-k x" in call) != ("versions: " in call) for call in calls)
     assert all(
         ("not slow" in call) == (target == "test") for call in calls if "pytest" in call
     )
