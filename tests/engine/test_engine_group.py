@@ -95,6 +95,8 @@ def test_an_interrupt_at_any_instruction_leaves_no_lock_held(method, stride):
 
 # Main ends while engines step; a step calls a native library, as tokenizers are.
 STEPPING = """
+import time
+
 from jaxspec.engine.engine_group import EngineGroup
 from jaxspec.exit import call_native
 from jaxspec.sampling_params import SamplingParams
@@ -109,7 +111,10 @@ for number in range(6):
     group.add_request(str(number), PROMPT, params)
 for _ in range(4):
     group.step()
-assert group._steps
+group._settle()
+for engine, thread in group._threads.items():
+    group._steps[thread.start(engine.step)] = engine
+time.sleep(0.01)  # a step takes at least twice as long
 """
 # A call that comes while the interpreter exits.
 LATE = """
