@@ -3,7 +3,7 @@
 `PYTHONPATH=.venv/aot python -m tests.program.aot_pairs` compiles each program that
 `benchmarks/results/aot_pairs.json` lacks, and adds what the compiler reports: memory,
 copies, and the CPU seconds of lowering and compilation. Sizes are those that an engine
-with `scan_layers` chooses on these devices. Programs named as arguments (or
+chooses on these devices. Programs named as arguments (or
 prefixes of names) are compiled again. Nothing runs: no figure is the speed of a round.
 """
 
@@ -62,6 +62,10 @@ _CASES = [
     Case(devices="v7x-2", pair="12b<-270m", program="first"),
     Case(devices="v7x-2", pair="27b<-1b", program="first"),
     Case(devices="v7x-2", pair="9b<-2b", program="first"),
+    Case(devices="v7x-2", pair="4b<-270m", program="first", scan_layers=False),
+    Case(devices="v7x-2", pair="12b<-270m", program="first", scan_layers=False),
+    Case(devices="v7x-2", pair="27b<-1b", program="first", scan_layers=False),
+    Case(devices="v7x-2", pair="9b<-2b", program="first", scan_layers=False),
     Case(devices="v6e-1", pair="4b<-270m", program="alone"),
     Case(devices="v6e-1", pair="4b<-270m", program="first"),
     Case(devices="v6e-1", pair="12b<-270m", program="first"),
@@ -69,6 +73,7 @@ _CASES = [
 ]
 CASES = {case.name: case for case in _CASES}
 FIRST = "v6e-1/4b<-270m/first/loop"
+EVERY_LAYER = "v7x-2/4b<-270m/first/every layer"
 # Here XLA transposes the query matrix of each layer of the draft model, 1.2 MB.
 TRANSPOSED = "v6e-8/27b<-1b/first/loop"
 # Bytes of VMEM that an operation uses, in a program for a TPU.
@@ -106,18 +111,26 @@ def programs_of(config: EngineConfig) -> Mapping[str, StepShape]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Compile a program; return its row.
+    """Compile a program; return its row."""
+    config = config_of(case)
+    shape = programs_of(config)[case.program]
+    return {"name": case.name, **measure_program(config, case.devices, shape)}
+
+
+def measure_program(
+    config: EngineConfig, devices: str, shape: StepShape
+) -> dict[str, Any]:
+    """Compile a program of an engine; return what the compiler reports.
 
     All bytes are those of one device, but `peak_rss_bytes`, the most memory that this
     process has used so far. `vmem_bytes` is the most of any operation: a kernel, or a
     fusion of XLA, which may use more than a kernel's limit.
     """
-    config = config_of(case)
-    shape = programs_of(config)[case.program]
-    mesh = describe_mesh(case.devices, config)
+    mesh = describe_mesh(devices, config)
     step = compile_step(config, mesh, shape, has_options=True, is_dumped=True)
-    assert config.draft_model_config is not None
-    layers = config.model_config.num_layers, config.draft_model_config.num_layers
+    models = [config.model_config]
+    if config.draft_model_config is not None:
+        models.append(config.draft_model_config)
     names = (
         *("target_bytes", "draft_bytes", "state_bytes", "argument_bytes", "temp_bytes"),
         *("peak_bytes", "code_bytes", "hbm_bytes", "donated_bytes", "kernels"),
@@ -125,9 +138,8 @@ def measure(case: Case) -> dict[str, Any]:
         *("compile_cpu_s", "compile_s"),
     )
     return {
-        "name": case.name,
         "program": shape.name,
-        "layers": list(layers),
+        "layers": [model.num_layers for model in models],
         "draft_devices": dict(mesh.shape)["model"],
         **step.row(*names),
         "vmem_bytes": max(map(int, _VMEM.findall(step.text))),

@@ -25,6 +25,8 @@ _QUANTIZED = ("int8", "int4", "uint4", "float8_e4m3fn")
 # Matches the result's shape, or several shapes in parentheses, and the operation's
 # name.
 _OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
+# Matches the name of the computation that a fusion calls.
+_FUSION = re.compile(r" fusion\(.*?calls=%([\w.-]+)")
 _NOTHING = (0, "u8[]", "")
 # One line per operation, in StableHLO and in HLO.
 _ANY_OPERATION = re.compile(
@@ -174,10 +176,13 @@ def sizes_of(move: str) -> tuple[int, ...]:
 
 
 def moves(text: str) -> dict[str, int]:
-    """Return the operations that only move data, with their bytes."""
+    """Return the operations that only move data, with their bytes.
+
+    A fusion inside a fusion writes nothing: it names an operand in another layout.
+    """
     return {
         f"{name} {shape}": size
-        for name, shape, size, layout in _operations(text)
+        for name, shape, size, layout in _operations(_without_nested(text))
         # XLA fetches weights to on-chip memory, S(1), before it needs them: not a move.
         if name.removesuffix("-start") in _MOVES and "S(1)" not in layout
     }
@@ -274,12 +279,8 @@ def _written(text: str) -> Iterator[tuple[str, str, str]]:
 
     Operations inside a fusion write nothing, and S(1) is on-chip memory.
     """
-    fused = set(re.findall(r" fusion\(.*?calls=%([\w.-]+)", text))
-    computation = ""
-    for line in text.splitlines():
-        header = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
-        if header is not None:
-            computation = header[1]
+    fused = set(_FUSION.findall(text))
+    for computation, line in _lines(text):
         operation = _OPERATION.search(line)
         if operation is None or computation in fused:
             continue
@@ -288,6 +289,26 @@ def _written(text: str) -> Iterator[tuple[str, str, str]]:
             for kind, sizes, layout in _ARRAY.findall(results):
                 if "S(1)" not in layout:
                     yield name, kind, sizes
+
+
+def _lines(text: str) -> Iterator[tuple[str, str]]:
+    """Yield every line with the name of its computation."""
+    computation = ""
+    for line in text.splitlines():
+        header = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
+        if header is not None:
+            computation = header[1]
+        yield computation, line
+
+
+def _without_nested(text: str) -> str:
+    """Leave out the computations of fusions inside fusions."""
+    called = collections.defaultdict[str, set[str]](set)
+    for computation, line in _lines(text):
+        called[computation].update(_FUSION.findall(line))
+    fused = {name for names in called.values() for name in names}
+    nested = {name for one in fused for name in called.get(one, ())}
+    return "\n".join(line for one, line in _lines(text) if one not in nested)
 
 
 def dots(text: str) -> dict[tuple[int, ...], int]:

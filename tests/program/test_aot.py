@@ -139,14 +139,18 @@ def check_dflash(row: Row) -> None:
 def check_pair(row: Row) -> None:
     """Check that a server's program fits a device, and changes its state in place.
 
-    For a v7x, XLA copies weights of layers in a loop into another layout, in every
-    launch. A program without drafts has no weights and no pages of the draft model.
+    For a v7x, XLA copies weights that a loop reads into another layout, in every
+    launch: those of layers in a loop, and those of the draft model, whose passes are a
+    loop. A program without drafts has no weights and no pages of the draft model.
     """
     case = aot_pairs.CASES[row["name"]]
     kind, _, _ = case.devices.partition("-")
-    is_relaid = kind == "v7x" and case.scan_layers
-    is_relaid |= row["name"] == aot_pairs.TRANSPOSED
+    is_relaid = kind == "v7x" or row["name"] == aot_pairs.TRANSPOSED
     assert bool(row["copied"]) == is_relaid, "a weight or a layer's pages are copied"
+    if not case.scan_layers:
+        width = aot_pairs.config_of(case).model_config.hidden_size
+        of_target = [move for move in row["copied"] if width in hlo.shape_of(move)]
+        assert of_target == [], "a weight of the target is copied"
     kept = row["argument_bytes"] - row["donated_bytes"] - row["target_bytes"]
     if case.program != "alone":
         kept -= row["draft_bytes"]
@@ -267,6 +271,12 @@ COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
         ("dflash", aot_dflash.EXAMPLE, {"attentions": 37}, "more than one pass"),
         ("dflash", aot_dflash.EXAMPLE, {"drafter_pages_bytes": 0}, "no keys"),
         ("pairs", aot_pairs.FIRST, COPIED, "are copied"),
+        (
+            "pairs",
+            aot_pairs.EVERY_LAYER,
+            {"copied": ["copy bf16[10240,2560]"]},
+            "of the target is copied",
+        ),
         ("pairs", aot_pairs.FIRST, {"donated_bytes": 0}, "in place"),
         ("pairs", aot_pairs.FIRST, {"hbm_bytes": 32 * 2**30}, "not fit"),
         ("pairs", aot_pairs.FIRST, {"vmem_bytes": 2**27}, "operation does not fit"),

@@ -38,6 +38,33 @@ def test_moves_are_read_in_every_form():
     assert hlo.sizes_of("transpose bf16[2304,16]") == (16, 2304)
 
 
+NESTED = """
+%inner (p: s8[28672,3584]) -> s8[28672,3584] {
+  %p = s8[28672,3584]{1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %a = s8[28672,3584]{1,0:T(8,128)(4,1)} copy(%p)
+}
+
+%outer (q: s8[28672,3584], x: bf16[4,3584]) -> f32[4,28672] {
+  %b = s8[28672,3584]{1,0:T(8,128)(4,1)} fusion(%q), kind=kLoop, calls=%inner
+  ROOT %c = f32[4,28672]{1,0} dot(%x, %b)
+}
+
+%single (r: s8[3584,14336]) -> s8[3584,14336] {
+  ROOT %d = s8[3584,14336]{1,0:T(8,128)(4,1)} copy(%r)
+}
+
+ENTRY %main (q: s8[28672,3584], r: s8[3584,14336]) -> f32[4,28672] {
+  %e = f32[4,28672]{1,0} fusion(%q, %x), kind=kOutput, calls=%outer
+  %f = s8[3584,14336]{1,0:T(8,128)(4,1)} fusion(%r), kind=kLoop, calls=%single
+}
+"""
+
+
+def test_operand_of_a_fusion_in_another_layout_is_no_move():
+    """A fusion of the program that copies is a move; one inside a fusion is none."""
+    assert hlo.moves(NESTED) == {"copy s8[3584,14336]": 3584 * 14336}
+
+
 STACKED = """
 %inside (p: bf16[2,4096,512], i: s32[]) -> bf16[4096,512] {
   %a = bf16[1,4096,512]{2,1,0} dynamic-slice(%p, %i, %zero, %zero)
