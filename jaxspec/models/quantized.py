@@ -1,23 +1,24 @@
-"""Formats of quantized matrices that XLA multiplies, and placement of their parts.
+"""Formats of quantized matrices for accelerators, and placement of their parts.
 
-Products read the values as stored: XLA converts them within the fusion of the dot, so
-that no matrix of the rows' type is ever written (`tests/models/test_quantized_aot.py`).
-Formats for CPUs are in `jaxspec.models.cpu`.
+Products read the values as stored: XLA converts them within the fusion of the dot, or a
+GPU kernel in registers, so that no matrix of the rows' type is ever written
+(`tests/models/test_quantized_aot.py`). Formats for CPUs are in `jaxspec.models.cpu`.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.matrices import Matrix, product
-from jaxspec_checkpoints.quantization import Scheme, stored_bytes
-from jaxspec_kernels.sums import row_sums
+from jaxspec_checkpoints.quantization import INT4, Scheme, stored_bytes
+from jaxspec_kernels import grouped_matmul
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +116,16 @@ class GroupedMatrix(Matrix):
         values: [group, feature of the group, out].
         scales: float32, [group, out]; or [2, group, out]: scales and minima.
         row_type: Type that rows are rounded to.
+        placement: If a kernel multiplies on several GPUs: how the values are split.
+            None if XLA splits the product, or for a single device.
+        implementation: As in `grouped_matmul`.
     """
 
     values: Any
     scales: Any
     row_type: str = field(metadata=dict(static=True))
+    placement: NamedSharding | None = field(default=None, metadata=dict(static=True))
+    implementation: str = field(default="reference", metadata=dict(static=True))
 
     @classmethod
     def of(cls, values: Quantized) -> "GroupedMatrix":
@@ -131,19 +137,23 @@ class GroupedMatrix(Matrix):
         of_values = NamedSharding(mesh, PartitionSpec(features, None, outputs))
         kinds = (None,) * (len(scales.shape) - 2)  # of [2, group, out]
         of_scales = NamedSharding(mesh, PartitionSpec(*kinds, features, outputs))
-        row_type = jnp.dtype(values.dtype).name
+        form = groups, size, matrix.shape[0]
+        settings: dict[str, Any] = dict(row_type=jnp.dtype(values.dtype).name)
+        if _is_gpu(mesh.devices.flat[0].platform) and _has_kernel(
+            matrix.dtype, of_values.shard_shape(form)
+        ):
+            settings |= dict(implementation="gpu", placement=_abstract(of_values))
         if isinstance(matrix, jax.ShapeDtypeStruct):
-            form = groups, size, matrix.shape[0]
             return cls(
                 matrix.update(shape=form, sharding=of_values),
                 scales.update(shape=scales.shape[::-1], sharding=of_scales),
-                row_type,
+                **settings,
             )
         split = functools.partial(_groups_first, num_groups=groups)
         return cls(
             _reshaped(matrix, split, of_values),
             _reshaped(scales, jnp.transpose, of_scales),
-            row_type,
+            **settings,
         )
 
     @property
@@ -166,17 +176,33 @@ class GroupedMatrix(Matrix):
 
         A minimum is multiplied by the sum of the row's features.
         """
-        groups, size, _ = self.values.shape
-        scales, minima = self._scales_and_minima()
-        split = inputs.astype(self.dtype).reshape(-1, groups, size)
-        outputs = product(  # [group, token, out]
-            split, self.values.astype(self.dtype), (((2,), (1,)), ((1,), (0,)))
+        multiply = functools.partial(grouped_matmul, implementation=self.implementation)
+        if self.placement is not None:
+            multiply = self._split(multiply, self.placement)
+        return multiply(inputs.astype(self.dtype), self.values, self.scales)
+
+    def _split(
+        self, multiply: Callable[..., Array], placement: NamedSharding
+    ) -> Callable[..., Array]:
+        """Return a function that multiplies on each device, and sums over groups."""
+        groups, _, outputs = placement.spec
+
+        def run(inputs: Array, values: Array, scales: Array) -> Array:
+            products = multiply(inputs, values, scales)
+            return products if groups is None else jax.lax.psum(products, groups)
+
+        kinds = (None,) * (self.scales.ndim - 2)
+        return jax.shard_map(
+            run,
+            mesh=placement.mesh,
+            in_specs=(
+                PartitionSpec(None, groups),
+                placement.spec,
+                PartitionSpec(*kinds, groups, outputs),
+            ),
+            out_specs=PartitionSpec(None, outputs),
+            check_vma=False,  # kernels do not declare what varies by device
         )
-        outputs = outputs * scales[:, None]
-        if minima is not None:
-            sums = row_sums(split.astype(jnp.float32))  # [token, group, 1]
-            outputs = outputs + sums.transpose(1, 0, 2) * minima[:, None]
-        return outputs.sum(axis=0)
 
     def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
         numbers = self.values.at[:, :, index].get(mode="clip").astype(jnp.float32)
@@ -192,9 +218,41 @@ class GroupedMatrix(Matrix):
         return self.scales[0], self.scales[1]
 
 
-def choose_form(scheme: Scheme) -> type[Matrix]:
-    """Choose the storage format of a matrix that XLA multiplies."""
-    return ScaledMatrix if scheme.group_size is None else GroupedMatrix
+def _has_kernel(dtype: jnp.dtype, shape: tuple[int, ...]) -> bool:
+    """Return whether a GPU's part of the values is multiplied by a kernel.
+
+    XLA would write the products of each group, and widened 4-bit values.
+    """
+    is_packed = dtype in (jnp.int4, jnp.uint4)
+    return dtype == jnp.int8 or (is_packed and shape[2] % 2 == 0)
+
+
+def _is_gpu(platform: str) -> bool:
+    return platform in ("gpu", "cuda")
+
+
+def _abstract(placement: NamedSharding) -> NamedSharding | None:
+    """Return the placement without its devices; None for a single device.
+
+    Programs that were compiled for described devices run on real ones: both must have
+    equal parameters.
+    """
+    mesh = placement.mesh
+    if mesh.size == 1:
+        return None
+    sizes, names = tuple(mesh.shape.values()), mesh.axis_names
+    return NamedSharding(AbstractMesh(sizes, names), placement.spec)
+
+
+def choose_form(scheme: Scheme, platform: str) -> type[Matrix]:
+    """Choose the storage format of a quantized matrix, for devices of a platform.
+
+    On a GPU, XLA would widen 4-bit values with a scale per output in memory; as one
+    group they are multiplied by a kernel.
+    """
+    is_grouped = scheme.group_size is not None
+    is_widened = scheme.kind == INT4 and _is_gpu(platform)
+    return GroupedMatrix if is_grouped or is_widened else ScaledMatrix
 
 
 def _first_column(scales: Array) -> Array:

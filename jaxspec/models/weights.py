@@ -121,7 +121,8 @@ def choose_forms(
         is_trained: Gradients are taken through the network.
     """
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
-    is_cpu, chosen = mesh.devices.flat[0].platform == "cpu", Specs()
+    platform, chosen = mesh.devices.flat[0].platform, Specs()
+    is_cpu = platform == "cpu"
     for path, spec in specs.items():
         form: type[Matrix] = DenseMatrix
         if is_cpu:
@@ -133,7 +134,7 @@ def choose_forms(
                 is_trained=is_trained,
             )
         if spec.scheme is not None:
-            form = quantized.choose_form(spec.scheme)
+            form = quantized.choose_form(spec.scheme, platform)
             if is_cpu:
                 form = cpu.choose_quantized_form(form, num_devices=mesh.size)
         if len(spec.shape) == 2 and form.fits(spec.shape):

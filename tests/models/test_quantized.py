@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from jaxspec.config.model import ModelConfig
+from jaxspec.engine.memory.device_descriptions import named_devices
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
 from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.matrices import DenseMatrix, Matrix
-from jaxspec.models.quantized import GroupedMatrix, Quantized, ScaledMatrix
+from jaxspec.models.quantized import (
+    GroupedMatrix,
+    Quantized,
+    ScaledMatrix,
+    choose_form,
+)
 from jaxspec.models.weights import abstract_params, declare, load_params, random_params
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from jaxspec_checkpoints import CheckpointError, Tensor, in_memory
@@ -110,6 +116,65 @@ def test_every_form_equals_its_dequantized_values(form, scheme):
     np.testing.assert_allclose(one.multiply(inputs), products, atol=1e-4)
     if form is cpu.QuantizedMatrix:
         np.testing.assert_array_equal(one.values, expected)
+
+
+def abstract_groups(
+    devices: str, kind: Any, *, shape: tuple[int, int] = (64, 64), spec: Any = None
+) -> GroupedMatrix:
+    """Return a matrix in groups of 16 on devices known by name only."""
+    found = named_devices(devices)
+    mesh = make_mesh(len(found), devices=found)
+    placement = jax.NamedSharding(mesh, spec or jax.P(TARGET_MESH_AXES, None))
+    values = jax.ShapeDtypeStruct(shape, kind, sharding=placement)
+    scales = values.update(shape=(shape[0], shape[1] // 16), dtype=FLOAT32)
+    return GroupedMatrix.of(Quantized(values=values, scales=scales, dtype=FLOAT32))
+
+
+def test_groups_are_multiplied_by_a_kernel_on_gpus():
+    for kind in ("int4", "uint4", "int8"):
+        one = abstract_groups("h100", kind)
+        assert (one.implementation, one.placement) == ("gpu", None)
+        two = abstract_groups("h100-2", kind)
+        assert two.implementation == "gpu"
+        # Programs that were compiled for described devices run on real ones.
+        other = abstract_groups("b200-2", kind)
+        assert jax.tree.structure(two) == jax.tree.structure(other)
+        assert abstract_groups("v5e-1", kind).implementation == "reference"
+    assert abstract_groups("h100", "float8_e4m3fn").implementation == "reference"
+    # Two devices have 33 outputs each, which do not fill whole bytes.
+    odd = abstract_groups("h100-2", "int4", shape=(66, 64))
+    assert odd.implementation == "reference"
+
+
+def test_four_bits_with_a_scale_per_output_are_one_group_on_gpus():
+    scheme = Scheme(kind=INT4)
+    assert choose_form(scheme, "cuda") is choose_form(scheme, "gpu") is GroupedMatrix
+    assert choose_form(scheme, "tpu") is choose_form(scheme, "cpu") is ScaledMatrix
+    assert choose_form(Scheme(kind=INT8), "gpu") is ScaledMatrix
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES[1], WITH_MINIMA])
+@pytest.mark.parametrize("spec", [(TARGET_MESH_AXES, None), (None, TARGET_MESH_AXES)])
+def test_kernels_of_several_devices_multiply_their_parts(scheme, spec):
+    """Devices have a part of the outputs; or of the groups, whose products are added.
+
+    The reference runs in place of the kernel.
+    """
+    matrix = np.random.default_rng(1).normal(size=(64, 64))
+    values, scales = quantize(matrix, scheme)
+    placement = jax.NamedSharding(make_mesh(2), jax.P(*spec))
+    held = [jax.device_put(one, placement) for one in (values, scales)]
+    split = GroupedMatrix.of(Quantized(values=held[0], scales=held[1], dtype=FLOAT32))
+    kind = jnp.uint4 if scheme.has_minima else jnp.int4
+    on_gpus = abstract_groups("h100-2", kind, spec=jax.P(*spec))
+    split = replace(split, placement=on_gpus.placement)
+    inputs = jnp.asarray(np.random.default_rng(2).normal(size=(5, 64)), FLOAT32)
+    multiply = jax.jit(lambda one, rows: one.multiply(rows))
+    text = multiply.lower(split, inputs).compile().as_text()
+    assert text is not None
+    assert ("all-reduce" in text) == (spec[0] is None)
+    products = np.asarray(inputs, np.float64) @ dequantize(values, scales).T
+    np.testing.assert_allclose(multiply(split, inputs), products, atol=1e-4)
 
 
 def config_of(scheme: Scheme | MixedScheme | None, **changes: Any) -> Any:

@@ -34,7 +34,7 @@ NUM_DRAFT_TOKENS = 5
 
 def missing(device: str) -> str | None:
     """Return the reason why this machine cannot compile for a device, or None."""
-    return aot_gpu.missing() if device.startswith("h") else aot_tpu.MISSING
+    return aot_gpu.missing() if device.startswith(("h", "b")) else aot_tpu.MISSING
 
 
 def skip_without_compiler(device: str) -> None:

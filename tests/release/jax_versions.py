@@ -25,7 +25,8 @@ VERSIONS = {"0.10.2": 11, "0.11.2": 12, "0.12.0.1": 12}
 TOOLS = ("beartype", "hypothesis", "pytest", "pytest-xdist", "scipy")
 # Tests of what calls jax that need neither torch nor a download.
 _KERNELS = (
-    *("bits", "dispatch", "paged_attention", "panel_matmul", "rejection_sampling"),
+    *("bits", "dispatch", "grouped_matmul", "paged_attention", "panel_matmul"),
+    *("rejection_sampling",),
     *("rejection_sampling_backends", "rejection_sampling_sharded", "sums"),
     *("write_kv_pages",),
 )
