@@ -24,7 +24,12 @@ from benchmarks.kernels.clock import measure
 from benchmarks.kernels.work import REFUSALS, Work
 from jaxspec.bench.report import now
 from jaxspec_kernels import dispatch, tuning
-from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles, product_dtype
+from jaxspec_kernels.paged_attention.gpu_tiles import (
+    Tiles,
+    choose_tiles,
+    gpu_of,
+    product_dtype,
+)
 from jaxspec_kernels.tuning import Sizes
 
 Axes = Mapping[str, Sequence[int]]
@@ -61,6 +66,7 @@ def heuristic(work: Work, implementation: str) -> Sizes:
         table=table.shape[1],
         itemsize=product_dtype(work.carry.dtype, pages.dtype).itemsize,
         window=work.case.window,
+        gpu=gpu_of(jax.devices()[0].device_kind),
     )
     return dataclasses.asdict(tiles)
 

@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that this machine lacks, and report their resources.
 
-`python -m tests.kernels.aot_gpu` compiles every program in `PROGRAMS` and writes
+`python -m tests.kernels.aot_gpu` compiles every program in `ALL` and writes
 `benchmarks/results/aot_gpu.json`; with names as arguments, it prints those. The CUDA
 plugin compiles for a described chip; `ptxas -v` reports a kernel's resources. Nothing
 runs: no figure here is a time.
@@ -28,6 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec_kernels.bits import ScaledPages
+from jaxspec_kernels.grouped_matmul import gpu as grouped_matmul
 from jaxspec_kernels.paged_attention import gpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
@@ -129,6 +130,54 @@ PROGRAMS = {name: Program(case=case) for name, case in (CASES | REAL_CASES).item
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """One product of rows with a quantized matrix.
+
+    Attributes:
+        kind: Type of the values.
+        group: Features that share a scale.
+    """
+
+    rows: int
+    kind: str
+    group: int
+    has_minima: bool = False
+    features: int = 3584
+    outputs: int = 4096
+    dtype: str = "bfloat16"
+    device: str = "h200"
+
+
+# The query matrix of 9B in the types of `--quantization int4` and of GGUF files.
+_TYPES: dict[str, dict[str, Any]] = {
+    "int4": dict(kind="int4", group=128),
+    "AWQ": dict(kind="uint4", group=128, has_minima=True),
+    "Q4_0": dict(kind="int4", group=32),
+    "Q4_K": dict(kind="uint4", group=32, has_minima=True),
+    "Q3_K": dict(kind="int4", group=16),
+    "Q2_K": dict(kind="uint4", group=16, has_minima=True),
+    "GPTQ of 8 bits": dict(kind="int8", group=128),
+    "Q8_0": dict(kind="int8", group=32),
+    "Q5_K": dict(kind="int8", group=32, has_minima=True),
+    "Q6_K": dict(kind="int8", group=16),
+}
+PRODUCTS: dict[str, Product] = {
+    f"9b/q_proj/{name}, {rows} rows on {device}": Product(
+        rows=rows, device=device, **settings
+    )
+    for name, settings in _TYPES.items()
+    for device in ("h200", "b200")
+    for rows in (8, 512)
+} | {
+    f"9b/q_proj/{name}, 8 rows, float32": Product(
+        rows=8, dtype="float32", **_TYPES[name]
+    )
+    for name in ("int4", "Q4_K")
+}
+ALL = (*PROGRAMS, *PRODUCTS)
+
+
 def missing() -> str | None:
     """Return why this machine cannot compile for the GPU, or None."""
     lacks = None
@@ -162,6 +211,11 @@ def mesh(chips: int = 1, device: str = "h200") -> Mesh:
         platform="cuda", target_config=target, topology=f"1x1x{chips}"
     )
     return Mesh(np.array(topology.devices), ("x",))
+
+
+def device_kind(device: str) -> str:
+    """Return jax's kind of a described GPU."""
+    return mesh(1, device).devices.flat[0].device_kind
 
 
 def compile_for_gpu(
@@ -308,6 +362,7 @@ def compile_program(program: Program) -> Compiled:
             window=case.window,
             ancestor_mask=mask,
             tiles=program.tiles,
+            device_kind=device_kind(program.device),
         )
 
     if program.chips > 1:
@@ -329,6 +384,26 @@ def compile_program(program: Program) -> Compiled:
     return Compiled(kernels, compiled.memory_analysis().temp_size_in_bytes)
 
 
+@functools.cache
+def compile_product(product: Product) -> Compiled:
+    """Compile a product with a quantized matrix."""
+    chips = mesh(1, product.device)
+    groups = product.features // product.group
+    scales = (*(2,) * product.has_minima, groups, product.outputs)
+    shapes = [
+        jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(chips, PartitionSpec())
+        )
+        for shape, dtype in (
+            ((product.rows, product.features), product.dtype),
+            ((groups, product.group, product.outputs), product.kind),
+            (scales, "float32"),
+        )
+    ]
+    compiled, kernels, _ = compile_for_gpu(grouped_matmul.grouped_matmul, shapes, chips)
+    return Compiled(kernels, compiled.memory_analysis().temp_size_in_bytes)
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the tools that generate the machine code."""
     [plugin] = [
@@ -341,13 +416,20 @@ def versions() -> dict[str, str]:
     return {"jax": jax.__version__, "plugin": plugin, "ptxas": ptxas}
 
 
+def compile_named(name: str) -> Compiled:
+    """Compile a program of `ALL`."""
+    if name in PRODUCTS:
+        return compile_product(PRODUCTS[name])
+    return compile_program(PROGRAMS[name])
+
+
 def main(names: list[str]) -> None:
     """Compile the named programs and print them; without names, write the file."""
     use_compilers()
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
-    rows = ((name, compile_program(PROGRAMS[name]).row()) for name in names or PROGRAMS)
+    rows = ((name, compile_named(name).row()) for name in names or ALL)
     write_record(
         Path(os.devnull) if names else RESULTS,
         "programs",

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxspec_kernels.paged_attention import cpu, gpu, reference, tpu
 from jaxspec_kernels.paged_attention.cases import Case
-from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles
+from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles, gpu_of
 from tests.kernels.oracle import EXACT, SMALL, UNOPTIMISED, Call, build, error
 
 # With the sizes of SMALL: four pages per block, and six blocks in the longest context.
@@ -117,7 +117,13 @@ def count_reads(
     return reads
 
 
-def tiles_of(case: Case, *, itemsize: int = 2) -> Tiles:
+def tiles_of(
+    case: Case,
+    *,
+    itemsize: int = 2,
+    is_tree: bool = False,
+    device_kind: str | None = None,
+) -> Tiles:
     """Return the tiles that the GPU kernel chooses."""
     return choose_tiles(
         (case.seqs, case.queries, case.q_heads, case.head_dim),
@@ -125,6 +131,8 @@ def tiles_of(case: Case, *, itemsize: int = 2) -> Tiles:
         table=-(-case.context // case.page_size),
         itemsize=itemsize,
         window=case.window,
+        is_tree=is_tree,
+        gpu=gpu_of(device_kind),
     )
 
 

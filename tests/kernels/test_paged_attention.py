@@ -22,7 +22,7 @@ from jaxspec_kernels import paged_attention
 from jaxspec_kernels.bits import to_storage
 from jaxspec_kernels.paged_attention import reference, tpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES
-from jaxspec_kernels.paged_attention.gpu_tiles import NUM_SMS, Tiles
+from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 from tests.kernels.attention_base import (
     BACKENDS,
     BLOCK_TOKENS,
@@ -646,12 +646,36 @@ def test_one_long_sequence_fills_a_gpu():
     assert tiles_of(replace(case, window=251)).splits == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_sms", "decoding", "prefill"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 108, 2, 1),
+        ("NVIDIA L4", 58, 1, 1),
+        ("NVIDIA H100 PCIe", 114, 3, 2),
+        ("NVIDIA H100 80GB HBM3", 132, 3, 2),
+        ("NVIDIA B200", 148, 3, 2),
+        ("NVIDIA L40S", 132, 3, 2),  # not known
+        (None, 132, 3, 2),
+    ],
+)
 @pytest.mark.parametrize("name", REAL_CASES)
-def test_splits_run_at_once_on_a_gpu(name):
-    """All thread blocks run at once, because a second wave would double the time."""
+def test_splits_run_at_once_on_a_gpu(name, kind, num_sms, decoding, prefill):
+    """All thread blocks run at once, because a second wave would double the time.
+
+    One more split per row tile would not fit, unless splits are as short as allowed.
+
+    Args:
+        decoding, prefill: Thread blocks of a multiprocessor at once.
+    """
     case = REAL_CASES[name]
-    tiles = tiles_of(case)
+    tiles = tiles_of(case, device_kind=kind)
     rows = case.queries * case.q_heads // case.kv_heads
     programs = case.seqs * case.kv_heads * -(-rows // tiles.rows)
-    assert tiles.splits == 1 or programs * tiles.splits <= 3 * NUM_SMS
+    resident = decoding if tiles.rows == 16 else prefill
+    assert tiles.splits == 1 or programs * tiles.splits <= resident * num_sms
+    tokens = case.context
+    if case.window is not None:
+        tokens = min(tokens, case.window + case.queries - 1)
+    is_shortest = tokens // (tiles.splits + 1) < 128
+    assert is_shortest or programs * (tiles.splits + 1) > resident * num_sms
     assert 2 * tiles.keys * case.head_dim * 2 == 32 * 1024

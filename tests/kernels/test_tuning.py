@@ -227,6 +227,8 @@ def test_attention_takes_the_sizes_of_its_device(
     assert not given.keys() & {"block_tokens", "tiles"}
     call(device_kind="Test Chip 9")
     assert "unknown" not in given
+    if implementation != "reference":
+        assert given["device_kind"] == "Test Chip 9"
     expected = {"tiles": Tiles(**sizes)} if implementation == "gpu" else sizes
     assert {name: given[name] for name in expected} == expected
 

@@ -56,7 +56,7 @@ def paged_attention(
             backend.
         device_kind: Use the tile sizes that were measured on this kind of device
             (`device.device_kind`). With None, or for a device without a table, the
-            kernel chooses.
+            kernel chooses; on a GPU by the device's number of multiprocessors.
 
     Returns:
         In the type of the query.
@@ -93,7 +93,7 @@ def paged_attention(
         )
         sizes = tuning.sizes("paged_attention", name, device_kind, key) or {}
         tuned = {"tiles": Tiles(**sizes)} if name == "gpu" and sizes else sizes
-        if name == "tpu":
+        if name in ("tpu", "gpu"):
             tuned = {**tuned, "device_kind": device_kind}
     run = dispatch.choose("paged_attention", _MODULES, name)
     return run(

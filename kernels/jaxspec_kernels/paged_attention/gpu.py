@@ -7,8 +7,9 @@ mixed values in registers (float32). It looks up each page itself and loads visi
 slots only: pages before the window or past the end cost nothing and may hold NaN. A
 second kernel adds up the splits of a row, weighted by their log-sum-exp.
 
-The grid, the tiles and the number of splits depend on shapes alone. The shares of keys
-depend on lengths, so that all programs of a sequence are busy for any context.
+The grid, the tiles and the number of splits depend on shapes and the kind of device.
+The shares of keys depend on lengths, so that all programs of a sequence are busy for
+any context.
 
 Passing Triton's `CompilerParams` selects Triton, whatever jax prefers on GPU. From jax
 0.11 on it is deprecated: lowering emits a DeprecationWarning, which Python hides by
@@ -31,9 +32,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec_kernels.bits import FP8, KvPages, ScaledPages, check_scales
 from jaxspec_kernels.paged_attention.gpu_tiles import (
     MIN_ROWS,
-    NUM_SMS,
     Tiles,
     choose_tiles,
+    gpu_of,
     power_of_two,
     product_dtype,
 )
@@ -212,7 +213,7 @@ def paged_attention(
     window: int | None,
     ancestor_mask: Bool[Array, "seq token token"] | None,
     tiles: Tiles | None = None,
-    num_sms: int = NUM_SMS,
+    device_kind: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "seq token q_head head_dim"]:
     """See `jaxspec_kernels.paged_attention`; `tiles` overrides `choose_tiles`.
@@ -242,7 +243,8 @@ def paged_attention(
             table=page_table.shape[1],
             itemsize=product_dtype(query.dtype, kv_pages.dtype).itemsize,
             window=window,
-            num_sms=num_sms,
+            is_tree=ancestor_mask is not None,
+            gpu=gpu_of(device_kind),
         )
     kv_heads = kv_pages.shape[2] // 2
     row_tiles = pl.cdiv(queries * q_heads // kv_heads, tiles.rows)
