@@ -12,7 +12,12 @@ from jaxspec.engine.scheduling.kv_cache import NewPages, PageTables
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stages import Admitted, Chunk
-from jaxspec.engine.speculation.step_times import RoundKind, fill_of, num_rows_of
+from jaxspec.engine.speculation.step_times import (
+    MAX_RISE,
+    RoundKind,
+    fill_of,
+    num_rows_of,
+)
 from jaxspec.engine.structured_output import Failure, GrammarState
 from jaxspec.program.plan import (
     NO_TOKEN,
@@ -22,7 +27,7 @@ from jaxspec.program.plan import (
     StepShape,
     Tile,
 )
-from jaxspec.program.wire import TokenLogprobs
+from jaxspec.program.wire import DraftPrefillResult, StepResult, TokenLogprobs
 
 
 class LaunchError(Exception):
@@ -108,6 +113,29 @@ class Launch:
     def has_drafts(self) -> bool:
         """Whether any row has drafts."""
         return self.round_kind.num_draft_tokens > 0
+
+    def kind_and_fill(
+        self, result: StepResult | DraftPrefillResult
+    ) -> tuple[RoundKind, float]:
+        """Return which rounds a round's time is typical of, and its fill.
+
+        A round whose lookups found no drafts, which is shorter, counts as one without.
+        """
+        is_round = isinstance(result, StepResult)
+        if self.has_drafts and is_round and not result.num_valid_drafts.any():
+            plain = RoundKind(self.shape)
+            return plain, fill_of(plain, len(self.rows), self.num_prefilled)
+        return self.round_kind, self.fill
+
+    def set_times(self, expected_s: float | None, seconds: float) -> None:
+        """Set the expected time of a round, and the time that counts."""
+        self.expected_s, self.counted_s = expected_s, seconds
+        if expected_s is not None:
+            self.counted_s = min(seconds, MAX_RISE * expected_s)
+        elif self.shape.is_draft_prefill:
+            # The first runs of a program take many times as long as later ones. As
+            # losses of drafts, they would stop them for seconds.
+            self.counted_s = 0.0
 
     @property
     def num_rounds(self) -> int:

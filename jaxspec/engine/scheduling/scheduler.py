@@ -49,12 +49,7 @@ from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
-from jaxspec.engine.speculation.step_times import (
-    MAX_RISE,
-    RoundKind,
-    StepTimes,
-    fill_of,
-)
+from jaxspec.engine.speculation.step_times import StepTimes
 from jaxspec.program.plan import TILE, StepShape
 from jaxspec.program.wire import DraftPrefillResult, StepResult
 
@@ -453,25 +448,12 @@ class Scheduler:
         result: StepResult | DraftPrefillResult,
         seconds: float,
     ) -> None:
-        """Record how long a round of a launch kept the device busy.
-
-        A round whose lookups found no drafts, which is shorter, counts as one without.
-        """
-        shape, fill, round_kind = launch.shape, launch.fill, launch.round_kind
-        is_round = isinstance(result, StepResult)
-        if launch.has_drafts and is_round and not result.num_valid_drafts.any():
-            round_kind = RoundKind(shape)
-            fill = fill_of(round_kind, len(launch.rows), launch.num_prefilled)
+        """Record how long a round of a launch kept the device busy."""
+        shape = launch.shape
+        round_kind, fill = launch.kind_and_fill(result)
         self.stats.busy_s += seconds
         self.policy.record_time(seconds)
-        expected_s = self.step_times.expected(round_kind, fill)
-        launch.expected_s, launch.counted_s = expected_s, seconds
-        if expected_s is not None:
-            launch.counted_s = min(seconds, MAX_RISE * expected_s)
-        elif shape.is_draft_prefill:
-            # The first runs of a program take many times as long as later ones. As
-            # losses of drafts, they would stop them for seconds.
-            launch.counted_s = 0.0
+        launch.set_times(self.step_times.expected(round_kind, fill), seconds)
         # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
         work = shape, round_kind.num_draft_tokens > 0
