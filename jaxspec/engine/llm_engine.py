@@ -187,6 +187,8 @@ class LLMEngine:
             page_events=self._page_events,
         )
         scheduler.set_corpora(self._corpora_index)
+        if self.runner.compiles_in_background:
+            scheduler.shapes.hold_drafts()
         return scheduler
 
     @classmethod

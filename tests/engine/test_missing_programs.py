@@ -130,3 +130,29 @@ def test_a_request_decodes_without_drafts_until_their_program_is_compiled():
     used = [launch.shape for launch in loop.launches[count:]]
     assert used[used.index(draft_prefill) + 1 :].count(own) > 2
     loop.assert_said_the_truth(request)
+
+
+@pytest.mark.parametrize(("round_s", "num_before"), [(0.001, 0), (0.1, 2)])
+def test_programs_with_drafts_wait_until_a_short_request_ends(round_s, num_before):
+    """Rounds are slower while programs are loaded; see `DRAFTS_AFTER_S`."""
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
+    (request,) = make_requests(config, 1, max_draft_tokens=3)
+    request.prompt_token_ids, request.max_total = [2] * 20, 60
+    request.features = Features(all_greedy=True)
+    programs = ComingPrograms(pause=1)
+    loop = Loop(config, 0, programs=programs)
+    loop.fastest_s, loop.prompt_token_s = round_s, 0.0
+    loop.scheduler.shapes.hold_drafts()
+    loop.scheduler.add(request)
+    num_drafting = 0
+    while loop.scheduler.has_unfinished():
+        num_drafting = count_drafting(programs)
+        loop.step()
+        programs.tick()
+    assert num_drafting == num_before
+    assert count_drafting(programs) >= 2
+
+
+def count_drafting(programs: ComingPrograms) -> int:
+    known = {*programs.asked, *programs.there}
+    return sum(shape.num_levels > 0 or shape.is_draft_prefill for shape in known)

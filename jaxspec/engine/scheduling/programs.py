@@ -20,6 +20,10 @@ from jaxspec.program.tree.tree import Tree, template_of
 FIRST_CHUNK = 2048
 # The same with `batch_invariant`: every launch has room for this many.
 INVARIANT_CHUNK = 4 * TILE
+# Device seconds after which programs with drafts are made while requests run. To load a
+# program takes 0.1 s of a CPU, in which rounds take 1.5 times as long: a first short
+# request, of 96 tokens of the bundled pair, would end before the drafts pay for it.
+DRAFTS_AFTER_S = 0.25
 # Numbers of sequences for which programs without prompts are built.
 NUM_SIZES = 3
 
@@ -104,6 +108,7 @@ class Shapes:
         self.max_tiles = self._largest_chunk // TILE
         self._found: dict[tuple, Selection] = {}
         self._requested: set[StepShape] = set()
+        self._held: dict[StepShape, None] | None = None  # None: programs do not wait
         self._with_prompts: dict[tuple, list[StepShape]] = {}
         self._found_version = -1
         self._forms = self._all_programs()
@@ -374,19 +379,35 @@ class Shapes:
             has_side_branches=has_side_branches,
         ).shape
 
-    def request_compile(self, *shapes: StepShape | None) -> None:
+    def request_compile(self, *shapes: StepShape | None, may_wait: bool = True) -> None:
         """Request programs; the last one is compiled first, each is requested once.
 
         Args:
             shapes: Programs; None is ignored.
+            may_wait: Between `hold_drafts` and `release_drafts`, let programs with
+                drafts wait.
         """
+        held = self._held if may_wait else None
         for shape in shapes:
             if shape is None:
                 continue  # the case in most rounds
+            if held is not None and (shape.num_levels or shape.is_draft_prefill):
+                held[shape] = None
+                continue
             self._refresh()
             if shape not in self._requested:
                 self._requested.add(shape)
                 self._programs.request(shape)
+
+    def hold_drafts(self) -> None:
+        """Let programs with drafts wait for `release_drafts`."""
+        self._held = {}
+
+    def release_drafts(self) -> None:
+        """Request the programs with drafts that waited, and let none wait any more."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self.request_compile(*held)
 
     def _refresh(self) -> None:
         if self._found_version != self._programs.version:

@@ -31,7 +31,7 @@ from jaxspec.engine.scheduling.page_claims import PageClaimer
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.page_releases import PageReleaser
 from jaxspec.engine.scheduling.prefill_budget import REST, Pacer, PrefillPlanner
-from jaxspec.engine.scheduling.programs import Programs, Shapes
+from jaxspec.engine.scheduling.programs import DRAFTS_AFTER_S, Programs, Shapes
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.round_estimates import RoundEstimator, make_acceptance
 from jaxspec.engine.scheduling.row_table import RowTable
@@ -349,7 +349,7 @@ class Scheduler:
                 batch.add_pages(self.tables.grow(grant.request, grant.num_tokens))
         for chunk in claims.chunks:
             batch.prefill(chunk)
-        self.shapes.request_compile(*admissions.missing)
+        self.shapes.request_compile(*admissions.missing, may_wait=False)
         for admitted in admissions.admitted:
             self._begin(admitted, batch)
         self.shapes.request_compile(plan.missing)
@@ -452,6 +452,8 @@ class Scheduler:
         shape = launch.shape
         round_kind, fill = launch.kind_and_fill(result)
         self.stats.busy_s += seconds
+        if self.stats.busy_s >= DRAFTS_AFTER_S:
+            self.shapes.release_drafts()
         self.policy.record_time(seconds)
         launch.set_times(self.step_times.expected(round_kind, fill), seconds)
         # Launches with prompts, and of draft prefill, seldom follow each other.
@@ -474,6 +476,8 @@ class Scheduler:
         else:
             self._leave(request)
         self._estimator.finish(request)
+        if not self.has_unfinished():
+            self.shapes.release_drafts()
         request.page_keys = []
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop
