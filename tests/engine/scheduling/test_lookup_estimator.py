@@ -435,6 +435,7 @@ def test_copy_gets_drafts_although_the_draft_model_is_useless(num_seqs):
     assert loop.device.num_accepted > 0.5 * loop.device.num_proposed
 
 
+@pytest.mark.usefixtures("unchecked_types")  # parts of a launch and its result
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_accepted_drafts_count_as_a_match_only_without_a_draft_model(has_draft):
     """With one, the drafts may have been the draft model's."""
