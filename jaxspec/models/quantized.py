@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.matrices import Matrix, product
@@ -55,7 +55,7 @@ class ScaledMatrix(Matrix):
     """One scale per output, which multiplies the products of the values.
 
     Attributes:
-        values: [out, features], int8, int4 or float8_e4m3fn.
+        values: [out, features], int8, int4 (not on CPUs) or float8_e4m3fn.
         scales: [out], float32.
         row_type: Type that rows are rounded to.
     """
@@ -66,15 +66,19 @@ class ScaledMatrix(Matrix):
 
     @classmethod
     def of(cls, values: Quantized) -> "ScaledMatrix":
-        scales, row_type = values.scales, jnp.dtype(values.dtype).name
-        placement = NamedSharding(
-            scales.sharding.mesh, PartitionSpec(scales.sharding.spec[0])
-        )
-        if isinstance(scales, jax.ShapeDtypeStruct):
+        matrix, scales = values.values, values.scales
+        row_type, mesh = jnp.dtype(values.dtype).name, scales.sharding.mesh
+        placement = NamedSharding(mesh, PartitionSpec(scales.sharding.spec[0]))
+        kind = _stored_type(matrix.dtype, mesh)
+        if isinstance(matrix, jax.ShapeDtypeStruct):
+            matrix = matrix.update(dtype=kind)
             scales = scales.update(shape=scales.shape[:1], sharding=placement)
         else:
+            if kind != matrix.dtype:
+                widen = functools.partial(_widened, dtype=kind)
+                matrix = _reshaped(matrix, widen, matrix.sharding)
             scales = _reshaped(scales, _first_column, placement)
-        return cls(values.values, scales, row_type)
+        return cls(matrix, scales, row_type)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -137,7 +141,7 @@ class GroupedMatrix(Matrix):
         of_values = NamedSharding(mesh, PartitionSpec(features, None, outputs))
         kinds = (None,) * (len(scales.shape) - 2)  # of [2, group, out]
         of_scales = NamedSharding(mesh, PartitionSpec(*kinds, features, outputs))
-        form = groups, size, matrix.shape[0]
+        form, kind = (groups, size, matrix.shape[0]), _stored_type(matrix.dtype, mesh)
         settings: dict[str, Any] = dict(row_type=jnp.dtype(values.dtype).name)
         if _is_gpu(mesh.devices.flat[0].platform) and _has_kernel(
             matrix.dtype, of_values.shard_shape(form)
@@ -145,11 +149,11 @@ class GroupedMatrix(Matrix):
             settings |= dict(implementation="gpu", placement=_abstract(of_values))
         if isinstance(matrix, jax.ShapeDtypeStruct):
             return cls(
-                matrix.update(shape=form, sharding=of_values),
+                matrix.update(shape=form, dtype=kind, sharding=of_values),
                 scales.update(shape=scales.shape[::-1], sharding=of_scales),
                 **settings,
             )
-        split = functools.partial(_groups_first, num_groups=groups)
+        split = functools.partial(_groups_first, num_groups=groups, dtype=kind)
         return cls(
             _reshaped(matrix, split, of_values),
             _reshaped(scales, jnp.transpose, of_scales),
@@ -223,8 +227,21 @@ def _has_kernel(dtype: jnp.dtype, shape: tuple[int, ...]) -> bool:
 
     XLA would write the products of each group, and widened 4-bit values.
     """
-    is_packed = dtype in (jnp.int4, jnp.uint4)
-    return dtype == jnp.int8 or (is_packed and shape[2] % 2 == 0)
+    return dtype == jnp.int8 or (_has_four_bits(dtype) and shape[2] % 2 == 0)
+
+
+def _stored_type(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
+    """Return the type that these devices store a matrix's values in.
+
+    A CPU's int4 arrays take a byte per value, and programs compiled ahead of time
+    reject them: they expect a layout with elements of 4 bits (jax 0.10.2).
+    """
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return jnp.dtype(jnp.int8) if is_cpu and _has_four_bits(dtype) else dtype
+
+
+def _has_four_bits(dtype: jnp.dtype) -> bool:
+    return dtype in (jnp.int4, jnp.uint4)
 
 
 def _is_gpu(platform: str) -> bool:
@@ -259,7 +276,12 @@ def _first_column(scales: Array) -> Array:
     return scales[:, 0]
 
 
-def _groups_first(values: Array, num_groups: int) -> Array:
+def _widened(values: Array, dtype: jnp.dtype) -> Array:
+    return values.astype(dtype)
+
+
+def _groups_first(values: Array, num_groups: int, dtype: jnp.dtype) -> Array:
+    values = _widened(values, dtype)
     return values.reshape(len(values), num_groups, -1).transpose(1, 2, 0)
 
 

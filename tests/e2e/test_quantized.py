@@ -1,4 +1,4 @@
-"""Quantized drafts change no text; drafts change no text of a quantized target.
+"""Quantized drafts change no text; nor do drafts or devices of a quantized target.
 
 These tests use the bundled pair, whose drafts are often accepted even if it is
 quantized. Properties of all proposers are tested on a smaller pair in
@@ -82,6 +82,15 @@ def test_texts_of_quantized_target_do_not_depend_on_drafts(kind):
     assert 0.2 < rate < 1
     if kind == "int4":  # int8 is so precise that texts of this length do not change
         assert alone != plain()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["int4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "fp8"))],
+)
+def test_texts_of_quantized_target_do_not_depend_on_devices(kind):
+    alone, _ = texts(quantization=kind)
+    assert texts(quantization=kind, tensor_parallel_size=2)[0] == alone
 
 
 @pytest.mark.slow
