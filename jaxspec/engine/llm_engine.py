@@ -453,7 +453,7 @@ class LLMEngine:
         self.scheduler.record_time(launch, result, took_s)
         num_before = self.stats.num_generated_tokens
         advance = self.scheduler.commit(launch, result)
-        self.metrics.warn_of_low_acceptance(self.acceptance, self.choice)
+        self.metrics.warn_of_low_acceptance(self.acceptance, lambda: self.choice)
         if not self.config.disable_log_stats:
             generated = self.stats.num_generated_tokens - num_before
             self.metrics.add_round(launch, generated, took_s)

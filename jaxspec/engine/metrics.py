@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxspec.config.engine import EngineConfig
@@ -482,9 +483,13 @@ class EngineMetrics:
         return Counter(name=name, labels=self._labels | labels, value=value)
 
     def warn_of_low_acceptance(
-        self, acceptance: AcceptanceRates, choice: Choice
+        self, acceptance: AcceptanceRates, find_choice: Callable[[], Choice]
     ) -> None:
-        """Warn once, with possible causes, if few drafts agree with the target."""
+        """Warn once, with possible causes, if few drafts agree with the target.
+
+        Args:
+            find_choice: Returns the current K; called only for a warning.
+        """
         if self._last_check is None or self._config.is_synthetic:
             return
         compared, agreed = self._last_check
@@ -498,7 +503,7 @@ class EngineMetrics:
         if agreed >= _LOW_ACCEPTANCE * compared:
             return
         self._last_check = None
-        speculative, k = self._config.speculative, choice.num_draft_tokens
+        speculative, k = self._config.speculative, find_choice().num_draft_tokens
         causes = _LOOKUP_CAUSES
         if speculative is not None and speculative.method_info.weights:
             has_head = speculative.method_info.has_head

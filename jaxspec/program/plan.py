@@ -162,7 +162,7 @@ class StepShape:
         size = f"{self.num_seqs}x{self.num_levels}{nodes}{rounds}{chunk}"
         return f"{size}_{self.features.name}"
 
-    @property
+    @functools.cached_property
     def tree(self) -> Tree:
         """The drafts of a sequence.
 

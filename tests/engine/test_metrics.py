@@ -427,7 +427,8 @@ def test_warns_of_low_acceptance_once(caplog: pytest.LogCaptureFixture):
     acceptance = make_rates()
 
     def new_warnings(k: int = 1) -> list[str]:
-        metrics.warn_of_low_acceptance(acceptance, Choice(num_draft_tokens=k))
+        choice = Choice(num_draft_tokens=k)
+        metrics.warn_of_low_acceptance(acceptance, lambda: choice)
         return warnings_of(caplog)
 
     compare(acceptance, 1999, share=0.1)
@@ -459,7 +460,7 @@ def test_warns_of_low_acceptance_unless_it_is_synthetic(
         metrics, _ = make_metrics(**changes)
         acceptance = make_rates()
         compare(acceptance, 2000, share=0.1)
-        metrics.warn_of_low_acceptance(acceptance, Choice())
+        metrics.warn_of_low_acceptance(acceptance, Choice)
     model, ngram = warnings_of(caplog)
     text = "10% of the last 2000 draft tokens. K is 0 now: decoding continues without"
     assert text in model

@@ -12,7 +12,7 @@ the same places as without the other nodes, which form the side branches.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -35,10 +35,11 @@ class Tree:
             assert ROOT <= parent < node, f"node {node} after node {parent}"
 
     @classmethod
+    @cache
     def chain(cls, num_nodes: int) -> "Tree":
         """Return the tree in which every draft continues the one before it.
 
-        0 drafts are plain decoding.
+        0 drafts are plain decoding. Kept, since every launch asks for its tree.
         """
         return cls(tuple(range(ROOT, num_nodes - 1)))
 
@@ -124,7 +125,7 @@ class Tree:
     def _depth(self, node: int) -> int:
         return self.depths[node + 1]
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         """Whether position and slot are the same, and rows see all rows before them."""
         return self == Tree.chain(self.num_nodes)
