@@ -153,6 +153,40 @@ def test_programs_with_drafts_wait_until_a_short_request_ends(round_s, num_befor
     assert count_drafting(programs) >= 2
 
 
+@pytest.mark.parametrize("is_prefilling", [False, True])
+def test_programs_that_requests_lack_do_not_wait(is_prefilling):
+    """With `batch_invariant`, all programs have drafts, and none replaces another.
+
+    The second request is admitted in the program of the first. When that one ends, the
+    second decodes, or its prompt is not prefilled yet.
+    """
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_num_batched_tokens=32, batch_invariant=True
+    )
+    first, second = make_requests(config, 2)
+    first.features = GRAMMAR
+    first.prompt_token_ids, first.max_total = [2] * 20, 24
+    programs = ComingPrograms(pause=1)
+    loop = Loop(config, 0, programs=programs)
+    loop.fastest_s, loop.prompt_token_s = 1e-6, 0.0
+    loop.scheduler.shapes.hold_drafts()
+    loop.scheduler.add(first)
+    while first.status is not Status.DECODE:
+        loop.step()
+        programs.tick()
+    loop.scheduler.add(second)
+    status = Status.PREFILL if is_prefilling else Status.DECODE
+    while second.status is not status:
+        loop.step()
+        programs.tick()
+    if is_prefilling:
+        loop.scheduler.finish(first, "abort", None)
+    for _ in range(200):
+        loop.step()
+        programs.tick()
+    loop.check_ended([second])
+
+
 def count_drafting(programs: ComingPrograms) -> int:
     known = {*programs.asked, *programs.there}
     return sum(shape.num_levels > 0 or shape.is_draft_prefill for shape in known)

@@ -337,8 +337,12 @@ class Scheduler:
     def apply_plan(self, plan: LaunchPlan) -> Launch | None:
         """Apply a plan to requests, rows and pages; None if nothing is launched."""
         claims, admissions, table = plan.claims, plan.admissions, self.rows
-        self.shapes.request_compile(*plan.decode.missing, plan.budget.missing)
-        account = plan.budget.account
+        decode, budget = plan.decode, plan.budget
+        # If no compiled program serves the rows or the prompts, the missing one must
+        # not wait. With `batch_invariant`, all programs are programs with drafts.
+        self.shapes.request_compile(*decode.missing, may_wait=decode.shape is not None)
+        self.shapes.request_compile(budget.missing, may_wait=bool(budget.shapes))
+        account = budget.account
         if account is not None:
             self.pacer.begin(account)
         batch = LaunchBuilder(table, self.tables, has_draft_model=self._has_draft_model)
