@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.multihost.channel import Followers
 from jaxspec.errors import EngineDeadError
@@ -69,6 +70,30 @@ def test_failure_with_drafts_stops_drafting(where, after, num_seqs):
     _, shape = runner.plans[-1]
     assert shape.num_levels == 0
     assert not runner.device.has_draft
+
+
+@pytest.mark.parametrize("is_warming", [False, True])
+def test_failure_with_drafts_drops_programs_of_the_draft_model(is_warming):
+    """They cannot be compiled, and their errors would end later requests."""
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+
+    def compile_program(shape: StepShape) -> None:
+        assert runner.device.has_draft or not shape.is_draft_prefill
+
+    def leave_out_drafts() -> None:
+        runner.device.has_draft = False
+        runner.compiler.clear()
+
+    runner.compiler, runner.compiles_in_background = Compiler(compile_program), True
+    runner.leave_out_drafts = leave_out_drafts
+    engine.scheduler = engine._make_scheduler()
+    if is_warming:
+        engine.start_warm_up()
+    add(engine)
+    fail(runner, "launch", after=1)
+    assert last_of(run_all(engine)) == ALL
+    engine.wait_for_programs()
+    assert not any(shape.is_draft_prefill for shape in runner.compiler.made)
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])

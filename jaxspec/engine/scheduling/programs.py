@@ -259,7 +259,8 @@ class Shapes:
         listed = [
             shapes[0] for shapes in lists if shapes and shapes[0].max_prompt_tokens
         ]
-        listed += self.draft_prefills  # needed for drafts
+        if not self._policy.is_stopped:
+            listed += self.draft_prefills  # needed for drafts
         listed += [shape for shapes in lists for shape in shapes]
         budget = self.max_tiles * TILE
         tokens = budget if prompt_tokens is None else prompt_tokens
@@ -404,9 +405,13 @@ class Shapes:
         self._held = {}
 
     def release_drafts(self) -> None:
-        """Request the programs with drafts that waited, and let none wait any more."""
-        if self._held is not None:
-            held, self._held = self._held, None
+        """Request the programs with drafts that waited, and let none wait any more.
+
+        If drafting has stopped, they are dropped: without the proposers' state, draft
+        prefill cannot be compiled.
+        """
+        held, self._held = self._held, None
+        if held and not self._policy.is_stopped:
             self.request_compile(*held)
 
     def _refresh(self) -> None:
