@@ -7,7 +7,7 @@ GPU kernel in registers, so that no matrix of the rows' type is ever written
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -134,6 +134,7 @@ class GroupedMatrix(Matrix):
     @classmethod
     def of(cls, values: Quantized) -> "GroupedMatrix":
         """Reorder on the devices; needs memory for a second copy of the matrix."""
+        values = _with_split_group(values)
         matrix, scales = values.values, values.scales
         outputs, features = scales.sharding.spec
         mesh, groups = scales.sharding.mesh, scales.shape[1]
@@ -220,6 +221,23 @@ class GroupedMatrix(Matrix):
         if self.scales.ndim == 2:
             return self.scales, None
         return self.scales[0], self.scales[1]
+
+
+def _with_split_group(values: Quantized) -> Quantized:
+    """Make a single group of features one group per device that has a part of them.
+
+    Devices have whole groups: each would have all features of a single group.
+    """
+    matrix, scales = values.values, values.scales
+    parts = matrix.shape[1] // matrix.sharding.shard_shape(matrix.shape)[1]
+    if scales.shape[1] > 1 or parts == 1:
+        return values
+    placement = scales_sharding(matrix.sharding, parts)
+    if isinstance(scales, jax.ShapeDtypeStruct):
+        shape = scales.shape[0], parts, *scales.shape[2:]
+        return replace(values, scales=scales.update(shape=shape, sharding=placement))
+    repeat = functools.partial(jnp.repeat, repeats=parts, axis=1)
+    return replace(values, scales=_reshaped(scales, repeat, placement))
 
 
 def _has_kernel(dtype: jnp.dtype, shape: tuple[int, ...]) -> bool:

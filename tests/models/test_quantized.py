@@ -19,6 +19,7 @@ from jaxspec.models.quantized import (
     Quantized,
     ScaledMatrix,
     choose_form,
+    scales_sharding,
 )
 from jaxspec.models.weights import abstract_params, declare, load_params, random_params
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
@@ -156,6 +157,30 @@ def test_four_bits_with_a_scale_per_output_are_one_group_on_gpus():
     assert choose_form(scheme, "cuda") is choose_form(scheme, "gpu") is GroupedMatrix
     assert choose_form(scheme, "tpu") is choose_form(scheme, "cpu") is ScaledMatrix
     assert choose_form(Scheme(kind=INT8), "gpu") is ScaledMatrix
+
+
+def test_a_group_is_split_if_devices_split_the_features():
+    """Else each GPU would have the whole matrix."""
+    matrix = np.random.default_rng(1).normal(size=(64, 64))
+    values, scales = quantize(matrix, Scheme(kind=INT4))
+    placement = jax.NamedSharding(make_mesh(2), jax.P(None, TARGET_MESH_AXES))
+    held = [
+        jax.device_put(values, placement),
+        jax.device_put(scales, scales_sharding(placement, 1)),
+    ]
+    known = [
+        jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding)
+        for one in held
+    ]
+    placed, described = (
+        GroupedMatrix.of(Quantized(values=one[0], scales=one[1], dtype=FLOAT32))
+        for one in (held, known)
+    )
+    assert placed.values.sharding.shard_shape(placed.values.shape) == (1, 32, 64)
+    inputs = jnp.asarray(np.random.default_rng(2).normal(size=(5, 64)), FLOAT32)
+    program = jax.jit(GroupedMatrix.multiply).lower(described, inputs).compile()
+    products = np.asarray(inputs, np.float64) @ dequantize(values, scales).T
+    np.testing.assert_allclose(program(placed, inputs), products, atol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", [SCHEMES[1], WITH_MINIMA])
