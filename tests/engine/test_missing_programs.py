@@ -187,6 +187,37 @@ def test_programs_that_requests_lack_do_not_wait(is_prefilling):
     loop.check_ended([second])
 
 
+def test_launch_of_some_running_requests_has_a_program():
+    """With `batch_invariant`, that for the features of these alone may be missing."""
+    config = make_config(
+        max_num_seqs=4, num_pages=200, num_draft_tokens=0, batch_invariant=True
+    )
+    ending, decoding, newcomer = requests = make_requests(config, 3)
+    ending.features, ending.max_total = PROMPTS, 75
+    decoding.features, newcomer.features = LOGPROBS, GRAMMAR
+    programs = SomePrograms()
+    loop = Loop(config, 0, programs=programs)
+    for features in (LOGPROBS, PROMPTS, PROMPTS | GRAMMAR):
+        programs.add(loop.scheduler.shapes.all(features=[features])[0])
+    loop.add([ending, decoding])
+    while ending.status is not Status.DECODE or is_decodable(loop, ending):
+        loop.step()
+    assert ending in loop.scheduler.running, "its last round is in flight"
+    loop.add([newcomer])
+    loop.step()
+    assert newcomer in loop.scheduler.running
+    own = loop.scheduler.shapes.all(features=[LOGPROBS | GRAMMAR])[0]
+    assert programs.asked == [own]
+    programs.add(own)
+    programs.add(loop.scheduler.shapes.all(features=[GRAMMAR])[0])
+    loop.run()
+    loop.check_ended(requests)
+
+
+def is_decodable(loop: Loop, request: Request) -> bool:
+    return request.row in loop.scheduler.rows.decodable(0)[0]
+
+
 def count_drafting(programs: ComingPrograms) -> int:
     known = {*programs.asked, *programs.there}
     return sum(shape.num_levels > 0 or shape.is_draft_prefill for shape in known)

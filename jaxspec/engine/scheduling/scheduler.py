@@ -12,6 +12,7 @@ One launch is planned before the previous one is read, so lengths are bounds: on
 device knows the number of accepted drafts. Knows nothing of texts or devices.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Mapping
@@ -322,15 +323,24 @@ class Scheduler:
         is_waiting = len(self.waiting) > num_change
         num_running = len(self.running) + num_change + is_waiting
         may_draft = self.policy.max_draft_tokens(num_running) > 0
-        shape, missing = self.shapes.select(
+        find = functools.partial(
+            self.shapes.select,
             num_seqs,
             decode.num_draft_tokens,
             sum(chunk.num_tiles for chunk in chunks) * TILE,
-            features,
             may_request_on_demand=self._may_request_on_demand(
                 decode, may_draft=may_draft
             ),
         )
+        shape, missing = find(features)
+        if shape is None:
+            # With `batch_invariant`, a program serves only the features that it was
+            # compiled for, here those of all requests that may be in the launch.
+            features |= decode.features
+            others = self.running if admissions.admitted else self._prefilling
+            for request in others:
+                features |= request.features
+            shape, _ = find(features)
         assert shape is not None, "no compiled program serves the planned launch"
         return LaunchPlan(*parts, shape, missing)
 
