@@ -425,10 +425,14 @@ class LLMEngine:
         if self.scheduler.masks.wait(MAX_WAIT_S):
             return time.monotonic() - before
         with AsLaunchErrors():
-            shapes = self.scheduler.shapes
-            self.runner.compiler.check(lambda one: not shapes.is_on_demand(one))
+            self.runner.compiler.check(self._must_exist)
         self.runner.compiler.wait(MAX_WAIT_S)
         return time.monotonic() - before
+
+    def _must_exist(self, shape: StepShape) -> bool:
+        """Return whether an error of this program ends requests that wait for one."""
+        is_unused = shape.is_draft_prefill and self.policy.is_stopped
+        return not (is_unused or self.scheduler.shapes.is_on_demand(shape))
 
     def _read(self) -> tuple[list[RequestOutput], float]:
         """Read the oldest launch; return its outputs, and the seconds waited for it."""

@@ -96,6 +96,25 @@ def test_failure_with_drafts_drops_programs_of_the_draft_model(is_warming):
     assert not any(shape.is_draft_prefill for shape in runner.compiler.made)
 
 
+def test_failed_program_of_the_draft_model_ends_no_request():
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+
+    def compile_program(shape: StepShape) -> None:
+        assert not shape.is_draft_prefill
+
+    runner.compiler, runner.compiles_in_background = Compiler(compile_program), True
+    engine.scheduler = engine._make_scheduler()
+    add(engine)
+    assert last_of(run_all(engine)) == ALL
+    while engine.num_warming:
+        runner.compiler.wait(1.0)
+    assert all(shape.is_draft_prefill for shape in runner.compiler.failures)
+    assert len(runner.compiler.failures) == 2
+    add(engine, logprobs=1)  # in programs that are not compiled yet
+    assert last_of(run_all(engine)) == ALL
+    assert engine.policy.is_stopped
+
+
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_failure_without_drafts_ends_running_requests(where, after):
