@@ -56,6 +56,23 @@ class Admitter:
         features = features_with(request, running)
         return bool(self._shapes.with_prompts(num_seqs, 0, features))
 
+    def missing_with_drafts(
+        self, request: Request, running: Sequence[Request], num_draft_tokens: int
+    ) -> list[StepShape | None]:
+        """Return the missing programs that an admitted request needs next.
+
+        The first to be compiled is the last one, for rounds without drafts, which run
+        until the draft model has read the prompt.
+        """
+        select, count = self._shapes.select, len(running)
+        features = features_with(request, running)
+        num_tiles = padded(len(request.tokens_to_prefill)) // TILE
+        return [
+            select(count, num_draft_tokens, 0, features).missing,
+            self._shapes.select_draft_prefill(num_tiles).missing,
+            select(count, 0, 0, features, may_request_on_demand=False).missing,
+        ]
+
     def admit(
         self, running: Sequence[Request], budget: PrefillBudget, claims: PageClaims
     ) -> Admissions:

@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine.scheduling.admission import Admitter, features_with
+from jaxspec.engine.scheduling.admission import Admitter
 from jaxspec.engine.scheduling.commit import commit, settle
 from jaxspec.engine.scheduling.decode_selection import DecodeSelector
 from jaxspec.engine.scheduling.draft_prefill import DraftPrefill
@@ -392,24 +392,10 @@ class Scheduler:
             # Requests that sample in another way have other acceptance rates.
             self.policy.reconsider()
         if self._has_draft_model and (k := self.choice.num_draft_tokens):
-            self._request_drafts(request, k)
+            missing = self._admitter.missing_with_drafts(request, self.running, k)
+            self.shapes.request_compile(*missing)
         if not request.stats.scheduled_ts:
             request.stats.scheduled_ts = time.monotonic()
-
-    def _request_drafts(self, request: Request, num_draft_tokens: int) -> None:
-        """Request the programs that an admitted request needs next.
-
-        The first to be compiled is the one for rounds without drafts, which run until
-        the draft model has read the prompt.
-        """
-        count, features = len(self.running), features_with(request, self.running)
-        plain = self.shapes.select(count, 0, 0, features, may_request_on_demand=False)
-        num_tiles = -(-len(request.tokens_to_prefill) // TILE)
-        self.shapes.request_compile(
-            self.shapes.select(count, num_draft_tokens, 0, features).missing,
-            self.shapes.select_draft_prefill(num_tiles).missing,
-            plain.missing,
-        )
 
     def _preempt(self, request: Request) -> None:
         """Free a request's row and pages; it keeps its tokens and waits again."""
