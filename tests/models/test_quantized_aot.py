@@ -119,6 +119,7 @@ def expected_bytes(size: str, kind: str) -> float:
             *itertools.product(("h200",), ("2b", "9b", "27b"), ("int8", "int4", "fp8")),
             *itertools.product(("h200",), ("2b",), (*GGUF_TYPES, PER_OUTPUT, MIXED)),
             *itertools.product(("h200-2", "b200"), ("9b",), ("int4", "Q4_K")),
+            ("h200-2", "2b", PER_OUTPUT),
         ],
         is_example=lambda case: (
             case in (("v5e-1", "2b", "int8"), ("h200", "2b", "int4"))
