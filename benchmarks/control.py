@@ -7,7 +7,7 @@ their speeds are compared per repeat. Parts:
 
 - `cells`: at several forced acceptance rates and batch sizes, compares adaptive K with
   the best fixed K and with plain decoding; also records K, probes, and measured and
-  expected round times.
+  expected round times. A second engine without drafts shows the noise.
 - `step`: forced acceptance that jumps between 0.9 and 0 every five seconds: tokens/s
   over time, and the time until they are within a tenth of the settled value.
 - `ramp`: the number of requests rises to the maximum and falls: tokens/s and K.
@@ -278,6 +278,7 @@ def bundled_ids(engines: Engines, count: int) -> list[list[int]]:
 
 def cells(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
     ways = engines.ways(engines.forced, options.fixed)
+    ways |= {ALIKE: Way(engines.alike, 0)}
     rows = []
     places = list(itertools.product(sizes_of(options, BATCHES), ACCEPTANCE_RATES))
     for size, acceptance in tqdm(places, desc="cells"):
