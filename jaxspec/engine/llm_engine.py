@@ -34,7 +34,7 @@ from jaxspec.engine.scheduling.round_estimates import make_acceptance
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
-from jaxspec.engine.speculation.step_times import FIXED_SHARE, StepTimes
+from jaxspec.engine.speculation.step_times import FIXED_ROWS, StepTimes
 from jaxspec.engine.stat_loggers import check_stat_loggers
 from jaxspec.engine.tracing import RequestTracer
 from jaxspec.errors import (
@@ -114,7 +114,7 @@ class LLMEngine:
         self.config, self.runner = config, runner
         self.stats = EngineStats()
         self.policy = SpeculationPolicy(config.speculative)
-        self.step_times = StepTimes(FIXED_SHARE if runner.skips_padding else 1.0)
+        self.step_times = StepTimes(FIXED_ROWS if runner.skips_padding else None)
         self.acceptance = make_acceptance(config, self.policy)
         speculative = config.speculative
         max_tokens = speculative and speculative.suffix_decoding_max_corpus_tokens

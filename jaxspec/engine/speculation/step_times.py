@@ -18,11 +18,11 @@ STALL = 4.0
 # benchmark, eight rounds that took 3 to 9 times the expected time. A round that is
 # always slower is soon expected to be.
 MAX_RISE = 1.5
-# With products in C++, a round leaves out padding rows. This share of a full round's
-# time does not depend on the rows: reading weights, host work. With the bundled pair,
-# 5, 8 and 12 of 16 rows take 0.36, 0.56 and 0.75 of the full time (a share of about
-# 0.1), and 2 of 4 take 0.83 (0.65).
-FIXED_SHARE = 0.25
+# With products in C++, a round leaves out padding rows. The rest of its time, such as
+# reading weights and host work, is that of so many rows. With the bundled pair, 5, 8 and
+# 12 of 16 rows take 0.71, 0.85 and 0.93 of the full time, 12 and 18 of 24 take 0.79 and
+# 0.92, and 30, 48 and 72 of 96 take 0.51, 0.62 and 0.83: within 0.06 of this rule.
+FIXED_ROWS = 32
 # After this many times in a row that are not typical, the next one is counted although
 # it is not typical.
 MAX_SKIPPED = 16
@@ -53,13 +53,17 @@ def fill_of(round_kind: RoundKind, num_rows: int, num_prompt_tokens: int = 0) ->
     Args:
         num_rows: As `num_rows_of`.
     """
+    if round_kind.shape.is_draft_prefill:
+        num_rows = 0
+    return min((num_rows + num_prompt_tokens) / max_rows_of(round_kind), 1.0)
+
+
+def max_rows_of(round_kind: RoundKind) -> int:
+    """Return the number of rows of a round, including padding."""
     shape, num_draft_tokens = round_kind
-    if shape.is_draft_prefill:
-        return num_prompt_tokens / shape.max_prompt_tokens
     tree = shape.tree
     width = num_draft_tokens + 1 if tree.is_chain else tree.num_rows
-    size = shape.num_seqs * width + shape.max_prompt_tokens
-    return min((num_rows + num_prompt_tokens) / size, 1.0)
+    return shape.num_seqs * width + shape.max_prompt_tokens
 
 
 class StepTimes:
@@ -70,14 +74,15 @@ class StepTimes:
             run on.
     """
 
-    def __init__(self, fixed_share: float = 1.0):
+    def __init__(self, fixed_rows: int | None = None):
         """Start without times.
 
         Args:
-            fixed_share: Share of a round's time that does not depend on the number of
-                rows with tokens: 1 where padding rows cost as much as others.
+            fixed_rows: Rows that take as long as the part of a round that does not
+                depend on the number of rows with tokens; None where padding rows cost
+                as much as others.
         """
-        self._fixed_share = fixed_share
+        self._fixed_rows = fixed_rows
         self.seconds: dict[RoundKind, float] = {}
         self._has_run: set[RoundKind] = set()
         self._num_skipped = Counter[RoundKind]()
@@ -89,7 +94,7 @@ class StepTimes:
             fill: As for `record`.
         """
         self._has_run.add(round_kind)
-        self.seconds[round_kind] = seconds / self._scale(fill)
+        self.seconds[round_kind] = seconds / self._scale(round_kind, fill)
 
     def record(
         self,
@@ -111,7 +116,7 @@ class StepTimes:
         Returns:
             The seconds, limited to `STALL` times the expected time.
         """
-        known, scale = self.seconds.get(round_kind), self._scale(fill)
+        known, scale = self.seconds.get(round_kind), self._scale(round_kind, fill)
         expected = expected if known is None else known * scale
         if expected is not None:
             seconds = min(seconds, STALL * expected)
@@ -128,8 +133,12 @@ class StepTimes:
             self._has_run.add(round_kind)
         return seconds
 
-    def _scale(self, fill: float) -> float:
-        return self._fixed_share + (1 - self._fixed_share) * fill
+    def _scale(self, round_kind: RoundKind, fill: float) -> float:
+        """Return the share of the time without padding that a round takes."""
+        if self._fixed_rows is None:
+            return 1.0
+        num_rows = max_rows_of(round_kind)
+        return (self._fixed_rows + fill * num_rows) / (self._fixed_rows + num_rows)
 
     def measured(self, round_kind: RoundKind, fill: float = 1.0) -> float | None:
         """Return a round's measured time; None if it was not measured.
@@ -138,7 +147,7 @@ class StepTimes:
             fill: Share of the round's rows that have tokens.
         """
         full_s = self.seconds.get(round_kind)
-        return None if full_s is None else full_s * self._scale(fill)
+        return None if full_s is None else full_s * self._scale(round_kind, fill)
 
     def expected(self, round_kind: RoundKind, fill: float = 1.0) -> float | None:
         """Return a round's time, measured or interpolated between two values of K.
@@ -151,7 +160,7 @@ class StepTimes:
             than were ever tried is unknown.
         """
         full_s = self._full(round_kind)
-        return None if full_s is None else full_s * self._scale(fill)
+        return None if full_s is None else full_s * self._scale(round_kind, fill)
 
     def _full(self, round_kind: RoundKind) -> float | None:
         """Return the expected time of a round without padding."""

@@ -72,16 +72,16 @@ def test_mean_round_time_is_within_the_allowance(base, extra):
 
 
 def test_allowance_is_of_the_rows_that_have_tokens():
-    times = StepTimes(fixed_share=0.25)
+    times = StepTimes(fixed_rows=16)
     times.seed(PLAIN, 1.0)
     times.seed(ROUNDS[0], 2.0)
     pacer = Pacer(times)
-    # 4 of 16 rows have tokens: a plain round takes 0.4375 s, not 1 s.
+    # 4 of 16 rows have tokens: a plain round takes 0.625 s, not 1 s.
     chunk = pacer.chunk(PLAIN, ROUNDS[:1], num_rows=4)
     size = ROUNDS[0].shape.max_prompt_tokens
-    charged_s = 2.0 * (0.25 + 0.75 * (4 + size) / (16 + size))
-    assert chunk.num_tokens == 0 and chunk.charged_s == 0.4375
-    assert chunk.saved_s == pytest.approx(0.4375 * (MAX_SLOWDOWN - 1))
+    charged_s = 2.0 * (16 + 4 + size) / (16 + 16 + size)
+    assert chunk.num_tokens == 0 and chunk.charged_s == 0.625
+    assert chunk.saved_s == pytest.approx(0.625 * (MAX_SLOWDOWN - 1))
     pacer.saved_s = 2.0
     chunk = pacer.chunk(PLAIN, ROUNDS[:1], num_rows=4)
     assert chunk.charged_s == pytest.approx(charged_s)

@@ -46,14 +46,18 @@ def test_first_time_counts_even_if_it_is_untypical():
 
 
 def test_time_of_a_round_with_padding_depends_on_its_rows():
-    times = StepTimes(fixed_share=0.25)
+    times = StepTimes(fixed_rows=16)
     times.seed(ROUND_OF_3, 4.0)
     assert times.expected(ROUND_OF_3) == 4.0
-    assert times.expected(ROUND_OF_3, fill=0.5) == 2.5
+    # The fixed part takes as long as the 16 rows of a full round.
+    assert times.expected(ROUND_OF_3, fill=0.5) == 3.0
     # A time as expected changes nothing; a longer one is limited to STALL times it.
-    assert times.record(ROUND_OF_3, 2.5, fill=0.5) == 2.5
+    assert times.record(ROUND_OF_3, 3.0, fill=0.5) == 3.0
     assert times.seconds[ROUND_OF_3] == 4.0
-    assert times.record(ROUND_OF_3, 1000.0, fill=0.5) == 2.5 * STALL
+    assert times.record(ROUND_OF_3, 1000.0, fill=0.5) == 3.0 * STALL
+    # A round without drafts has fewer rows, so its fixed part is more of its time.
+    times.seed(RoundKind(SHAPE, 0), 1.0)
+    assert times.expected(RoundKind(SHAPE, 0), fill=0.5) == 0.9
     # Without padding that is left out, the number of rows makes no difference.
     others = StepTimes()
     others.seed(ROUND_OF_3, 4.0)
