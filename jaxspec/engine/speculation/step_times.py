@@ -18,10 +18,10 @@ STALL = 4.0
 # benchmark, eight rounds that took 3 to 9 times the expected time. A round that is
 # always slower is soon expected to be.
 MAX_RISE = 1.5
-# With products in C++, a round leaves out padding rows. The rest of its time, such as
-# reading weights and host work, is that of so many rows. With the bundled pair, 5, 8 and
-# 12 of 16 rows take 0.71, 0.85 and 0.93 of the full time, 12 and 18 of 24 take 0.79 and
-# 0.92, and 30, 48 and 72 of 96 take 0.51, 0.62 and 0.83: within 0.06 of this rule.
+# With products in C++, a round leaves out padding rows. The rest of its time (reading
+# weights, host work) equals the time of 32 rows. With the bundled pair, 5, 8 and 12 of
+# 16 rows take 0.71, 0.85 and 0.93 of the full time, 12 and 18 of 24 take 0.79 and 0.92,
+# and 30, 48 and 72 of 96 take 0.51, 0.62 and 0.83: within 0.06 of this rule.
 FIXED_ROWS = 32
 # After this many times in a row that are not typical, the next one is counted although
 # it is not typical.
