@@ -65,6 +65,7 @@ from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling.launch import Launch
+from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
 PARTS = ("cells", "step", "ramp", "free", "foreign", "short")
@@ -77,6 +78,8 @@ MAX_MODEL_LEN, LONGEST_PROMPT = 2048, 512
 # plot.
 STEP_ACCEPTANCE = (0.9, 0.0, 0.9, 0.0, 0.9, 0.0)
 PHASE_S, BIN_S = 5.0, 0.1
+# Seconds that an engine runs in `step` and `ramp` before the next one's turn.
+SLICE_S = 0.5
 # For `free`: number of sets of engines. The speeds of two plain engines of one process
 # differ by up to 5 %, always in the same direction, depending on the addresses of their
 # arrays.
@@ -322,53 +325,95 @@ def foreign(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any
     return rows
 
 
-def drive(
-    way: Way,
-    prompts: Sequence[list[int]],
-    seconds: float,
-    *,
-    wanted: Callable[[float], int],
-    lengths: Sequence[int],
-    before_step: Callable[[float], object] = lambda now: None,
-) -> tuple[list[Mark], float]:
-    """Keep a number of requests running; return token counts over time, and the start.
+class Drive:
+    """Keeps a number of requests running in one engine, in slices of time.
 
-    Args:
-        lengths: Numbers of tokens of the requests, in order.
-        before_step: Called with the elapsed seconds.
+    Its clock stands still between slices, so that several engines can run in turn.
+
+    Attributes:
+        marks: Token counts by its clock.
+        rounds: Launches without prompts, with times of its clock.
     """
-    engine, running = way.engine, deque[str]()
-    asks = zip(itertools.cycle(prompts), itertools.cycle(lengths), strict=False)
-    begin, start = engine.stats.num_generated_tokens, time.monotonic()
-    marks = []
-    engine.reset_prefix_cache()
-    while (now := time.monotonic() - start) < seconds:
-        before_step(now)
-        while len(running) < wanted(now):
-            (tokens, length), name = next(asks), next(_names)
-            params = sampling(length, way.num_drafts, 0.0)
-            engine.add_request(name, {"prompt_token_ids": tokens}, params)
-            running.append(name)
-        while len(running) > wanted(now):
-            engine.abort_request(running.popleft())
-        for output in engine.step():
+
+    def __init__(
+        self,
+        engines: Engines,
+        way: Way,
+        prompts: Sequence[list[int]],
+        *,
+        wanted: Callable[[float], int],
+        lengths: Sequence[int],
+        before_step: Callable[[float], object] = lambda now: None,
+    ):
+        """Begin without requests.
+
+        Args:
+            wanted: Number of requests by elapsed seconds.
+            lengths: Numbers of tokens of the requests, in order.
+            before_step: Called with the elapsed seconds.
+        """
+        self._engine, self._num_drafts = way
+        self._wanted, self._before_step = wanted, before_step
+        self._texts = zip(
+            itertools.cycle(prompts), itertools.cycle(lengths), strict=False
+        )
+        self._running = deque[str]()
+        self._seen = engines.rounds[self._engine].seen
+        self._num_before = self._engine.stats.num_generated_tokens
+        self._elapsed_s = 0.0
+        self.marks: list[Mark] = []
+        self.rounds: list[Round] = []
+        self._engine.reset_prefix_cache()
+
+    def run(self, until_s: float) -> None:
+        """Run until its clock shows a time."""
+        engine, begin = self._engine, len(self._seen)
+        start = time.monotonic() - self._elapsed_s
+        while (now := time.monotonic() - start) < until_s:
+            self._before_step(now)
+            while len(self._running) < self._wanted(now):
+                (tokens, length), name = next(self._texts), next(_names)
+                params = sampling(length, self._num_drafts, 0.0)
+                engine.add_request(name, {"prompt_token_ids": tokens}, params)
+                self._running.append(name)
+            while len(self._running) > self._wanted(now):
+                engine.abort_request(self._running.popleft())
+            self._note(engine.step(), start)
+        while engine._launched:
+            # Otherwise the time between slices would count as this launch's.
+            self._note(engine._read()[0], start)
+        self._elapsed_s = time.monotonic() - start
+        new = self._seen[begin:]
+        self.rounds += [one._replace(read_ts=one.read_ts - start) for one in new]
+
+    def _note(self, outputs: Sequence[RequestOutput], start: float) -> None:
+        for output in outputs:
             if output.finished:
-                running.remove(output.request_id)
-        count = engine.stats.num_generated_tokens - begin
-        marks.append(Mark(time.monotonic() - start, count))
-    engine.abort_request(running)
-    while engine.has_unfinished_requests():
-        engine.step()
-    return marks, start
+                self._running.remove(output.request_id)
+        count = self._engine.stats.num_generated_tokens - self._num_before
+        self.marks.append(Mark(time.monotonic() - start, count))
+
+    def end(self) -> None:
+        """Abort the running requests."""
+        self._engine.abort_request(self._running)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+def drive(drives: Sequence[Drive], seconds: float) -> None:
+    """Run several engines in turn, each for this time, in short slices."""
+    for number in range(1, round(seconds / SLICE_S) + 1):
+        for one in drives[:: -1 if number % 2 else 1]:
+            one.run(number * SLICE_S)
+    for one in drives:
+        one.end()
 
 
 def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
     adaptive, phase_s = engines.forced[ADAPTIVE], options.phase_s
-    seen, seconds = engines.rounds[adaptive].seen, phase_s * len(STEP_ACCEPTANCE)
-    rows = []
+    seconds, rows = phase_s * len(STEP_ACCEPTANCE), []
     for size in tqdm(sizes_of(options, SIZES), desc="step"):
         prompts, phase = bundled_ids(engines, size), -1
-        force(adaptive, STEP_ACCEPTANCE[0])
 
         def turn(now: float) -> None:
             nonlocal phase
@@ -385,21 +430,24 @@ def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         # Plain decoding runs for the same time, because its round times depend on the
         # lengths too.
-        marks, _ = drive(Way(engines.plain, 0), prompts, seconds, **given)
-        plain = rates(marks, seconds, BIN_S)
-        way, begin = Way(adaptive, MOST_DRAFTS), len(seen)
-        marks, start = drive(way, prompts, seconds, before_step=turn, **given)
-        found = rates(marks, seconds, BIN_S)
+        plain = Drive(engines, Way(engines.plain, 0), prompts, **given)
+        way = Way(adaptive, MOST_DRAFTS)
+        chosen = Drive(engines, way, prompts, before_step=turn, **given)
+        drive([plain, chosen], seconds)
+        found = {
+            name: rates(one.marks, seconds, BIN_S)
+            for name, one in ((PLAIN, plain), (ADAPTIVE, chosen))
+        }
         phases = []
         for number, acceptance in enumerate(STEP_ACCEPTANCE):
             first, last = (round(i * phase_s / BIN_S) for i in (number, number + 1))
-            level, settle_s = settle(found[first:last], BIN_S)
+            level, settle_s = settle(found[ADAPTIVE][first:last], BIN_S)
             phase_row = {"acceptance": acceptance, "tokens_per_s": level}
-            phase_row["plain_tokens_per_s"], _ = settle(plain[first:last], BIN_S)
+            phase_row["plain_tokens_per_s"], _ = settle(found[PLAIN][first:last], BIN_S)
             phases.append(phase_row | {"settle_s": settle_s})
-        drafts = mean_drafts(seen[begin:], start, seconds, BIN_S)
-        row = {"batch": size, "plain_tokens_per_s": plain, "phases": phases}
-        rows.append(row | {"tokens_per_s": found, "num_drafts": drafts})
+        row = {"batch": size, "plain_tokens_per_s": found[PLAIN], "phases": phases}
+        drafts = mean_drafts(chosen.rounds, seconds, BIN_S)
+        rows.append(row | {"tokens_per_s": found[ADAPTIVE], "num_drafts": drafts})
     return rows
 
 
@@ -414,22 +462,22 @@ def ramp(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
         force(engine, RAMP_ACCEPTANCE)
     prompts, found = bundled_ids(engines, most), dict[str, Any]()
     lengths = np.random.default_rng(0).integers(64, 512, 64).tolist()
-    ways = engines.ways(engines.forced, [MOST_DRAFTS])
-    for name, way in tqdm(ways.items(), desc="ramp"):
-        seen = engines.rounds[way.engine].seen
-        begin = len(seen)
-        marks, start = drive(
+    drives = {
+        name: Drive(
+            engines,
             way,
             prompts,
-            seconds,
             wanted=lambda now: ramp_size(now, seconds, most),
             lengths=lengths,
         )
-        drafts = mean_drafts(seen[begin:], start, seconds, RAMP_BIN_S)
+        for name, way in engines.ways(engines.forced, [MOST_DRAFTS]).items()
+    }
+    drive(list(drives.values()), seconds)
+    for name, one in drives.items():
         found[name] = {
-            "num_tokens": marks[-1].num_tokens,
-            "tokens_per_s": rates(marks, seconds, RAMP_BIN_S),
-            "num_drafts": drafts,
+            "num_tokens": one.marks[-1].num_tokens,
+            "tokens_per_s": rates(one.marks, seconds, RAMP_BIN_S),
+            "num_drafts": mean_drafts(one.rounds, seconds, RAMP_BIN_S),
         }
     middles = (np.arange(round(seconds / RAMP_BIN_S)) + 0.5) * RAMP_BIN_S
     total = {name: one["num_tokens"] for name, one in found.items()}

@@ -106,12 +106,16 @@ def rates(marks: Sequence[Mark], seconds: float, bin_s: float) -> list[float]:
 
 
 def mean_drafts(
-    rounds: Sequence[Round], start: float, seconds: float, bin_s: float
+    rounds: Sequence[Round], seconds: float, bin_s: float
 ) -> list[float | None]:
-    """Return the mean K per bin; None without a round."""
+    """Return the mean K per bin; None without a round.
+
+    Args:
+        rounds: With times since the start.
+    """
     bins: list[list[int]] = [[] for _ in range(round(seconds / bin_s))]
     for one in rounds:
-        place = int((one.read_ts - start) // bin_s)
+        place = int(one.read_ts // bin_s)
         if 0 <= place < len(bins) and one.num_seqs:
             bins[place].append(one.num_drafts)
     return [round(float(np.mean(one)), 2) if one else None for one in bins]
