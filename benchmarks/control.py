@@ -18,7 +18,8 @@ their speeds are compared per repeat. Parts:
   Repeated with several sets of engines.
 - `short`: time from submission to the last token of single requests of 96 tokens on
   held-out prompts, adaptive K / plain decoding. Measured in warm engines, and for the
-  first request of new engines whose programs are in the compilation cache.
+  first request of new engines whose programs are in the compilation cache, beside a
+  second new engine without drafts.
 
 The result file is written after every part, and lists the goals that were missed.
 Except in `foreign` and `short`, acceptance is forced, so texts mean nothing.
@@ -497,10 +498,12 @@ def short(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
         params = sampling(SHORT_TOKENS, way.num_drafts, 0.0)
         return run_batch(way.engine, Batch(prompts=[tokens], params=[params])).elapsed_s
 
-    def by_plain(ways: Ways, tokens: list[int], *, is_reversed: bool) -> float:
-        names = (PLAIN, ADAPTIVE)[:: -1 if is_reversed else 1]
+    def by_plain(
+        ways: Ways, tokens: list[int], *, is_reversed: bool
+    ) -> dict[str, float]:
+        names = list(ways)[:: -1 if is_reversed else 1]
         found = {name: seconds(ways[name], tokens) for name in names}
-        return found[PLAIN] / found[ADAPTIVE]
+        return {name: found[PLAIN] / found[name] for name in ways if name != PLAIN}
 
     per_domain = 1 if options.quick else SHORT_PER_DOMAIN
     texts = load_prompts(None, per_domain).by_domain
@@ -510,17 +513,21 @@ def short(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
     ways, found = engines.ways(engines.judged, []), list[dict[str, float]]()
     for number, tokens in enumerate(tqdm(prompts, desc="short")):
         ratios = [
-            by_plain(ways, tokens, is_reversed=bool((number + repeat) % 2))
+            by_plain(ways, tokens, is_reversed=bool((number + repeat) % 2))[ADAPTIVE]
             for repeat in range(options.repeats)
         ]
         found.append(spread(ratios))
     firsts = []
     for number in tqdm(range(1 if options.quick else SHORT_SETS), desc="first"):
         own = Engines(options, is_warm=False)
-        new = own.ways(own.judged, [])
+        new = own.ways(own.judged, []) | {ALIKE: Way(own.alike, 0)}
         firsts.append(by_plain(new, prompts[number], is_reversed=bool(number % 2)))
         own.close()
-    return {"by_plain": found, "first_by_plain": firsts}
+    return {
+        "by_plain": found,
+        "first_by_plain": [one[ADAPTIVE] for one in firsts],
+        "first_alike_by_plain": [one[ALIKE] for one in firsts],
+    }
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -184,10 +184,14 @@ def misses(result: Mapping[str, Any]) -> list[str]:
 def short_line(result: Mapping[str, Any]) -> str:
     """Format the ratios of `short`: single requests, and engines' first requests."""
     medians = sorted(one["median"] for one in result["by_plain"])
-    firsts = ", ".join(f"{one:.2f}" for one in result["first_by_plain"])
+    firsts, alike = (
+        ", ".join(f"{one:.2f}" for one in result[name])
+        for name in ("first_by_plain", "first_alike_by_plain")
+    )
     return (
         f"short, adaptive / plain: median {median(medians):.2f}, prompts "
-        f"{medians[0]:.2f} to {medians[-1]:.2f}; first requests {firsts}"
+        f"{medians[0]:.2f} to {medians[-1]:.2f}; first requests {firsts} (of a second "
+        f"engine without drafts: {alike})"
     )
 
 
