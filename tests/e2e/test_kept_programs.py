@@ -23,7 +23,7 @@ arguments = tests.make_arguments(program.mesh)
 built = program_cache.ProgramCache(folder).build(program, tests.SHAPE, arguments)
 print("loaded" if built.was_loaded else "compiled")
 plan = tests.jax.device_put(tests.PLAN)
-(rows,), _ = built.executable(*tests.flat(arguments), plan)
+(rows,), _ = built.executable(*tests.flatten(arguments), plan)
 print(float(rows.sum()))
 """
 
