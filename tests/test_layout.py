@@ -57,8 +57,13 @@ TESTED_ELSEWHERE = {
         *("engine/scheduling/admission", "engine/scheduling/stages"),
         *("engine/scheduling/decode_selection", "engine/scheduling/draft_prefill"),
     ),
-    "tests/engine/scheduling/test_commit.py": ("engine/scheduling/launch",),
-    "tests/engine/scheduling/test_kv_cache.py": ("engine/scheduling/page_releases",),
+    "tests/engine/scheduling/test_commit.py": (
+        *("engine/scheduling/launch", "engine/scheduling/stats"),
+    ),
+    "tests/engine/scheduling/test_kv_cache.py": (
+        *("engine/scheduling/page_claims", "engine/scheduling/page_releases"),
+    ),
+    "tests/engine/scheduling/test_request.py": ("engine/scheduling/waiting_queue",),
     "tests/engine/scheduling/test_lookup_estimator.py": (
         "engine/scheduling/round_estimates",
     ),

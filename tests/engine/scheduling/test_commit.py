@@ -1,7 +1,9 @@
-"""`commit` adds the results of a launch to its requests."""
+"""`commit` adds the results of a launch to its requests, rows and totals."""
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.commit import commit
 from jaxspec.engine.scheduling.launch import Launch
@@ -27,10 +29,6 @@ def numbered(*leading: int) -> TokenLogprobs:
         top=wide.astype(np.float32),
         chosen=wide.astype(np.float32),
     )
-
-
-def no_rates() -> AcceptanceRates:
-    return AcceptanceRates(num_rows=3, max_draft_tokens=3)
 
 
 def make_launch(
@@ -84,7 +82,7 @@ def admit(count: int, **changes) -> tuple[RowTable, list[Request]]:
 def test_tokens_of_rounds_are_added_to_their_requests():
     rows, requests = admit(3, features=WITH_LOGPROBS)
     launch, stats = make_launch(rows, requests, [], []), EngineStats()
-    acceptance = no_rates()
+    acceptance = AcceptanceRates(num_rows=3, max_draft_tokens=3)
     requests[1].status = Status.FINISHED
     rows.release(requests[1])
     parts = commit(launch, make_result([2, 1, 4]), rows, stats, acceptance).parts
@@ -103,20 +101,19 @@ def test_tokens_of_rounds_are_added_to_their_requests():
     assert (acceptance.of_rows(np.array([1])) == acceptance.mean()).all()
 
 
-def tile(start: int, count: int, *, is_last: bool) -> Tile:
-    tokens = np.zeros(count, np.int32)
-    return Tile(row=0, start=start, tokens=tokens, is_last=is_last)
-
-
 @pytest.mark.parametrize("num_returned", [0, 10, 40])
 def test_prompt_logprobs_are_returned_once_in_order(num_returned):
     """The prompt of 50 tokens is right-aligned in tiles of 32 and 18 tokens."""
     rows, (request,) = admit(1, features=WITH_LOGPROBS, prompt_token_ids=[1] * 50)
     request.num_prompt_logprobs = num_returned
-    tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
+    tiles = [
+        Tile(row=0, start=start, tokens=np.zeros(count, np.int32), is_last=start > 0)
+        for start, count in ((0, 32), (32, 18))
+    ]
     launch = make_launch(rows, [], tiles, [request, request])
     rows.count_launched(np.array([0]), np.zeros(1, np.int64))
-    parts = commit(launch, make_result([]), rows, EngineStats(), no_rates()).parts
+    rates = AcceptanceRates(num_rows=3, max_draft_tokens=3)
+    parts = commit(launch, make_result([]), rows, EngineStats(), rates).parts
     ranks = [
         rank
         for part in parts
@@ -132,3 +129,35 @@ def test_prompt_logprobs_are_returned_once_in_order(num_returned):
     assert parts[-1].logprobs is not None
     assert parts[-1].logprobs.rank.tolist() == [1]
     assert request.num_prompt_logprobs == 49
+
+
+# Rounds: (drafts, accepted, generated); a sequence that has ended generates nothing.
+SEQUENCE = st.integers(0, 8).flatmap(
+    lambda drafts: st.tuples(
+        st.just(drafts), st.integers(0, drafts), st.booleans()
+    ).map(lambda one: (one[0], one[1] * one[2], (one[1] + 1) * one[2]))
+)
+ROUND = st.lists(SEQUENCE, max_size=6)
+
+
+@given(rounds=st.lists(ROUND))
+def test_totals_equal_sums_over_the_rounds(rounds):
+    stats = EngineStats()
+    for sequences in rounds:
+        stats.record_round(*np.array(sequences, np.int64).reshape(-1, 3).T)
+    everybody = [one for sequences in rounds for one in sequences]
+    drafting = [one for one in everybody if one[0] and one[2]]
+    proposed = sum(drafts for drafts, _, _ in drafting)
+    kept = sum(accepted for _, accepted, _ in drafting)
+    assert stats.num_draft_rounds == len(drafting)
+    assert stats.num_draft_tokens == proposed
+    assert stats.num_accepted_tokens == kept
+    assert stats.num_generated_tokens == sum(new for _, _, new in everybody)
+    assert stats.acceptance_rate == (kept / proposed if proposed else 0)
+    length = 1 + kept / len(drafting) if drafting else 1
+    assert stats.mean_acceptance_length == length
+    deepest = max((drafts for drafts, _, _ in drafting), default=0)
+    assert stats.accepted_per_position == [
+        sum(accepted > position for _, accepted, _ in drafting)
+        for position in range(deepest)
+    ]

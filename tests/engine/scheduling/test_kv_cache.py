@@ -1,7 +1,10 @@
 """Held and cached pages equal those of a simple model, alone and with the scheduler.
 
-With the scheduler, this tests `page_releases` too.
+If there are too few pages, requests get them in order of rank. With the scheduler, this
+tests `page_releases` too.
 """
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +25,11 @@ from jaxspec.engine.scheduling.kv_cache import (
     page_keys,
     root_key,
 )
+from jaxspec.engine.scheduling.page_claims import chunks_of, grant_by_rank, has_pages
 from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.stages import Grant
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.program.plan import TILE
 from tests.support.loops import Loop, make_config, make_requests, run_traffic
 from tests.support.requests import make_request
 
@@ -120,18 +126,14 @@ TestHolders = Holders.TestCase
 TestHolders.settings = settings(max_examples=60, stateful_step_count=25)
 
 
-def test_detects_page_freed_twice():
+def test_detects_pages_freed_twice_or_shared_without_a_key():
     pool = PagePool(4)
     pages = pool.take(2)
+    with pytest.raises(AssertionError, match="not found by a key"):
+        pool.share(pages[1:])
     pool.release(pages[:1])
     with pytest.raises(AssertionError, match="freed twice"):
         pool.release(pages[:1])
-
-
-def test_only_pages_with_prefix_hits_are_shared():
-    pool = PagePool(4)
-    with pytest.raises(AssertionError, match="not found by a key"):
-        pool.share(pool.take(1))
 
 
 @given(
@@ -147,12 +149,8 @@ def test_page_keys_are_equal_only_if_all_tokens_so_far_are(tokens, other, page_s
     for index, (one, two) in enumerate(zip(first, second, strict=False), 1):
         end = index * page_size
         assert (one == two) == (tokens[:end] == other[:end])
-
-
-def test_page_keys_can_be_continued_from_a_parent_key():
-    root, tokens = root_key("all", ""), np.arange(12).tolist()
-    whole = list(page_keys(root, tokens, 4))
-    assert list(page_keys(whole[0], tokens[4:], 4)) == whole[1:]
+        # Keys can be continued from the key of an earlier page.
+        assert list(page_keys(one, tokens[end:], page_size)) == first[index:]
 
 
 def test_page_keys_can_include_the_token_after_the_page():
@@ -423,17 +421,63 @@ def test_requests_give_up_drafts_before_one_is_preempted():
     loop.check_ended(requests)
 
 
-def test_reset_drops_the_prefix_cache():
-    config = make_config(num_pages=200)
-    first, second = make_requests(config, 2)
-    loop = run_traffic(config, [first])
-    loop.scheduler.add(second)
-    loop.step()
-    assert not loop.scheduler.reset_prefix_cache()
-    loop.run()
-    assert second.num_cached_tokens == 68
-    assert loop.scheduler.reset_prefix_cache()
-    assert len(loop.scheduler.pool._key_of) == 0
-    (third,) = make_requests(config, 1)
-    loop.run([third])
-    assert third.num_cached_tokens == 0
+PAGE_SIZE = 4
+
+
+def make_running(*num_pages: int, free: int) -> tuple[PageTables, list[Request]]:
+    """Return running requests in order of rank, each with its own pages."""
+    config = make_config(page_size=PAGE_SIZE)
+    tables = PageTables(config, EngineStats())
+    tables.pool.take(config.num_pages - sum(num_pages) - free)
+    requests = [make_request() for _ in num_pages]
+    for row, (request, count) in enumerate(zip(requests, num_pages, strict=True)):
+        request.row = request.arrival = row
+        tables.grow(request, count * PAGE_SIZE)
+    return tables, requests
+
+
+def divide(
+    tables: PageTables, running: list[Request], wanted: dict[int, int]
+) -> list[Any]:
+    """Return (row, rows preempted for it, whether it gets its pages) per request."""
+    claims = [Grant(running[row], count * PAGE_SIZE) for row, count in wanted.items()]
+    before = tables.pool.num_free, [list(one.pages) for one in running]
+    assert not has_pages(tables, claims)
+    # Running requests may be in any order, because preempted ones were admitted again.
+    grants = grant_by_rank(tables, claims, running[::-1], lambda one: (0, one.arrival))
+    assert before == (tables.pool.num_free, [list(one.pages) for one in running])
+    return [
+        (one.request.row, [other.row for other in one.preempted], one.is_granted)
+        for one in grants
+    ]
+
+
+def test_last_in_rank_is_left_out_or_preempted_for_the_first():
+    tables, running = make_running(2, 2, free=1)
+    assert divide(tables, running, {0: 3, 1: 3}) == [(0, [], True), (1, [], False)]
+    tables, running = make_running(2, 2, 2, free=0)
+    assert divide(tables, running, {2: 3, 0: 3}) == [(0, [2], True)]
+    assert divide(tables, running, {1: 3, 0: 4}) == [(0, [2], True), (1, [], False)]
+
+
+def test_shared_pages_are_free_once_all_holders_are_preempted():
+    tables, running = make_running(1, 1, 0, free=0)
+    shared = running[1].pages[0]
+    tables.pool.register(shared, b"key")
+    tables.pool.share([shared])
+    running[2].pages = [shared]
+    assert divide(tables, running, {0: 2}) == [(0, [2, 1], True)]
+
+
+@pytest.mark.parametrize("num_tiles", range(5))
+def test_prompts_continue_in_order_while_there_is_room(num_tiles: int):
+    first, second = make_request(), make_request()
+    for request, length in ((first, TILE + 1), (second, 5 * TILE)):
+        request.tokens_to_prefill = [1] * length
+    second.num_prefilled = TILE
+    chunks = chunks_of([first, second], num_tiles)
+    assert sum(chunk.num_tiles for chunk in chunks) == num_tiles
+    ends = [(chunk.start, chunk.end) for chunk in chunks]
+    expected = [(0, min(num_tiles * TILE, TILE + 1)), (TILE, (num_tiles - 1) * TILE)]
+    assert ends == expected[: len(ends)]
+    assert len(ends) == (num_tiles > 0) + (num_tiles > 2)

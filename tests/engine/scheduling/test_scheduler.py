@@ -16,9 +16,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.scheduling.draft_prefill import MAX_IN_A_ROW, DraftPrefillPlan
 from jaxspec.engine.scheduling.launch import Launch
-from jaxspec.engine.scheduling.programs import EveryProgram
 from jaxspec.engine.scheduling.request import Request, Status
-from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.stages import LaunchPlan
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.loss_budget import LossBudget
@@ -264,20 +262,6 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
         loop.assert_said_the_truth(request)
 
 
-def test_drafting_stops_above_batch_size_and_resumes():
-    config = make_config(max_num_seqs=4, disable_by_batch_size=2)
-    requests = make_requests(config, 4, prompt_token_ids=[1, 2, 3], max_draft_tokens=3)
-    for request, budget in zip(requests, (60, 14, 14, 14), strict=True):
-        request.max_total = 3 + budget
-    loop = run_traffic(config, requests)
-    decoding = [launch for launch in loop.launches if launch.decoding]
-    drafts = [int(launch.draft_counts.max()) for launch in decoding]
-    assert 3 in drafts[-4:]  # the last rounds of texts have no room for K drafts
-    crowded = [one for one in decoding if len(one.decoding) > 2]
-    assert {int(launch.draft_counts.max()) for launch in crowded} == {0}
-    assert any(launch.shape.is_draft_prefill for launch in loop.launches)
-
-
 def test_sequences_decode_during_draft_prefill():
     """If draft prefill takes several launches, rows that lack it decode plainly."""
     config = make_config(
@@ -439,25 +423,6 @@ def test_drafts_stop_if_rounds_stay_slow_but_not_for_a_suspension(num_slow):
         assert not loop.scheduler.policy.num_stops
     else:
         assert len(slow) < 24 and newest == {False}
-    loop.assert_said_the_truth(request)
-
-
-def test_draft_model_is_unused_without_its_program():
-    class FailedPrograms(EveryProgram):
-        def __contains__(self, shape):
-            return not shape.is_draft_prefill
-
-        def has_failed(self, shape):
-            return shape.is_draft_prefill
-
-    config = make_config(num_pages=200)
-    loop = Loop(config, seed=0)
-    controller = SpeculationPolicy(config.speculative)
-    loop.scheduler = Scheduler(config, controller, programs=FailedPrograms())
-    (request,) = make_requests(config, 1, max_draft_tokens=3)
-    loop.run([request])
-    assert controller.is_stopped
-    assert not any(launch.draft_counts.any() for launch in loop.launches)
     loop.assert_said_the_truth(request)
 
 
