@@ -349,47 +349,34 @@ def test_advice_on_the_same_device_is_what_fits():
 
 
 @pytest.mark.parametrize(
-    ("given", "messages"),
+    ("given", "message"),
     [
         (
             SIXTY_FOUR | dict(num_pages=8000),
-            (
-                "num_gpu_blocks_override must be at most 7,416, got 8000",
-                "weights take 22.08 GiB",
-            ),
+            "num_gpu_blocks_override must be at most 7,416, got 8000.*"
+            "weights take 22.08 GiB",
         ),
         (
             SIXTY_FOUR | dict(kv_cache_memory_bytes=60 * 10**9),
-            ("kv_cache_memory_bytes must be at most 53,463,564,800",),
+            "kv_cache_memory_bytes must be at most 53,463,564,800",
         ),
         (
             dict(kv_cache_memory_bytes=10**9),
-            (
-                "must be an integer of at least 3690987520, got 1000000000",
-                "max_model_len=8192",
-            ),
+            "must be an integer of at least 3690987520, got 1000000000.*"
+            "max_model_len=8192",
         ),
     ],
 )
-def test_rejects_pages_that_do_not_fit(given, messages):
-    text = str(refusal(given))
-    assert all(message in text for message in messages)
+def test_rejects_pages_that_do_not_fit(given, message):
+    assert re.search(message, str(refusal(given)))
     assert make_plan(SIXTY_FOUR | dict(num_pages=7416)).num_pages == 7416
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (default_cpu_pages(64, 8, 1000), 512),
-        (default_cpu_pages(64, 8, 2**20 * 4), 128),
-        (default_cpu_pages(64, 8, 2**30), 64),
-        (shown_bytes(3 * GIB // 2), "1.50 GiB"),
-        (shown_bytes(3 * 2**19), "1.50 MiB"),
-        (shown_bytes(-GIB), "-1.00 GiB"),
-    ],
-)
-def test_default_cpu_pages_and_shown_units(found, expected):
-    assert found == expected
+def test_default_cpu_pages_and_shown_units():
+    numbers = [default_cpu_pages(64, 8, page) for page in (1000, 2**22, 2**30)]
+    assert numbers == [512, 128, 64]
+    shown = [shown_bytes(count) for count in (3 * GIB // 2, 3 * 2**19, -GIB)]
+    assert shown == ["1.50 GiB", "1.50 MiB", "-1.00 GiB"]
 
 
 def test_sequences_keep_windows_in_local_pages():

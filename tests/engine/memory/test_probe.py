@@ -16,11 +16,7 @@ from jaxspec.engine import model_folders, runner
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.loader import make_runner
 from jaxspec.engine.memory import probe
-from jaxspec.engine.memory.device_descriptions import (
-    NAMED_DEVICES,
-    named_devices,
-    named_mesh,
-)
+from jaxspec.engine.memory.device_descriptions import named_devices, named_mesh
 from jaxspec.engine.memory.draft_sharding import OTHER_SUMS
 from jaxspec.engine.memory.plan import (
     DEFAULT_UTILIZATION,
@@ -183,22 +179,6 @@ def test_unread_draft_weights_do_not_add_time():
     assert ratio == pytest.approx(1 - saved / plans[0].facts.draft.weight_bytes)
 
 
-def test_9b_with_a_2b_draft_on_one_gpu():
-    plan = plan_for(pair(max_num_seqs=64), "h100")
-    assert plan.facts.weight_bytes == 18_483_411_968 + 5_228_683_776
-    # A page holds the tokens of half of the layers: of the local or the global ones.
-    assert plan.facts.page_bytes == 16 * 450_560 // 2
-    # The GPU has 78 GiB; jax's share of it is 0.95, and the engine's is 0.92.
-    assert plan.facts.limit_bytes == int(78 * GIB * 0.95)
-    assert plan.facts.budget_bytes(0.92) == pytest.approx(0.92 * 78 * GIB)
-    # Budget minus weights minus workspace: 77,051,264,532 - 23,712,095,744 -
-    # 2,824,339,456 bytes hold 14,014 pages, which are rounded down to 13,952.
-    assert (plan.sizes.num_seqs, plan.workspace_bytes) == (64, 2_824_339_456)
-    assert plan.num_pages == 13_952
-    # Local layers keep a window of 4,096 tokens, two rounds of 6, and two pages more.
-    assert plan.concurrency(8192) == 13_952 / (512 + 259)
-
-
 def test_jax_share_of_a_gpu_is_respected(monkeypatch):
     for name in runner.POOL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -261,10 +241,7 @@ def test_eight_chips_share_both_models():
     assert plan_for(pair(), "h100").facts.programs.code_bytes == 0
 
 
-def test_rejects_unknown_device():
-    with pytest.raises(ConfigError, match="--device must be one of .* got 'v9'") as got:
-        plan_for(pair(), "v9")
-    assert all(name in str(got.value) for name in NAMED_DEVICES)
+def test_rejects_more_devices_than_named():
     with pytest.raises(ConfigError, match="tensor_parallel_size=2, but 1 gpu"):
         plan_for(pair(tensor_parallel_size=2), "h100")
 
