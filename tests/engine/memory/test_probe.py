@@ -632,20 +632,17 @@ def test_cpu_memory_is_planned_if_the_user_sets_a_share(monkeypatch):
     assert fit(given, mesh)[0].num_pages == 7
 
 
-@pytest.mark.parametrize(
-    ("given", "label"),
-    [
+def test_metrics_report_the_planned_share():
+    for given, label in (
         ({}, "0.92"),
         ({"gpu_memory_utilization": 0.5}, "0.5"),
         ({"num_gpu_blocks_override": 9}, "None"),
-    ],
-)
-def test_metrics_report_the_planned_share(given: dict[str, Any], label: str):
-    config = config_of(**given)
-    config, plan = fit(config, named_mesh("h100", config), device="h100")
-    found = EngineMetrics(config, EngineStats(), plan).read(Load())
-    (one,) = (one for one in found if one.name == "vllm:cache_config_info")
-    assert one.labels["gpu_memory_utilization"] == label
+    ):
+        config = config_of(**given)
+        config, plan = fit(config, named_mesh("h100", config), device="h100")
+        found = EngineMetrics(config, EngineStats(), plan).read(Load())
+        (one,) = (one for one in found if one.name == "vllm:cache_config_info")
+        assert one.labels["gpu_memory_utilization"] == label
 
 
 def limit_of(*stats: dict[str, int] | None, given: GivenSizes | None = None) -> Any:

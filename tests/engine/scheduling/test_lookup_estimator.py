@@ -74,25 +74,23 @@ TEXT = st.integers(2, 5).flatmap(
 )
 
 
-@given(text=TEXT, key=st.integers(1, 4), more=st.integers(0, 3), cut=st.integers(0, 32))
-def test_longest_matches_equal_brute_force(text, key, more, cut):
+@given(
+    text=TEXT,
+    other=TEXT,
+    key=st.integers(1, 4),
+    more=st.integers(0, 8),
+    cut=st.integers(0, 32),
+)
+def test_longest_matches_equal_brute_force(text, other, key, more, cut):
     index = TextIndex(key, 8)  # few buckets: different tokens share some
     index.extend(text[:cut])
     for token in text[cut:]:
         index.append(token)
-    assert index.find(index.tokens, key + more) == (
-        brute_force(index.tokens, index.tokens, key + more, key)
-        if len(text) >= key
-        else (0, [])
-    )
-
-
-@given(text=TEXT, newest=TEXT, key=st.integers(1, 4))
-def test_finds_matches_of_another_text(text, newest, key):
-    index = TextIndex(key, 64)
-    index.extend(text)
-    expected = brute_force(text, newest, 12, key) if len(newest) >= key else (0, [])
-    assert index.find(newest, 12) == expected
+    for newest in (index.tokens, other):
+        expected = 0, []
+        if len(newest) >= key:
+            expected = brute_force(index.tokens, newest, key + more, key)
+        assert index.find(newest, key + more) == expected
 
 
 @pytest.mark.parametrize("key", [1, 2, 4, 9])

@@ -204,6 +204,24 @@ def run_together(config: EngineConfig, count: int, **changes: Any) -> Loop:
     return run_traffic(config, make_requests(config, count, **(values | changes)))
 
 
+def start(count: int, changes: dict[str, Any], **config: Any) -> Loop:
+    """Return a loop to which `count` requests with these changes were added."""
+    loop = Loop(make_config(**config), seed=0)
+    loop.add(make_requests(loop.config, count, **changes))
+    return loop
+
+
+def step_until_drafts(loop: Loop) -> None:
+    while not (loop.launches and loop.launches[-1].draft_counts.any()):
+        loop.step()
+
+
+# K is variable, and all pages fit.
+VARIABLE: dict[str, Any] = dict(
+    controller=ADAPTIVE, max_model_len=400, num_pages=200, max_num_seqs=2
+)
+
+
 def test_decoding_does_not_wait_for_prompts():
     """Running requests decode in the launches that prefill a long prompt."""
     loop = Loop(make_config(num_draft_tokens=0, max_num_batched_tokens=32), seed=0)
@@ -264,20 +282,18 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
 
 def test_sequences_decode_during_draft_prefill():
     """If draft prefill takes several launches, rows that lack it decode plainly."""
-    config = make_config(
+    loop = start(
+        4,
+        dict(prompt_token_ids=[1] * 5, max_draft_tokens=3, max_total=390),
         max_num_seqs=4,
         num_pages=400,
         max_model_len=400,
         disable_by_batch_size=2,
         model_config=dataclasses.replace(MODEL, max_position_embeddings=512),
     )
-    loop = Loop(config, seed=0)
-    options: dict[str, Any] = dict(max_draft_tokens=3, max_total=390)
-    requests = make_requests(config, 4, prompt_token_ids=[1] * 5, **options)
-    loop.add(requests)
     loop.steps(200)
     begun = len(loop.launches)
-    for request in requests[2:]:
+    for request in loop.scheduler.running[2:]:
         loop.scheduler.finish(request, "abort", None)
     loop.run()
     launches = loop.launches[begun:]
@@ -294,8 +310,8 @@ def test_sequences_decode_during_draft_prefill():
     assert all(
         set(one.draft_counts.tolist()) != {0} for one in launches[last + 1 : last + 9]
     )
-    for request in requests[:2]:
-        loop.assert_said_the_truth(request)
+    loop.check_ended(loop.finished)
+    assert len(loop.finished) == 2
 
 
 @pytest.mark.parametrize("kind", [FINAL_ONLY, DELTA])
@@ -348,23 +364,21 @@ def test_draft_prefill_follows_admission_order():
 @pytest.mark.parametrize("kind", [FINAL_ONLY, DELTA])
 def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
     """Else the first rows would need draft prefill again before the last have it."""
-    config = make_config(
+    loop = start(
+        16,
+        dict(prompt_token_ids=[1] * 5, max_draft_tokens=3, max_total=390),
         max_num_seqs=16,
         num_pages=1000,
         max_model_len=400,
         max_num_batched_tokens=512,
         disable_by_batch_size=15,
     )
-    loop = Loop(config, seed=0)
-    requests = make_requests(config, 16, max_draft_tokens=3)
-    for request in requests:
-        request.prompt_token_ids, request.max_total = [1] * 5, 390
+    for request in loop.scheduler.waiting:
         request.params.output_kind = kind
-        loop.scheduler.add(request)
     loop.steps(100)
     assert not any(launch.draft_counts.any() for launch in loop.launches)
     begun = len(loop.launches)
-    loop.scheduler.finish(requests[0], "abort", None)
+    loop.scheduler.finish(loop.scheduler.running[0], "abort", None)
     loop.steps(20)
     launches = loop.launches[begun:]
     rounds = [one for one in launches if not one.shape.is_draft_prefill]
@@ -441,14 +455,9 @@ def time_plain_rounds(policy: SpeculationPolicy) -> None:
 
 def test_plain_rounds_are_timed_in_consecutive_launches():
     """No draft prefill runs between timed rounds, and the first is not recorded."""
-    config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
-    loop = Loop(config, seed=0)
-    [request] = make_requests(config, 1)
-    request.max_total, request.max_draft_tokens = 300, 3
-    loop.scheduler.add(request)
+    loop = start(1, dict(max_draft_tokens=3, max_total=300), **VARIABLE)
     policy = loop.scheduler.policy
-    while not (loop.launches and loop.launches[-1].draft_counts.any()):
-        loop.step()
+    step_until_drafts(loop)
     time_plain_rounds(policy)
     begin = len(loop.launches)
     while policy.is_timing_plain:
@@ -469,11 +478,9 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     It also does so at once after a probe of the draft model, or when a request is
     admitted.
     """
-    config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
-    loop = Loop(config, seed=0)
-    [request] = make_requests(config, 1, max_draft_tokens=3, max_total=390)
-    request.params.temperature = 0.0
-    loop.scheduler.add(request)
+    loop = start(1, dict(max_draft_tokens=3, max_total=390), **VARIABLE)
+    for request in loop.scheduler.waiting:
+        request.params.temperature = 0.0
     policy, chosen_at, probed_at = loop.scheduler.policy, list[int](), list[int]()
     choose, begin_probe = policy.choose, policy.begin_probe
 
@@ -505,7 +512,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     # read.
     assert sum(probed_at[0] <= at for at in chosen_at) == 2
     assert policy.is_idle
-    [other] = make_requests(config, 1, max_draft_tokens=3, max_total=300)
+    [other] = make_requests(loop.config, 1, max_draft_tokens=3, max_total=300)
     loop.scheduler.add(other)
     loop.step()
     assert other.row >= 0 and not policy.is_idle
@@ -513,20 +520,14 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
 
 def test_prompts_end_the_timing_of_plain_rounds():
     """With constant arrivals, waiting for a gap would prolong the timing forever."""
-    config = make_config(
-        controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
-    )
-    loop = Loop(config, seed=0)
-    first, *others = make_requests(config, 9, max_draft_tokens=3)
-    first.max_total = 390
-    loop.scheduler.add(first)
-    while not (loop.launches and loop.launches[-1].draft_counts.any()):
-        loop.step()
+    loop = start(1, dict(max_draft_tokens=3, max_total=390), **VARIABLE)
+    step_until_drafts(loop)
     policy = loop.scheduler.policy
     time_plain_rounds(policy)
+    others = make_requests(loop.config, 8, max_draft_tokens=3, max_total=71)
     for number, request in enumerate(others):
-        request.prompt_token_ids, request.max_total = [number] * 70, 71
-        loop.scheduler.add(request)
+        request.prompt_token_ids = [number] * 70
+    loop.add(others)
     while (
         loop.launches[-1].draft_counts.any()
         or not loop.launches[-1].shape.max_prompt_tokens
@@ -541,15 +542,9 @@ def test_prompts_end_the_timing_of_plain_rounds():
 
 def test_plain_rounds_between_other_launches_are_not_measured():
     """Single plain rounds, as between launches of draft prefill, are not measured."""
-    config = make_config(
-        controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
-    )
-    loop = Loop(config, seed=0)
-    [request] = make_requests(config, 1, max_draft_tokens=3, max_total=390)
-    request.prompt_token_ids = list(range(10)) * 35
-    loop.scheduler.add(request)
-    while not (loop.launches and loop.launches[-1].draft_counts.any()):
-        loop.step()
+    changes = dict(prompt_token_ids=[*range(10)] * 35, max_draft_tokens=3)
+    loop = start(1, changes | dict(max_total=390), **VARIABLE)
+    step_until_drafts(loop)
     before = loop.launches[:-1]
     assert sum(one.shape.is_draft_prefill for one in before) > 4
     plain = [one for one in before if one.decoding]

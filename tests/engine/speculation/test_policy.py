@@ -318,7 +318,7 @@ def test_loss_is_bounded_for_any_estimates(data):
 
 
 @pytest.mark.parametrize(
-    ("times", "estimates", "is_observable", "seconds"),
+    ("times", "options", "is_observable", "seconds"),
     [
         # By the estimates, all drafts will be accepted, but none is.
         (TIMES, dict(estimate=lambda: 1.0), True, 600),
@@ -330,9 +330,9 @@ def test_loss_is_bounded_for_any_estimates(data):
     ],
 )
 def test_wrong_estimates_lose_at_most_one_percent(
-    times, estimates, is_observable, seconds
+    times, options, is_observable, seconds
 ):
-    world = World(times, 0.0, **estimates)
+    world = World(times, 0.0, **options)
     world.run_until(seconds, is_observable=is_observable)
     assert world.now / world.plain_s <= 1 + 1.2 * CONSTANTS.max_loss
     if is_observable:
