@@ -115,12 +115,7 @@ def test_bounds_hold_if_not_all_rounds_run(launches, unread):
         (50, 19, 3, 4),
         (50, 18, 3, 4),
         (50, 17, 3, 3),
-        (
-            50,
-            2,
-            0,
-            47,
-        ),  # the length limit for drafts does not matter without drafts
+        (50, 2, 0, 47),  # the length limit for drafts does not matter without drafts
     ],
 )
 def test_rounds_left_ends_with_the_first_possible_end(total, longest, drafts, rounds):

@@ -99,8 +99,7 @@ def test_random_traffic_finishes(name, depth, num_seeds):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["base", "switching_one_tile", "many_rows_few_pages", "windows_few_pages"],
+    "name", ["base", "switching_one_tile", "many_rows_few_pages", "windows_few_pages"]
 )
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_requests_can_be_dropped_at_any_time(name, num_seeds):
@@ -695,11 +694,7 @@ def test_admissions_with_controls_are_limited():
     controls = TokenControls(presence_penalty=1.0)
     features = Features(has_controls=True)
     requests = make_requests(
-        config,
-        10,
-        controls=controls,
-        features=features,
-        can_read_prefix_cache=False,
+        config, 10, controls=controls, features=features, can_read_prefix_cache=False
     )
     loop = run_traffic(config, requests)
     plans = [launch.plan for launch in loop.launches if launch.plan.admissions]
