@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,23 +56,9 @@ def hosts(tmp_path: Path) -> Callable[..., HostsConfig]:
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
     """Call functions concurrently; return the result or error of each."""
-    results: list[Any] = [None] * len(functions)
-
-    def call(index: int) -> None:
-        try:
-            results[index] = functions[index]()
-        except Exception as error:  # noqa: BLE001 - the test checks it
-            results[index] = error
-
-    threads = [
-        threading.Thread(target=call, args=(index,)) for index in range(len(functions))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return results
+    with ThreadPoolExecutor(len(functions)) as pool:
+        calls = [pool.submit(function) for function in functions]
+        return [call.exception(30) or call.result() for call in calls]
 
 
 class Losses(list[str]):
@@ -395,36 +382,23 @@ def test_end_of_the_leader_is_reported(hosts: Any):
 def test_process_without_secret_is_rejected(hosts: Any, tmp_path: Path):
     other = tmp_path / "other"
     other.write_text("another secret of somebody")
+    stranger, errors = hosts(1, secret_file=str(other)), list[str]()
 
-    def knock() -> str:
-        for config in (hosts(1, secret_file=str(other)), hosts(2)):
-            with socket.create_connection(("127.0.0.1", config.plans_port)) as plain:
+    def arrive() -> list[Leader]:
+        for _ in range(2):
+            with channel._reach(stranger, "", time.monotonic() + 10) as plain:
                 plain.sendall(b"GET / HTTP/1.1\r\nHost: leader\r\n\r\n" + b" " * 64)
                 plain.recv(1)
         with pytest.raises(ConfigError) as caught:
-            Leader.find(hosts(1, secret_file=str(other)), FACTS)
-        return str(caught.value)
-
-    def arrive() -> list[Leader]:
-        ready.wait(10)
-        errors.append(knock())
+            Leader.find(stranger, FACTS)
+        errors.append(str(caught.value))
         return together(
             lambda: Leader.find(hosts(1), FACTS), lambda: Leader.find(hosts(2), FACTS)
         )
 
-    ready, errors = threading.Event(), list[str]()
-    listening = channel._listening
-
-    def listen(config: HostsConfig) -> socket.socket:
-        made = listening(config)
-        ready.set()
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel, "_listening", listen)
-        followers, leaders = together(
-            lambda: Followers.gather(hosts(0), FACTS, Losses()), arrive
-        )
+    followers, leaders = together(
+        lambda: Followers.gather(hosts(0), FACTS, Losses()), arrive
+    )
     assert isinstance(followers, Followers)
     assert "hosts_secret_file must have the same content" in errors[0]
     followers.end()

@@ -470,28 +470,19 @@ def test_side_branches_are_measured_again():
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize(
-    ("changes", "can_follow"),
-    [
+def test_lookups_are_followed_if_k_is_chosen_and_drafts_are_verified():
+    # With forced acceptance, acceptance does not depend on the text.
+    forced = dict(rejection_sample_method="synthetic", synthetic_acceptance_length=2.0)
+    cases: list[tuple[dict[str, Any], bool]] = [
         ({}, True),
-        ({"controller": FIXED}, False),
-        ({"method": "suffix+draft_model", "model": "m"}, True),
-        # With forced acceptance, acceptance does not depend on the text.
-        (
-            {
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_length": 2.0,
-            },
-            False,
-        ),
-    ],
-)
-def test_lookups_are_followed_if_k_is_chosen_and_drafts_are_verified(
-    changes, can_follow
-):
-    changes = {"method": "suffix", **SUFFIX_DEFAULTS} | changes
-    policy = SpeculationPolicy(SpeculativeConfig(**changes))
-    assert policy.can_follow_lookups == can_follow
+        (dict(controller=FIXED), False),
+        (dict(method="suffix+draft_model", model="m"), True),
+        (forced, False),
+    ]
+    for changes, can_follow in cases:
+        changes = {"method": "suffix", **SUFFIX_DEFAULTS} | changes
+        policy = SpeculationPolicy(SpeculativeConfig(**changes))
+        assert policy.can_follow_lookups == can_follow
     assert not make_policy(3).can_follow_lookups
 
 

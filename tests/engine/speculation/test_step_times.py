@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.speculation.acceptance import Kind
 from jaxspec.engine.speculation.step_times import (
     MAX_RISE,
@@ -17,7 +16,7 @@ from jaxspec.engine.speculation.step_times import (
     fill_of,
     num_rows_of,
 )
-from jaxspec.program.plan import StepPlan, StepShape, Tile
+from jaxspec.program.plan import StepShape
 from tests.support.loops import Loop, make_config, make_requests
 
 SHAPE = StepShape(num_seqs=4, num_levels=8, max_prompt_tokens=0)
@@ -65,27 +64,11 @@ def test_time_of_a_round_with_padding_depends_on_its_rows():
 
 
 def test_fill_is_the_share_of_rows_with_tokens():
-    def fill(shape: StepShape, num_seqs: int, num_prompt_tokens: int = 0) -> float:
-        tokens = np.zeros(num_prompt_tokens, np.int32)
-        tile = Tile(row=0, start=0, tokens=tokens, is_last=True)
-        rows = np.arange(num_seqs)
-        launch = Launch(
-            plan=StepPlan(tiles=[tile] if num_prompt_tokens else []),
-            shape=shape,
-            rows=rows,
-            owners=rows,
-            draft_counts=np.zeros_like(rows),
-            decoding=[],
-            tiled=[],
-            registered=[],
-        )
-        return launch.fill
-
-    assert fill(SHAPE, 4) == 1
-    assert fill(SHAPE, 1) == 0.25
-    mixed = dataclasses.replace(SHAPE, max_prompt_tokens=64)
-    assert fill(mixed, 2, 14) == (2 + 14) / (4 + 64)
-    assert fill(StepShape.draft_prefill(64), 0, 16) == 0.25
+    assert fill_of(RoundKind(SHAPE), 4) == 1
+    assert fill_of(RoundKind(SHAPE), 1) == 0.25
+    mixed = RoundKind(dataclasses.replace(SHAPE, max_prompt_tokens=64))
+    assert fill_of(mixed, 2, 14) == (2 + 14) / (4 + 64)
+    assert fill_of(RoundKind(StepShape.draft_prefill(64)), 0, 16) == 0.25
     # One of two sequences has all 8 drafts, the other has none.
     assert num_rows_of(SHAPE, np.array([8, 0])) == 10
     assert fill_of(RoundKind(SHAPE, 8), 10) == 10 / 36
@@ -157,6 +140,11 @@ def test_rounds_of_the_engine_are_recorded():
         assert seconds == pytest.approx(
             loop.fastest_s + one.shape.max_prompt_tokens * loop.prompt_token_s
         )
+    for launch in loop.launches:
+        num_rows = len(launch.rows) + int(launch.draft_counts.sum())
+        num_prompt_tokens = sum(len(tile.tokens) for tile in launch.plan.tiles)
+        expected = fill_of(launch.round_kind, num_rows, num_prompt_tokens)
+        assert launch.fill == expected
     assert device.num_proposed
     # The fake device accepts 0 to 3 of three drafts with equal probability.
     assert acceptance.mean(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.2)
