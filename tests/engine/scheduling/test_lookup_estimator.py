@@ -353,9 +353,7 @@ def watched(
         features=Features(all_greedy=True),
     )
     loop.run(requests)
-    assert len(loop.finished) == 2 * config.max_num_seqs
-    for request in loop.finished:
-        loop.assert_said_the_truth(request)
+    loop.check_ended(requests)
     return loop
 
 

@@ -256,11 +256,10 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
     loop = Loop(config, seed=0, programs=programs)
     for shape in loop.scheduler.shapes.all():
         programs.add(shape)
-    requests = make_requests(config, 8)
+    # Each prompt has one tile, without prefix hits.
+    requests = make_requests(config, 8, max_total=40)
     for number, request in enumerate(requests):
-        # Each prompt has one tile, without prefix hits.
         request.prompt_token_ids = [number] * 20
-        request.max_total = 40
     loop.add(requests[:2])
     loop.step()
     assert not programs.asked  # all prompts fit into one launch
@@ -274,9 +273,7 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
     assert len(loop.launches[-1].plan.tiles) == 4
     assert loop.launches[-1].shape == larger
     loop.run()
-    assert len(loop.finished) == 8
-    for request in requests:
-        loop.assert_said_the_truth(request)
+    loop.check_ended(requests)
 
 
 def test_sequences_decode_during_draft_prefill():
@@ -440,10 +437,9 @@ def test_drafts_stop_if_rounds_stay_slow_but_not_for_a_suspension(num_slow):
 
 
 def test_no_draft_prefill_for_requests_that_get_no_drafts():
-    config = make_config(num_pages=200)
-    options: dict[str, Any] = dict(max_draft_tokens=3, max_total=62)
-    requests = make_requests(config, 1, prompt_token_ids=[1] * 60, **options)
-    loop = run_traffic(config, requests)
+    changes = dict(prompt_token_ids=[1] * 60, max_draft_tokens=3, max_total=62)
+    loop = start(1, changes, num_pages=200)
+    loop.run()
     assert not any(launch.shape.is_draft_prefill for launch in loop.launches)
 
 
@@ -770,5 +766,4 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
         request.params.temperature = 0.0  # otherwise acceptance cannot be estimated
     loop.run(requests)
     assert policy.num_probes >= 3
-    for request in requests:
-        loop.assert_said_the_truth(request)
+    loop.check_ended(requests)
