@@ -438,8 +438,7 @@ def test_drafts_stop_if_rounds_stay_slow_but_not_for_a_suspension(num_slow):
 
 def test_no_draft_prefill_for_requests_that_get_no_drafts():
     changes = dict(prompt_token_ids=[1] * 60, max_draft_tokens=3, max_total=62)
-    loop = start(1, changes, num_pages=200)
-    loop.run()
+    loop = run_together(make_config(num_pages=200), 1, **changes)
     assert not any(launch.shape.is_draft_prefill for launch in loop.launches)
 
 
