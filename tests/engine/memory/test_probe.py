@@ -707,14 +707,9 @@ def test_compiled_program_reports_its_temporaries(monkeypatch):
     monkeypatch.setattr(probe, "lower_step", lower)
     config = config_of()
     mesh = runner.build_mesh(config)
-    found = probe.compiled_temporaries(config, mesh)
-    assert found == 12_345
+    assert probe.compiled_temporaries(config, mesh) == 12_345
     # The largest program that plain requests use.
     assert [one.name for one in shapes] == ["2x2+512_sampled"]
-    plan = fit(config, mesh, compiled_bytes=found)[1]
-    assert isinstance(plan, MemoryPlan)
-    assert plan.workspace_bytes == found
-    assert "compiled" in plan.table()
     # Includes programs that are compiled on demand.
     many = dict(max_num_batched_tokens=4096, max_num_seqs=16, max_model_len=512)
     probe.compiled_temporaries(config_of(**many), mesh)
