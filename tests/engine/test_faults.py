@@ -1,7 +1,8 @@
-"""A device failure ends only the affected requests, or only drafting."""
+"""A failure or an interrupt ends only the affected requests, or only drafting."""
 
 import dataclasses
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,6 +13,8 @@ from jaxspec.errors import EngineDeadError
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.support import pair
+from tests.support.engines import generate, tokens_of
 from tests.support.fake_engines import assert_idle, make_fake_engine, run_all, said
 
 POISON = 15
@@ -185,26 +188,17 @@ def test_nan_after_some_text_ends_the_request():
     assert_idle(engine)
 
 
-class Gone(Followers):
-    """Fake followers on other hosts, which record why they were ended."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def break_off(self, reason: str, *, may_be_loss: bool = False) -> None:
-        self.reasons.append(reason)
-
-
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 def test_failure_stops_an_engine_over_several_hosts(where: str):
     """Drafting alone cannot be stopped: other hosts may have run the launch."""
     engine, fake = make_fake_engine(num_draft_tokens=3)
-    followers = fake.followers = Gone()
+    followers = fake.followers = MagicMock(spec=Followers)
     add(engine)
     fail(fake, where, after=2)
     with pytest.raises(EngineDeadError, match="cannot recover .* Restart all of them"):
         run_all(engine)
-    assert followers.reasons == ["A launch failed: RuntimeError('the device is gone')"]
+    reason = "A launch failed: RuntimeError('the device is gone')"
+    followers.break_off.assert_called_once_with(reason, may_be_loss=True)
     assert fake.device.has_draft
 
 
@@ -218,3 +212,42 @@ def test_failed_programs_with_drafts_are_reported(caplog):
     assert counts is not None and counts.stop_reason == reason
     assert reason in caplog.text
     assert engine.load().is_stopped
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Return an engine with its own arrays, as an interrupted step loses its arrays."""
+    return pair.own_engine()
+
+
+def texts(engine: LLMEngine) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    return tokens_of(generate(engine, PROMPTS[1:], params))
+
+
+@pytest.mark.parametrize("after_rounds", [0, 1, 3])
+def test_interrupt_after_donation_ends_only_the_requests(
+    engine, monkeypatch, after_rounds
+):
+    """The worst moment: the old state is donated, the new one not yet stored."""
+    expected, get, rounds = texts(engine), engine.runner.compiler.get, []
+
+    def interrupted(shape: Any) -> Any:
+        step, layout = get(shape)
+
+        def run(*arguments: Any) -> Any:
+            result = step(*arguments)
+            rounds.append(shape)
+            if len(rounds) > after_rounds:
+                raise KeyboardInterrupt
+            return result
+
+        return run, layout
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.compiler, "get", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            texts(engine)
+    assert not engine.has_unfinished_requests()
+    assert_idle(engine)
+    assert texts(engine) == expected

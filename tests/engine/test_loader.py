@@ -1,8 +1,10 @@
-"""An engine loads weights from its files, at the start and again after sleep."""
+"""An engine loads weights, or makes random ones, at the start and after sleep."""
 
 import dataclasses
 import functools
+import itertools
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,21 @@ from jaxspec.engine import loader
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loader import Sleep
-from jaxspec.engine.runner import Runner
+from jaxspec.engine.runner import Runner, build_mesh
 from jaxspec.errors import ConfigError, RequestError
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.models.cpu import NativeMatrix, PanelMatrix
+from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxspec.text.tokenizer import NoTokenizer
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.models import tiny_config, write_tiny
 from tests.support import pair
-from tests.support.engines import generate, tokens_of
+from tests.support.engines import QuickRunner, generate, tokens_of
 from tests.support.loops import make_config
+from tests.support.model_configs import write_model
+from tests.support.oracles import forms_of
 
 SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
 VOCABULARY: dict[str, Any] = dict(vocab_size=8192)  # as the bundled tokenizer
@@ -41,7 +47,7 @@ PARAMS = [
 ]
 
 
-def configure(target: Path, draft: Path | None = None, **options: Any) -> Any:
+def configure(target: Any, draft: Any = None, **options: Any) -> Any:
     settings: dict[str, Any] = SIZES | options
     if draft is not None:
         settings |= dict(speculative_model=str(draft), num_speculative_tokens=2)
@@ -286,32 +292,9 @@ def test_sleep_frees_the_devices_and_wake_up_restores_all(engine: LLMEngine):
     assert engine.runner.num_compiles == compiled
 
 
-def test_sleep_level_2_reads_the_weights_again(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
-):
-    before = texts(engine)
-    kept = jax.device_get(engine.runner.params)
-    reads = []
-
-    def load(config: Any, mesh: Any) -> Any:
-        reads.append(config)
-        placements = jax.tree.map(lambda array: array.sharding, engine.runner.params)
-        target, (draft,) = jax.device_put(kept, placements)
-        return target, draft
-
-    monkeypatch.setattr(loader, "load_weights", load)
-    engine.sleep(level=2)
-    assert not reads
-    engine.wake_up()
-    assert reads == [engine.config]
-    assert texts(engine) == before
-
-
 @pytest.mark.parametrize("has_drafts", [True, False])
-def test_stopped_draft_model_is_not_read_again(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, has_drafts
-):
-    """Weights of a draft model are not read again once drafting has stopped."""
+def test_stopped_draft_model_is_not_read_again(engine, monkeypatch, has_drafts):
+    """After sleep level 2, weights are read again; not after drafting has stopped."""
     runner, read = MagicMock(spec=Runner), []
     runner.mesh = engine.runner.mesh
     proposers = engine.runner.program.proposers if has_drafts else ()
@@ -324,8 +307,10 @@ def test_stopped_draft_model_is_not_read_again(
     monkeypatch.setattr(loader, "load_weights", load)
     sleep = Sleep(engine.config, runner)
     sleep.begin(2)
+    assert not read
     sleep.end(None)
     [config] = read
+    assert (config == engine.config) == has_drafts
     assert (config.draft_model_config is not None) == has_drafts
     assert (config.speculative is not None) == has_drafts
 
@@ -347,9 +332,7 @@ def test_parts_wake_up_one_by_one(engine: LLMEngine):
     assert texts(engine) == before
 
 
-def test_rejects_sleep_of_running_requests_and_unknown_levels_or_tags(
-    engine: LLMEngine,
-):
+def test_rejects_sleep_of_running_requests_and_unknown_levels_or_tags(engine):
     for level in (0, 3):
         with pytest.raises(RequestError, match="level must be an integer from 1 to 2"):
             engine.sleep(level)
@@ -403,3 +386,136 @@ def test_malloc_arenas_are_configured_before_devices_are_used(monkeypatch):
     with pytest.raises(ConfigError, match="no device"):
         loader.make_runner(make_config())
     assert calls == ["arenas", "devices"]
+
+
+# Random weights from a config alone, and ids without texts.
+dummy = functools.partial(configure, load_format="dummy")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_weights_have_the_shapes_and_types_of_loaded_ones(tmp_path, dtype):
+    """The target is on four devices, and the draft model on two."""
+    write_tiny(tmp_path / "9b", family="9b")
+    write_tiny(tmp_path / "2b", family="2b")
+    options: dict[str, Any] = dict(
+        dtype=dtype,
+        tensor_parallel_size=4,
+        speculative_config={"draft_tensor_parallel_size": 2},
+    )
+    made, read = (
+        make(tmp_path / "9b", tmp_path / "2b", **options) for make in (dummy, configure)
+    )
+    mesh = build_mesh(made)
+    found, expected = (loader.load_weights(one, mesh) for one in (made, read))
+    assert forms_of(found) == forms_of(expected)
+    tables = [one["embedding"].values for one in found if one]
+    embeddings = [np.asarray(table, np.float32) for table in tables]
+    assert len(embeddings) == 2
+    assert all(np.isfinite(one).all() and one.any() for one in embeddings)
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_float32_weights_on_one_cpu_are_in_panels(tmp_path, load_format):
+    write_tiny(tmp_path / "2b", family="2b")
+    config = configure(tmp_path / "2b", tmp_path / "2b", load_format=load_format)
+    for params in loader.load_weights(config, build_mesh(config)):
+        assert params is not None
+        assert isinstance(params["embedding"], NativeMatrix | PanelMatrix)
+
+
+def test_weights_of_head_embedding_and_a_draft_of_equal_size_are_different(tmp_path):
+    folder = write_model(tmp_path / "model", tie_word_embeddings=False)
+    config = dummy(folder, folder)
+    target, draft = loader.load_weights(config, build_mesh(config))
+    assert draft is not None
+    tables = [target["embedding"], target["head"], draft["embedding"]]
+    assert len({table.shape for table in tables}) == 1
+    for first, second in itertools.combinations(tables, 2):
+        assert not np.array_equal(first.values, second.values)
+    config = dummy(folder)
+    assert loader.load_weights(config, build_mesh(config))[1] is None
+
+
+@pytest.fixture
+def llm(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "Runner", QuickRunner)
+    folder = write_model(tmp_path / "model", num_hidden_layers=1)
+    with LLM(
+        folder,
+        speculative_model=folder,
+        num_speculative_tokens=2,
+        speculative_config={"controller": "fixed"},
+        load_format="dummy",
+        max_num_batched_tokens=32,
+        **SIZES,
+    ) as made:
+        yield made
+
+
+def test_config_file_is_sufficient(llm):
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=3, logprobs=1)
+
+    def write() -> list[int]:
+        (output,) = llm.generate([[2, 5, 9]], params, use_tqdm=False)
+        assert output.outputs[0].text == ""
+        assert output.outputs[0].logprobs[0]
+        metrics = output.outputs[0].spec_decode_metrics
+        assert metrics.num_spec_steps > 5
+        return output.outputs[0].token_ids
+
+    tokens = write()
+    assert len(tokens) == 20
+    assert len(set(tokens)) > 5
+    llm.sleep(2)
+    llm.wake_up()
+    assert write() == tokens
+    for ask, name in [
+        (lambda: llm.generate("Hello", use_tqdm=False), "A text"),
+        (lambda: llm.chat([{"role": "user", "content": "Hi"}]), "A conversation"),
+        (lambda: llm.get_tokenizer().encode("Hi"), "A text"),
+    ]:
+        with pytest.raises(RequestError, match=f"{name} needs a tokenizer.*no token"):
+            ask()
+    needs: dict[str, Any] = {
+        "stop": "x",
+        "bad_words": ["x"],
+        "structured_outputs": StructuredOutputsParams(regex="a"),
+    }
+    for name, value in needs.items():
+        with pytest.raises(RequestError, match=f"{name} needs a tokenizer") as caught:
+            llm.generate([[2]], SamplingParams(**{name: value}), use_tqdm=False)
+        assert caught.value.parameter == name
+
+
+def test_log_warns_that_texts_are_meaningless(tmp_path, caplog):
+    folder = write_model(tmp_path / "model", num_hidden_layers=1)
+    forced = {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+    }
+    config = dummy(folder, folder, speculative_config=forced)
+    with caplog.at_level(logging.WARNING):
+        loader.make_runner(config)
+        assert isinstance(loader.read_tokenizer(config), NoTokenizer)
+    assert "load_format='dummy': weights are random" in caplog.text
+    assert "'synthetic': drafts are accepted at random" in caplog.text
+    assert "(1.0, 0.5)" in caplog.text
+    assert "has no tokenizer file: prompts must be token ids" in caplog.text
+
+
+def test_existing_tokenizer_is_read_unless_skipped():
+    assert loader.read_tokenizer(dummy(bundled_target())).encode("Hi")
+    config = configure(bundled_target(), skip_tokenizer_init=True)
+    with pytest.raises(RequestError, match="skip_tokenizer_init=True"):
+        loader.read_tokenizer(config).encode("Hi")
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_named_tokenizer_must_exist(tmp_path, load_format):
+    """Given a `tokenizer` folder or not, a missing tokenizer is an error."""
+    empty = write_model(tmp_path / "empty")
+    folder = write_model(tmp_path / "model")
+    options = {"tokenizer": empty} if load_format == "dummy" else {}
+    config = configure(folder, load_format=load_format, **options)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        loader.read_tokenizer(config)
