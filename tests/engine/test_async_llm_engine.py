@@ -1,6 +1,7 @@
 """Streams over a fake device: order of outputs, slow readers, aborts, failures."""
 
 import asyncio
+import copy
 import inspect
 from typing import Any
 
@@ -67,17 +68,20 @@ async def test_request_starts_when_the_first_output_is_awaited(serving):
 @served()
 async def test_slow_reader_gets_all_text_in_fewer_outputs(serving, kind):
     params = SamplingParams(max_tokens=20, output_kind=kind)
-    outputs = []
+    parts, copies = [], []
     async for output in serving.generate(PROMPT, params, "slow"):
-        outputs.append(output)
-        if len(outputs) == 1:
+        parts.append(output.outputs[0])
+        copies.append(copy.deepcopy(parts[-1]))
+        if len(parts) == 1:
             # The other requests continue meanwhile.
             assert (await outputs_of(serving, "other"))[-1].finished
             while await serving.get_num_unfinished_requests():
                 await asyncio.sleep(0.005)
-    assert len(outputs) == 2
-    texts = [output.outputs[0].text for output in outputs]
-    assert ("".join(texts) if kind is DELTA else texts[-1]) == letters(said(20))
+    assert len(parts) == 2
+    assert parts == copies, "the caller owns the outputs that it has read"
+    whole = parts if kind is DELTA else parts[1:]
+    assert "".join(part.text for part in whole) == letters(said(20))
+    assert [token for part in whole for token in part.token_ids] == said(20)
 
 
 @served(delay_s=0.005)

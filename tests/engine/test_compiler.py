@@ -291,14 +291,6 @@ def test_a_failure_after_a_stop_and_a_clear_is_reported():
         compiler.check()
 
 
-def test_listeners_are_called_for_each_compiled_program():
-    announced = []
-    compiler = Compiler(lambda shape: shape)
-    compiler.announce = announced.append
-    compiler.get(SHAPES[1])
-    assert announced == ["Compiling 2x0_sampled", ""]
-
-
 def test_exit_waits_for_current_program_and_drops_the_queue(compiler, maker):
     # Python does not wait for this thread at exit, because a thread started by a daemon
     # thread is a daemon as well.

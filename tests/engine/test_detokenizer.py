@@ -147,14 +147,6 @@ def test_only_possible_starts_of_stop_strings_are_held_back():
     assert matched == ("TOE", 1)
 
 
-def test_stop_string_within_min_tokens_does_not_stop():
-    params = SamplingParams(stop=["bc", "never this"], min_tokens=3)
-    stream = TextStream(TOKENIZER, params)
-    assert stream.push(byte_tokens(b"abcde")) is None
-    assert stream.push(byte_tokens(b"bcd")) == ("bc", 2)
-    assert stream.text == "abcde"
-
-
 def test_no_text_without_detokenization():
     stream = TextStream(TOKENIZER, SamplingParams(detokenize=False))
     assert stream.push(byte_tokens(b"abc")) is None
@@ -316,17 +308,6 @@ def test_token_texts_only_with_detokenization():
     stream.push([3], logprobs_of(random_table(1), [3]))
     entry: Any = (stream.since(0) or [])[0]
     assert {one.decoded_token for one in entry.values()} == {None}
-
-
-def test_plain_tokens_are_joined_only_on_read():
-    """Texts are joined only when read, and are then complete."""
-    ids = TOKENIZER.encode("The dragon watched the sea and said nothing. " * 4)
-    stream = TextStream(TOKENIZER, SamplingParams())
-    found = [stream.follow([token]) for token in ids]
-    assert len(stream._joined) <= len(found[0])
-    assert stream.text == "".join(found) == TOKENIZER.decode(ids)
-    # Reading in between does not change the final text.
-    assert stream.follow(ids[:1]) == stream.text[len("".join(found)) :]
 
 
 def test_texts_of_tokens_join_to_the_text():

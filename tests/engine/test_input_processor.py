@@ -54,16 +54,6 @@ def test_text_ends_at_the_models_length(max_tokens: int | None, max_total: int):
     assert make(max_tokens=max_tokens).max_total == max_total
 
 
-def test_unseeded_requests_get_different_seeds():
-    def seeds(engine_seed: int) -> list[tuple[int, int]]:
-        prepare = intake(seed=engine_seed).prepare
-        prepared = [prepare(str(i), [2], SamplingParams()) for i in range(3)]
-        return [one.requests[0].seed for one in prepared]
-
-    assert len({*seeds(0), *seeds(1)}) == 6
-    assert seeds(0) == seeds(0)
-
-
 @pytest.mark.parametrize(
     ("keys", "rule"),
     [

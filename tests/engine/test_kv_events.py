@@ -90,8 +90,9 @@ def open_publisher(config: dict[str, Any], rank: int = 0) -> Any:
     return contextlib.closing(publisher)
 
 
-def test_batches_have_vllms_format(subscriber: Subscriber):
-    with open_publisher(subscriber.config) as publisher:
+def test_batches_have_vllms_format_and_each_engine_has_its_port(subscriber: Subscriber):
+    address = f"tcp://127.0.0.1:{subscriber.port - 3}"
+    with open_publisher(subscriber.config | {"endpoint": address}, rank=3) as publisher:
         number = subscriber.wait_for(publisher)
         publisher.publish(EVENTS)
         publisher.publish([PagesStored((b"k3",), b"k2", (5, 6))])
@@ -99,7 +100,7 @@ def test_batches_have_vllms_format(subscriber: Subscriber):
         second, (_, more, _) = subscriber.receive()
     assert (first, second) == (number + 1, number + 2)
     assert isinstance(time_s, float)
-    assert rank == 0
+    assert rank == 3
     assert events == [
         ["AllBlocksCleared"],
         ["BlockStored", [b"k1", b"k2"], None, [1, 2, 3, 4], 2, None, "GPU"],
@@ -158,9 +159,7 @@ def test_missed_messages_are_replayed(context: Any, files: dict[str, Any]):
     ]
 
 
-def test_messages_beyond_the_queue_are_dropped_but_replayed(
-    context: Any, files: dict[str, Any], caplog: pytest.LogCaptureFixture
-):
+def test_messages_beyond_the_queue_are_dropped_but_replayed(context, files, caplog):
     with open_publisher(files | {"max_queue_size": 1}) as publisher:
         sent: list[Any] = []
         pub, publisher._pub = publisher._pub, Held(sent.append)
@@ -213,16 +212,6 @@ def test_a_replay_does_not_delay_live_events(files: dict[str, Any]):
     assert pub.closed
     live, again = [[(kind, n) for n in range(-1, 4)] for kind in ("live", "again")]
     assert order == [*live[1:4], again[1], live[4], *again[2:4], again[0]]
-
-
-def test_each_engine_has_its_own_port(subscriber: Subscriber):
-    port = subscriber.port - 3
-    config = subscriber.config | {"endpoint": f"tcp://127.0.0.1:{port}"}
-    with open_publisher(config, rank=3) as publisher:
-        subscriber.wait_for(publisher)
-        publisher.publish(EVENTS)
-        _, (_, _, rank) = subscriber.receive()
-    assert rank == 3
 
 
 def test_engine_publishes_its_cached_pages(subscriber: Subscriber):
@@ -291,9 +280,7 @@ def test_queued_messages_are_sent_before_close(subscriber: Subscriber):
     assert numbers == list(range(number + 1, number + 32))
 
 
-def test_sockets_stay_open_until_a_slow_thread_ends(
-    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
-):
+def test_sockets_stay_open_until_a_slow_thread_ends(subscriber, monkeypatch):
     monkeypatch.setattr(kv_events, "CLOSE_S", 0.05)
     publisher = KvEventPublisher(KvEventsConfig.read(subscriber.config), 2)
     held = Held(print)

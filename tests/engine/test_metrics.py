@@ -223,9 +223,7 @@ def test_cache_info_counts_blocks_of_the_pool_with_windows():
     assert fitting > 100 * 4
 
 
-def test_requests_that_wait_for_a_program_are_counted_separately(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_requests_that_wait_for_a_program_are_counted_separately(monkeypatch):
     engine, _ = make_fake_engine(max_num_seqs=1)
     for name in "ab":
         engine.add_request(name, [2, 3], SamplingParams(max_tokens=3))
@@ -340,9 +338,7 @@ def test_round_and_host_times_are_measured_separately(monkeypatch: pytest.Monkey
     assert found["jaxspec:compile_seconds"].value == 7.5
 
 
-def test_metric_uses_the_prediction_made_before_the_round_was_timed(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_metric_uses_the_prediction_made_before_the_round_was_timed(monkeypatch):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     metrics, rounds = engine.metrics, list[tuple[float | None, float]]()
     add_round = metrics.add_round
@@ -448,9 +444,7 @@ def test_warns_of_low_acceptance_once(caplog: pytest.LogCaptureFixture):
     assert new_warnings() == [warning]
 
 
-def test_warns_of_low_acceptance_unless_it_is_synthetic(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_warns_of_low_acceptance_unless_it_is_synthetic(caplog):
     lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
     for changes in (
         {},
@@ -470,11 +464,7 @@ def test_warns_of_low_acceptance_unless_it_is_synthetic(
 
 
 @pytest.mark.parametrize("disable_log_stats", [False, True])
-def test_engine_warns_of_low_acceptance(
-    disable_log_stats: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-):
+def test_engine_warns_of_low_acceptance(disable_log_stats, monkeypatch, caplog):
     monkeypatch.setattr("jaxspec.engine.metrics._COMPARED", 20)
     monkeypatch.setattr("jaxspec.engine.metrics._LOW_ACCEPTANCE", 1.0)
     engine, _ = make_fake_engine(disable_log_stats=disable_log_stats)

@@ -164,9 +164,7 @@ def test_rejects_remote_name_that_is_no_valid_path(offline: None):
         model_folder(f"{'a' * 300}/b", "model")
 
 
-def test_model_may_be_the_path_of_a_gguf_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_model_may_be_the_path_of_a_gguf_file(tmp_path, monkeypatch):
     write_gguf(tmp_path / "m.gguf")
     assert model_folder(str(tmp_path / "m.gguf"), "model") == tmp_path / "m.gguf"
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -254,9 +252,7 @@ BUNDLED = "jaxspec/tiny-gemma2"
         ({"model": BUNDLED, "generation_config": NAME}, {"main"}),
     ],
 )
-def test_only_needed_files_and_revisions_are_fetched(
-    hub: HubStandIn, arguments: dict[str, Any], revisions: set[str]
-):
+def test_only_needed_files_and_revisions_are_fetched(hub, arguments, revisions):
     config, asked = configure(hub, **{"model": NAME} | arguments, hf_token=TOKEN)
     assert asked == revisions
     has_model = "model" not in arguments

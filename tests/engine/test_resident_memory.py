@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_python
 from tests.support.programs import ROOT
 
 pytestmark = [
@@ -75,21 +76,13 @@ def test_server_memory_after_warm_up_is_bounded(tmp_path: Path):
     finally:
         server.kill()
         server.wait()
-    found = re.search(r"VmRSS:\s+(\d+) kB", status)
-    assert found is not None
-    assert int(found[1]) / 1024 <= MAX_SERVER_MB
+    (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", status)
+    assert int(kilobytes) / 1024 <= MAX_SERVER_MB
 
 
 @pytest.mark.parametrize("end", ["shutdown", "drop"])
 def test_memory_does_not_grow_when_engines_are_replaced(tmp_path: Path, end: str):
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINES, end],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(tmp_path),
-        check=False,
-    )
+    done = run_python("-c", ENGINES, end, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr
     _, second, *later = map(float, done.stdout.split())
     assert len(later) == 10

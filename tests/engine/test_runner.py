@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock, call
 
 import jax
 import jax.numpy as jnp
@@ -327,29 +328,11 @@ def test_second_start_compiles_no_saved_program(
     assert len(kept) == len(list(tmp_path.iterdir())) > 0
 
 
-class FakeFollowers(Followers):
-    """Fake followers on other hosts, which record the leader's commands and events."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def send(self, name: str, values: Any, vector: Any = None) -> int:
-        self.events.append((name, dict(values)))
-        return len(self.events)
-
-    def wait(self, number: int) -> list[dict[str, Any]]:
-        self.events.append(f"waited for {number}")
-        return []
-
-    def break_off(self, reason: str, *, may_be_loss: bool = False) -> None:
-        self.events.append(reason)
-
-
 @pytest.fixture
-def leading() -> Iterator[tuple[LLMEngine, FakeFollowers]]:
+def leading() -> Iterator[tuple[LLMEngine, MagicMock]]:
     """Yield an idle engine that leads fake followers, and these followers."""
     engine = pair.engine()
-    followers = engine.runner.followers = FakeFollowers()
+    followers = engine.runner.followers = MagicMock(spec=Followers)
     yield engine, followers
     engine.runner.followers = None
 
@@ -357,9 +340,11 @@ def leading() -> Iterator[tuple[LLMEngine, FakeFollowers]]:
 def test_followers_get_launches_before_the_leader_runs_them(leading):
     engine, followers = leading
     start, before = engine.runner._start, engine.runner.num_launches
+    events = list[str]()
+    followers.send.side_effect = lambda name, *_: events.append(name)
 
     def started(vector, shape):
-        followers.events.append("started")
+        events.append("started")
         return start(vector, shape)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -367,8 +352,7 @@ def test_followers_get_launches_before_the_leader_runs_them(leading):
         generate(engine, [[2, 5, 6]], [TRAFFIC[0]])
     count = engine.runner.num_launches - before
     # Missing programs were compiled in between.
-    names = [one if isinstance(one, str) else one[0] for one in followers.events]
-    launches = [name for name in names if name in ("launch", "started")]
+    launches = [name for name in events if name in ("launch", "started")]
     assert launches[: 2 * count] == ["launch", "started"] * count
 
 
@@ -376,20 +360,24 @@ def test_followers_get_compiles_and_are_awaited(leading):
     engine, followers = leading
     shape = StepShape(num_seqs=2, num_levels=0, max_prompt_tokens=0)
     engine.runner.compiler.clear()
+    followers.send.return_value = 7
     engine.runner.executable(shape)
-    assert followers.events == [("compile", shape_values(shape)), "waited for 1"]
+    assert followers.mock_calls == [
+        call.send("compile", shape_values(shape)),
+        call.wait(7),
+    ]
 
 
 def test_followers_sleep_and_wake_up_with_the_leader():
     engine = pair.own_engine()
-    followers = engine.runner.followers = FakeFollowers()
+    followers = engine.runner.followers = MagicMock(spec=Followers)
     engine.sleep(1)
     engine.wake_up(["weights"])
     engine.wake_up()
-    assert followers.events == [
-        ("sleep", {"level": 1}),
-        ("wake_up", {"tags": ["weights"]}),
-        ("wake_up", {"tags": ["weights", "kv_cache"]}),
+    assert followers.mock_calls == [
+        call.send("sleep", {"level": 1}, None),
+        call.send("wake_up", {"tags": ["weights"]}, None),
+        call.send("wake_up", {"tags": ["weights", "kv_cache"]}, None),
     ]
 
 
@@ -398,9 +386,8 @@ def test_followers_are_ended_if_the_leader_fails(leading):
     with pytest.raises(ZeroDivisionError):
         with engine.runner.together("launch", {}):
             raise ZeroDivisionError("at the device")
-    assert followers.events[1:] == [
-        "The leader failed in 'launch': ZeroDivisionError('at the device')"
-    ]
+    reason = "The leader failed in 'launch': ZeroDivisionError('at the device')"
+    followers.break_off.assert_called_once_with(reason, may_be_loss=True)
 
 
 def test_a_target_over_hosts_takes_all_devices_in_order():

@@ -8,7 +8,6 @@ import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.scheduling import prefill_budget
-from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.scheduling.prefill_budget import MAX_LAUNCH_S
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -116,25 +115,6 @@ def test_launch_has_the_allowed_number_of_rounds(num_draft_tokens):
         assert sum(counts) == sum(ones) == 19
 
 
-def test_streams_get_every_round():
-    """If one request of a launch streams its output, the launch has one round."""
-    loop = make_loop({})
-    shown, other = make_requests(loop.config, 2, only_final_output=True)
-    shown.only_final_output, shown.max_total = False, 76
-    run_all(loop, [shown, other])
-    with_stream = [launch for launch in loop.launches if shown in launch.decoding]
-    assert len(with_stream) > 2
-    assert {launch.num_rounds for launch in with_stream} == {1}
-    assert max(launch.num_rounds for launch in loop.launches) > 1
-
-
-def test_long_rounds_run_one_per_launch():
-    loop = make_loop({})
-    loop.fastest_s = MAX_LAUNCH_S / 1.5
-    requests = make_requests(loop.config, 1, only_final_output=True)
-    assert set(run_all(loop, requests)) == {1}
-
-
 def test_waiting_requests_limit_a_launch_to_one_round():
     """There is one row for two requests: while the first runs, the second waits."""
     loop = make_loop(dict(max_num_seqs=1))
@@ -169,32 +149,6 @@ def test_rounds_are_limited_by_free_pages(num_free):
     pages.release(taken)
     loop.run()
     loop.check_ended([request])
-
-
-def test_end_of_one_sequence_ends_the_launch():
-    """Tokens, rounds and draft lag of rounds that did not run are subtracted again."""
-    probe = make_loop(dict(num_draft_tokens=0))
-    (said,) = make_requests(probe.config, 1)
-    run_all(probe, [said])
-    num_missing = 0
-    for index in range(9, 15):
-        loop = make_loop(dict(num_draft_tokens=0))
-        requests = make_requests(loop.config, 2, only_final_output=True)
-        requests[0].stop_ids = (said.output_token_ids[index],)
-        requests[0].params.min_tokens = index
-        settle, ran = loop.scheduler.settle, list[tuple[int, int]]()
-
-        def note(launch: Launch, num_run: int, settle=settle, ran=ran) -> None:
-            ran.append((launch.num_rounds, num_run))
-            settle(launch, num_run)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop.scheduler, "settle", note)
-            run_all(loop, requests)
-        assert len(requests[0].output_token_ids) == index + 1
-        assert len(requests[1].output_token_ids) == 20
-        num_missing += sum(planned - num_run for planned, num_run in ran)
-    assert num_missing > 0
 
 
 def test_rounds_are_counted_and_timed_one_by_one():

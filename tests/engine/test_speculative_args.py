@@ -167,9 +167,7 @@ SPELLINGS: list[tuple[dict[str, Any] | None, list[dict[str, Any]]]] = [
     [(given, expected) for expected, every in SPELLINGS for given in every],
     ids=str,
 )
-def test_arguments_of_all_vllm_versions_give_the_same_config(
-    arguments: dict[str, Any], expected: dict[str, Any] | None
-):
+def test_arguments_of_all_vllm_versions_give_the_same_config(arguments, expected):
     assert merge(arguments) == expected
 
 
@@ -293,9 +291,7 @@ UNSUPPORTED: list[tuple[Any, ...]] = [
     ],
     ids=str,
 )
-def test_errors_name_the_alternative_to_removed_arguments(
-    error: Any, arguments: dict[str, Any], texts: list[str]
-):
+def test_errors_name_the_alternative_to_removed_arguments(error, arguments, texts):
     with pytest.raises(error) as caught:
         merge(arguments)
     for text in texts:

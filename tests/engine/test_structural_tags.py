@@ -111,10 +111,7 @@ MATCHES: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "texts", "others"),
-    MATCHES,
-)
+@pytest.mark.parametrize(("wanted", "texts", "others"), MATCHES)
 def test_matches_what_xgrammar_matches(wanted: Any, texts: str, others: str):
     for text in texts.split("|"):
         assert matches({"type": "structural_tag", "format": wanted}, text), text
@@ -177,10 +174,7 @@ REFUSED: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    REFUSED,
-)
+@pytest.mark.parametrize(("wanted", "message"), REFUSED)
 def test_refuses_other_tags(wanted: Any, message: str):
     with pytest.raises(RequestError, match=message) as refused:
         COMPILER.matcher(StructuredOutputsParams(structural_tag=wanted))

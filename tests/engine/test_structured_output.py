@@ -71,13 +71,18 @@ def num_taken(matcher: Matcher, tokens: list[int]) -> int:
     return len(tokens)
 
 
-def ids_of(mask: np.ndarray) -> list[int]:
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+def ids_of(mask: np.ndarray, vocab_size: int = VOCAB) -> list[int]:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
     return np.flatnonzero(bits).tolist()
 
 
-def ask(masks: TokenMasks, *rows: tuple[Any, list[int], list[int]]) -> np.ndarray:
-    """Return masks of several sequences (state, text, drafts), made in one call."""
+def ask(
+    masks: TokenMasks, *rows: tuple[Any, list[int], list[int]], only: int | None = None
+) -> np.ndarray:
+    """Return masks of several sequences (state, text, drafts), made in one call.
+
+    They are the masks after every number of drafts, or after `only` that many.
+    """
     newest = np.zeros((len(rows), WINDOW), np.int32)
     for index, (_, text, _) in enumerate(rows):
         known = [7] * NUM_PROMPT + text
@@ -87,7 +92,7 @@ def ask(masks: TokenMasks, *rows: tuple[Any, list[int], list[int]]) -> np.ndarra
         np.array([NUM_PROMPT + len(row[1]) for row in rows], np.int32),
         newest,
         np.array([row[2] for row in rows], np.int32).reshape(len(rows), -1),
-        np.arange(len(rows[0][2]) + 1),
+        np.arange(len(rows[0][2]) + 1) if only is None else np.array([only]),
     )
 
 
@@ -201,18 +206,10 @@ def test_draft_model_requests_one_mask_at_a_time():
     masks, state = opened()
     text, drafts = [4, 5], [12, 4, 5]
     expected = fresh_masks(text, drafts)
-    newest = np.zeros((1, WINDOW), np.int32)
-    newest[0, -2:] = text
     for before in range(DRAFTS):
         # Drafts that have not been sampled yet have random values in the array.
-        asked = [drafts[:before] + [39] * (DRAFTS - before)]
-        answer = masks(
-            np.array([state.grammar_id]),
-            np.array([NUM_PROMPT + len(text)]),
-            newest,
-            np.array(asked),
-            np.array([before]),
-        )
+        known = drafts[:before] + [39] * (DRAFTS - before)
+        answer = ask(masks, (state, text, known), only=before)
         np.testing.assert_array_equal(answer[0, 0], expected[before])
     check(masks, state, text, drafts)
 
@@ -309,9 +306,8 @@ def test_no_end_before_min_tokens_unless_the_text_is_complete():
     assert found[1] == found[2] == [[4], [EOS], [EOS]]
 
 
-def allowed(matcher, vocab_size: int = 16) -> set[int]:
-    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits[:vocab_size]).tolist())
+def allowed(matcher: Matcher, vocab_size: int = 16) -> set[int]:
+    return set(ids_of(matcher.mask(), vocab_size))
 
 
 @pytest.fixture(scope="module")

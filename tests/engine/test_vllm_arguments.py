@@ -1,6 +1,6 @@
 """vLLM's arguments that jaxspec does not have are accepted or named in an error.
 
-Run as a script, this writes docs/vllm.md.
+Run as a script, this writes the tables of docs/vllm.md.
 """
 
 import dataclasses
@@ -34,28 +34,6 @@ from tests.support.model_configs import write_model
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
 RECORD = ROOT / "benchmarks" / "results" / "vllm-tests.json"
-INTRODUCTION = """\
-# vLLM's arguments
-
-`python tests/engine/test_vllm_arguments.py` writes this page.
-
-`EngineArgs`, `LLM`, the command lines and `speculative_config` know all names of vLLM
-0.33, so that its scripts run unchanged. `python -m jaxspec serve --help` lists the
-arguments that jaxspec has ([server](server.md)). This page lists the others, with
-vLLM's default in parentheses unless it is None or empty. At its default, an argument
-changes nothing.
-Other values are ignored, with a warning in the log, if they only tune a part of vLLM,
-and are an error if they ask for a feature that jaxspec does not have.
-
-One argument has a lower limit: `max_logprobs` is at most 1,024, because a launch with
-logprobs copies that number of them to the host for each token. So -1, all tokens, needs
-a vocabulary of at most 1,024 tokens, and Gemma's are larger.
-
-As in vLLM 0.33, requests to an `AsyncLLMEngine` or a server that sleeps wait until it
-is awake. `LLM` raises an error instead, because in vLLM such a call never returns.
-There is no sleep level 0: `pause_generation(mode="keep")` stops generation without
-freeing memory.
-"""
 OWN_TESTS = """\
 ## vLLM's own tests and examples
 
@@ -88,8 +66,9 @@ OTHERS: dict[type, Any] = {
 
 
 def page() -> str:
-    """Return the text of docs/vllm.md."""
-    parts = [INTRODUCTION]
+    """Return the text of docs/vllm.md: its introduction, and tables for the rest."""
+    introduction, _, _ = PAGE.read_text(encoding="utf-8").partition("## ")
+    parts = [introduction.removesuffix("\n")]
     for title, arguments in TABLES.items():
         for is_refused, outcome in ((False, "without effect"), (True, "refused")):
             lines = defaultdict(list)
@@ -168,9 +147,7 @@ def test_each_argument_is_in_one_table():
     assert not VLLM_SPECULATIVE_KEYS.keys() & keys
 
 
-def test_engine_accepts_arguments_without_effect_and_logs_them_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_engine_accepts_arguments_without_effect_and_logs_them_once(tmp_path, caplog):
     model = str(tmp_path / "model")
     write_model(Path(model))
     defaults = {name: one.default for name, one in VLLM_ENGINE_ARGUMENTS.items()}
@@ -280,6 +257,7 @@ def test_dotted_flags_set_keys():
 def test_suggests_only_near_names(name: str, hint: str):
     with pytest.raises(ConfigError) as caught:
         EngineArgs(model="m", **{name: 1})
+    assert str(caught.value).startswith(f"{name} (given 1) is not an engine argument")
     assert str(caught.value).endswith(hint)
 
 
