@@ -30,35 +30,31 @@ def ngram(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
 
 
 # The merged arguments, and all ways to give them.
-SPELLINGS: list[tuple[dict[str, Any] | None, list[dict[str, Any]]]] = [
+SPELLINGS: list[tuple[Any, ...]] = [
     (
         None,
-        [
-            {},
-            {"speculative_config": None},
-            # The older default acceptance rule.
-            {"spec_decoding_acceptance_method": "rejection_sampler"},
-        ],
+        {},
+        {"speculative_config": None},
+        # The older default acceptance rule.
+        {"spec_decoding_acceptance_method": "rejection_sampler"},
     ),
     (
         SAME,
-        [
-            {"speculative_model": "draft", "num_speculative_tokens": 5},
-            {"spec_model": "draft", "spec_tokens": 5},
-            config(SAME),
-            config({"model": "draft", "num-speculative-tokens": 5}),
-            # Arguments of several vLLM versions mixed, and one value given twice.
-            config(model="draft") | {"num_speculative_tokens": 5},
-            config(SAME) | {"spec_model": "draft"},
-            # Keys that have no effect here, and switches that are off.
-            config(SAME, enforce_eager=True),
-            config(SAME, parallel_drafting=False),
-            config(SAME, quantization=None),
-        ],
+        {"speculative_model": "draft", "num_speculative_tokens": 5},
+        {"spec_model": "draft", "spec_tokens": 5},
+        config(SAME),
+        config({"model": "draft", "num-speculative-tokens": 5}),
+        # Arguments of several vLLM versions mixed, and one value given twice.
+        config(model="draft") | {"num_speculative_tokens": 5},
+        config(SAME) | {"spec_model": "draft"},
+        # Keys that have no effect here, and switches that are off.
+        config(SAME, enforce_eager=True),
+        config(SAME, parallel_drafting=False),
+        config(SAME, quantization=None),
     ),
     (
         SAME | {"quantization": "int8"},
-        [config(SAME) | {"speculative_model_quantization": "int8"}],
+        config(SAME) | {"speculative_model_quantization": "int8"},
     ),
     (
         {
@@ -69,102 +65,88 @@ SPELLINGS: list[tuple[dict[str, Any] | None, list[dict[str, Any]]]] = [
             "rejection_sample_method": "standard",
             "method": "draft_model",
         },
-        [
-            {
-                "speculative_model": "draft",
-                "speculative_draft_tensor_parallel_size": 1,
-                "speculative_max_model_len": 99,
-                "speculative_disable_by_batch_size": 4,
-                "spec_decoding_acceptance_method": "rejection_sampler",
-                "spec_method": "draft_model",
-            }
-        ],
+        {
+            "speculative_model": "draft",
+            "speculative_draft_tensor_parallel_size": 1,
+            "speculative_max_model_len": 99,
+            "speculative_disable_by_batch_size": 4,
+            "spec_decoding_acceptance_method": "rejection_sampler",
+            "spec_method": "draft_model",
+        },
     ),
     # Acceptance forced to given rates.
     (
         SAME | FORCED,
-        [config(SAME | {name.replace("_", "-"): one for name, one in FORCED.items()})],
+        config(SAME | {name.replace("_", "-"): one for name, one in FORCED.items()}),
     ),
     # All drafts in one pass: vLLM's key, and our method's name.
     (
         PARD,
-        [
-            config(SAME, parallel_drafting=True),
-            config(SAME | {"parallel-drafting": True}) | {"spec_method": "draft_model"},
-            config(SAME) | {"spec_method": "pard"},
-        ],
+        config(SAME, parallel_drafting=True),
+        config(SAME | {"parallel-drafting": True}) | {"spec_method": "draft_model"},
+        config(SAME) | {"spec_method": "pard"},
     ),
     # n-gram drafts: in vLLM's oldest arguments the maximum is required, and the minimum
     # defaults to 1 ...
-    (ngram(4, 1), [OLDEST | {"ngram_prompt_lookup_max": 4}]),
+    (ngram(4, 1), OLDEST | {"ngram_prompt_lookup_max": 4}),
     (
-        ngram(4, 3) | {"num_speculative_tokens": 5},
-        [
-            OLDEST
-            | {"ngram_prompt_lookup_max": 4, "ngram_prompt_lookup_min": 3}
-            | {"num_speculative_tokens": 5}
-        ],
+        ngram(4, 3),
+        OLDEST | {"ngram_prompt_lookup_max": 4, "ngram_prompt_lookup_min": 3},
     ),
     # ... in later versions both default to 5, or to the one that is given.
     (
         ngram(5, 5),
-        [
-            {"spec_method": "ngram"},
-            {"spec_model": "ngram"},
-            *(config(method=name) for name in ("ngram", "[ngram]", "ngram_gpu")),
-            config(model="[ngram]"),
-        ],
+        {"spec_method": "ngram"},
+        {"spec_model": "ngram"},
+        *(config(method=name) for name in ("ngram", "[ngram]", "ngram_gpu")),
+        config(model="[ngram]"),
     ),
-    (ngram(4, 4), [config(method="ngram", prompt_lookup_max=4)]),
-    (ngram(3, 3), [config({"method": "ngram", "prompt-lookup-min": 3})]),
+    (ngram(4, 4), config(method="ngram", prompt_lookup_max=4)),
+    (ngram(3, 3), config({"method": "ngram", "prompt-lookup-min": 3})),
     (
         ngram(6, 2),
-        [config(method="ngram", prompt_lookup_min=2) | {"ngram_prompt_lookup_max": 6}],
+        config(method="ngram", prompt_lookup_min=2) | {"ngram_prompt_lookup_max": 6},
     ),
     # A lookup with a draft model.
     (
         {"model": "draft"} | ngram(5, 5, "ngram+draft_model"),
-        [{"spec_method": "ngram+draft_model", "spec_model": "draft"}],
+        {"spec_method": "ngram+draft_model", "spec_model": "draft"},
     ),
     (
         {"model": "draft"} | ngram(3, 3, "ngram+draft_model"),
-        [
-            config(method="ngram+draft_model", prompt_lookup_max=3)
-            | {"speculative_model": "draft"}
-        ],
+        config(method="ngram+draft_model", prompt_lookup_max=3)
+        | {"speculative_model": "draft"},
     ),
     # Suffix drafts, alone and with a draft model.
-    (suffix(), [{"spec_method": "suffix"}]),
+    (suffix(), {"spec_method": "suffix"}),
     (
         suffix(max_tree_depth=32, max_spec_factor=2.0),
-        [
-            config(
-                {"method": "suffix", "suffix-decoding-max-tree-depth": 32},
-                suffix_decoding_max_spec_factor=2.0,
-                suffix_decoding_min_token_prob=None,
-            )
-        ],
+        config(
+            {"method": "suffix", "suffix-decoding-max-tree-depth": 32},
+            suffix_decoding_max_spec_factor=2.0,
+            suffix_decoding_min_token_prob=None,
+        ),
     ),
     # The answer cache needs this rule: with others, texts would depend on past answers.
     *(
         (
             suffix(**{name: 10}) | {"rejection_sample_method": "coupled"},
-            [config({"method": "suffix", f"suffix_decoding_{name}": 10})],
+            config({"method": "suffix", f"suffix_decoding_{name}": 10}),
         )
         for name in ("max_cached_requests", "max_corpus_tokens")
     ),
     (
         {"model": "draft"} | suffix(method="suffix+draft_model"),
-        [{"spec_method": "suffix+draft_model", "spec_model": "draft"}],
+        {"spec_method": "suffix+draft_model", "spec_model": "draft"},
     ),
     # Leaves are accepted with any method.
-    (ngram(5, 5) | {"num_side_leaves": 1}, [config(method="ngram", num_side_leaves=1)]),
+    (ngram(5, 5) | {"num_side_leaves": 1}, config(method="ngram", num_side_leaves=1)),
 ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [(given, expected) for expected, every in SPELLINGS for given in every],
+    [(given, expected) for expected, *every in SPELLINGS for given in every],
     ids=str,
 )
 def test_arguments_of_all_vllm_versions_give_the_same_config(arguments, expected):
@@ -176,10 +158,7 @@ UNKNOWN = {"spec_model": "x"}
 # Arguments, and texts of the error.
 CONFIG_ERRORS: list[tuple[Any, ...]] = [
     # Contradictions name both arguments.
-    (
-        {"speculative_model": "a", "spec_model": "b"},
-        *("contradicts", "speculative_model='a'", "spec_model='b'"),
-    ),
+    (dict(speculative_model="a", spec_model="b"), "l='a' contradicts spec_model='b'"),
     (
         config(SAME) | {"num_speculative_tokens": 3},
         *("contradicts", "num_speculative_tokens=3", "['num_speculative_tokens']=5"),
@@ -204,10 +183,7 @@ CONFIG_ERRORS: list[tuple[Any, ...]] = [
     (config(SAME, tensor_parallel_size=2), "2", "draft_tensor_parallel_size"),
     (config(SAME, num_spec_tokens=3), "3", "did you mean num_speculative_tokens?"),
     (config(SAME, prompt_lookup_max=4), "prompt_lookup_max=4", "n-gram"),
-    (
-        config(SAME, synthetic_acceptance_rate=0.8),
-        *("0.8", "did you mean synthetic_acceptance_rates?"),
-    ),
+    (config(SAME, synthetic_acceptance_rate=0.8), "0.8): did you mean synthetic_acc"),
     (config(SAME, kv_cache_dtype="int4"), "['kv_cache_dtype'] must be one of 'auto'"),
     # Contradictions of lookups.
     (OLDEST, "speculative_model='[ngram]' requires ngram_prompt_lookup_max"),
