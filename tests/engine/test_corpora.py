@@ -62,20 +62,14 @@ def test_rejects_invalid_corpora(name: Any, chunks: Any, salt: Any, parameter: s
         corpora.removed("new")
 
 
-def test_full_corpora_say_what_takes_the_tokens():
+def test_errors_name_the_limits(monkeypatch: pytest.MonkeyPatch):
     corpora = added(Corpora(max_tokens=8), "old", [2] * 8)
     with pytest.raises(RequestError, match="1 tokens, .* is 8, .* corpora take 8"):
         added(corpora, "new", [2])
-
-
-def test_number_of_corpora_is_limited(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UnsupportedError, match="suffix_decoding_max_corpus_tokens=N"):
+        added(Corpora(max_tokens=0), "a", [2])
     monkeypatch.setattr(module, "MAX_CORPORA", 2)
     corpora = added(added(Corpora(max_tokens=8), "a", [2]), "b", [2])
     with pytest.raises(RequestError, match="2 corpora, and at most 2"):
         added(corpora, "c", [2])
     assert added(corpora.removed("a"), "c", [2]).num_tokens == {"b": 1, "c": 1}
-
-
-def test_rejects_corpora_if_the_limit_is_zero():
-    with pytest.raises(UnsupportedError, match="suffix_decoding_max_corpus_tokens=N"):
-        added(Corpora(max_tokens=0), "a", [2])

@@ -147,13 +147,6 @@ def test_only_possible_starts_of_stop_strings_are_held_back():
     assert matched == ("TOE", 1)
 
 
-def test_no_text_without_detokenization():
-    stream = TextStream(TOKENIZER, SamplingParams(detokenize=False))
-    assert stream.push(byte_tokens(b"abc")) is None
-    assert stream.finish() is None
-    assert stream.text == ""
-
-
 @pytest.mark.parametrize(
     ("stops", "expected"), [(["b", "bc"], "b"), (["bc", "b"], "b"), (["c", "bc"], "bc")]
 )
@@ -280,6 +273,7 @@ def test_no_logprobs_unless_requested():
     assert stream.since(0) is None
     assert stream.cumulative is None
     assert stream.prompt is None
+    assert make_stream([2], prompt_logprobs=0).prompt == [None], "nor of one token"
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -299,14 +293,14 @@ def test_prompt_logprobs_arrive_in_parts(flat: bool):
     assert stream.since(0) is None
 
 
-def test_prompt_of_one_token_has_no_logprobs():
-    assert make_stream([2], prompt_logprobs=0).prompt == [None]
-
-
-def test_token_texts_only_with_detokenization():
-    stream = make_stream(logprobs=1, detokenize=False)
-    stream.push([3], logprobs_of(random_table(1), [3]))
-    entry: Any = (stream.since(0) or [])[0]
+def test_no_texts_without_detokenization():
+    stream = TextStream(TOKENIZER, SamplingParams(detokenize=False))
+    assert stream.push(byte_tokens(b"abc")) is None
+    assert stream.finish() is None
+    assert stream.text == ""
+    logprobs = make_stream(logprobs=1, detokenize=False)
+    logprobs.push([3], logprobs_of(random_table(1), [3]))
+    entry: Any = (logprobs.since(0) or [])[0]
     assert {one.decoded_token for one in entry.values()} == {None}
 
 

@@ -30,16 +30,16 @@ EOS = 1
 WORDS_OF_LETTERS = grammar_of_regex(r"(\w{1,20} ?){1,200}")
 PANIC = grammar_of_rules("start: <eos> <[1]> <[0-8191]>*")
 # The library reports the error only when it computes the first mask.
-CYCLES = {
-    "$ref": grammar_of_schema('{"$ref": "#"}', {}),
-    "anyOf": grammar_of_schema('{"anyOf": [{"$ref": "#"}]}', {}),
-    "rule": grammar_of_rules("start: start"),
-    "property": grammar_of_schema(
+CYCLES = [
+    grammar_of_rules("start: start"),
+    grammar_of_schema('{"$ref": "#"}', {}),
+    grammar_of_schema('{"anyOf": [{"$ref": "#"}]}', {}),
+    grammar_of_schema(
         '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},'
         ' "$ref": "#/$defs/a"}',
         {},
     ),
-}
+]
 
 
 @functools.cache
@@ -144,13 +144,10 @@ def test_a_dead_end_is_a_failure():
     assert caught.value.kind == "dead_end"
 
 
-@pytest.mark.parametrize("cycle", CYCLES)
-def test_rejects_grammar_that_no_text_matches(cycle):
-    with pytest.raises(GrammarFailure, match="no text matches it"):
-        make_matcher(CYCLES[cycle])
-
-
-def test_a_panic_of_the_library_is_a_failure():
+def test_rejects_grammars_that_no_text_matches_or_that_make_the_library_panic():
+    for cycle in CYCLES:
+        with pytest.raises(GrammarFailure, match="no text matches it"):
+            make_matcher(cycle)
     with pytest.raises(GrammarFailure, match="panicked") as caught:
         make_matcher(PANIC)
     assert caught.value.kind == "panic"

@@ -209,13 +209,10 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def test_no_controls_by_default():
+def test_every_control_field_is_passed_on_and_there_are_none_by_default():
     assert controls_of() is None
     assert controls_of(bad_words=[], logit_bias={}) is None
     assert controls_of(temperature=0.5, top_k=3, stop=["a"], min_tokens=2) is None
-
-
-def test_every_control_field_is_passed_on():
     given: dict[str, Any] = {
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,

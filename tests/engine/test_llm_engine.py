@@ -375,24 +375,21 @@ def test_rejects_unsupported_options():
     run_all(engine)
 
 
-def test_metrics_can_be_disabled(caplog: pytest.LogCaptureFixture):
-    engine, _ = make_fake_engine(disable_log_stats=True)
+def test_busy_engine_logs_periodically_unless_metrics_are_disabled(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "jaxspec")
-    run_one(engine, SamplingParams(max_tokens=3))
-    with pytest.raises(ConfigError, match=r"Stat logging is disabled: .*=False"):
-        engine.get_metrics()
-    engine.do_log_stats()
-    assert not caplog.messages
-
-
-def test_busy_engine_logs_periodically(caplog, monkeypatch):
     engine, _ = make_fake_engine()
-    caplog.set_level(logging.INFO, "jaxspec")
     run_one(engine, SamplingParams(max_tokens=3))
     assert not caplog.messages
     monkeypatch.setattr(llm_engine, "LOG_INTERVAL_S", 0.0)
     run_one(engine, SamplingParams(max_tokens=3))
     assert caplog.messages[0].startswith("Avg prompt throughput: ")
+    caplog.clear()
+    engine, _ = make_fake_engine(disable_log_stats=True)
+    run_one(engine, SamplingParams(max_tokens=3))
+    with pytest.raises(ConfigError, match=r"Stat logging is disabled: .*=False"):
+        engine.get_metrics()
+    engine.do_log_stats()
+    assert not caplog.messages
 
 
 @pytest.mark.slow

@@ -109,6 +109,9 @@ def test_names_and_kinds_are_those_of_vllm():
     assert {name.removeprefix("vllm:"): kind for name, kind in theirs} == kinds
     ours = [(name.replace("vllm:", "jaxspec:"), kind) for name, kind in theirs]
     assert found == theirs + ours + OWN
+    without_drafts = read(make_metrics(num_draft_tokens=0)[0])
+    assert "jaxspec:generation_tokens" in without_drafts
+    assert not [one for one in without_drafts if "spec" in one.rpartition(":")[2]]
 
 
 def add_rounds(
@@ -122,12 +125,6 @@ def add_rounds(
     stats.accepted_per_position[:] = [
         old + new for old, new in zip(before, kept, strict=False)
     ]
-
-
-def test_no_draft_metrics_without_drafts():
-    found = read(make_metrics(num_draft_tokens=0)[0])
-    assert "jaxspec:generation_tokens" in found
-    assert not [name for name in found if "spec" in name.rpartition(":")[2]]
 
 
 def test_memory_plan_is_reported():

@@ -208,10 +208,8 @@ def ask_all_kinds(
         engine.add_request(kind.name, PROMPT, wanting(output_kind=kind, **given))
     by_kind: dict[str, dict[int, list[CompletionOutput]]] = {}
     for name, outputs in run_all(engine).items():
-        assert [one.finished for one in outputs] == [
-            *[False] * (len(outputs) - 1),
-            True,
-        ]
+        finished = [one.finished for one in outputs]
+        assert finished == [False] * (len(outputs) - 1) + [True]
         for output in outputs:
             indices = [part.index for part in output.outputs]
             assert indices == sorted(set(indices))
