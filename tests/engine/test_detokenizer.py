@@ -5,7 +5,6 @@ context and without its search from the start of new text. Returned logprobs are
 that the program computed for the token.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from jaxspec.engine.detokenizer import LogprobStream, TextStream
 from jaxspec.logprobs import FlatLogprobs, Logprob
 from jaxspec.program.wire import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
-from tests.support.engines import StubTokenizer
 from tests.support.token_pieces import EXAMPLES, IDS, TOKENIZER, byte_tokens, split
 
 BROKEN = "\ufffd"
@@ -145,21 +143,6 @@ def test_only_possible_starts_of_stop_strings_are_held_back():
         matched = stream.push(byte_tokens(text.encode()))
         assert stream.visible(is_finished=matched is not None) == shown
     assert matched == ("TOE", 1)
-
-
-@pytest.mark.parametrize(
-    ("stops", "expected"), [(["b", "bc"], "b"), (["bc", "b"], "b"), (["c", "bc"], "bc")]
-)
-def test_first_match_in_the_text_wins(stops, expected):
-    # One piece of this tokenizer is "abc". If every character were a token, the match
-    # would depend on the order of arrival.
-    class OnePiece(StubTokenizer):
-        def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-            return "abc" * len(list(ids))
-
-    stream = TextStream(OnePiece(1), SamplingParams(stop=stops))
-    assert stream.push([0]) == (expected, 1)
-    assert stream.text == "a"
 
 
 def test_long_stop_string_is_fast():
