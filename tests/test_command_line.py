@@ -7,15 +7,7 @@ import warnings
 
 import pytest
 
-from jaxspec.command_line import (
-    CommandError,
-    CommandParser,
-    bearer,
-    flag_type,
-    length_flag,
-    run_command,
-    without_dots,
-)
+from jaxspec import command_line
 from jaxspec.errors import ArgumentError, ConfigError, EngineGenerateError
 from jaxspec_checkpoints import CheckpointError
 
@@ -31,13 +23,13 @@ def fail(error: BaseException) -> None:
     [
         (WRONG, 2, "program: error: K must be positive, got 0.\n"),
         (CheckpointError("no such model"), 2, "program: error: no such model\n"),
-        (CommandError("boom"), 1, "program: error: boom\n"),
+        (command_line.CommandError("boom"), 1, "program: error: boom\n"),
         (EngineGenerateError("NaN"), 1, "program: error: NaN\n"),
         (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
     ],
 )
 def test_errors_take_one_line(error, status, said, capsys):
-    assert run_command("program", lambda: fail(error)) == status
+    assert command_line.run_command("program", lambda: fail(error)) == status
     assert capsys.readouterr().err == said
 
 
@@ -48,29 +40,29 @@ def test_warnings_take_one_line(capsys):
         text = warnings.formatwarning("K is 5.", UserWarning, "file.py", 7, "x = 5")
         print(text, end="")
 
-    assert run_command("program", warn) == 0
+    assert command_line.run_command("program", warn) == 0
     assert capsys.readouterr().out == "program: warning: K is 5.\n"
     assert warnings.formatwarning is before
 
 
 @pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (3, 3)])
 def test_exit_status_is_the_commands(returned, status, capsys):
-    assert run_command("program", lambda: returned) == status
+    assert command_line.run_command("program", lambda: returned) == status
     assert capsys.readouterr() == ("", "")
     with pytest.raises(ZeroDivisionError):  # bugs are not hidden
-        run_command("program", lambda: fail(ZeroDivisionError()))
+        command_line.run_command("program", lambda: fail(ZeroDivisionError()))
 
 
 def test_characters_that_a_terminal_lacks_are_replaced(monkeypatch):
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", screen)
-    assert run_command("program", lambda: print("Crème")) == 0
+    assert command_line.run_command("program", lambda: print("Crème")) == 0
     screen.seek(0)
     assert screen.read() == "Cr?me\n"
 
 
-def parser() -> CommandParser:
-    made = CommandParser(prog="program", allow_abbrev=False)
+def parser() -> command_line.CommandParser:
+    made = command_line.CommandParser(prog="program", allow_abbrev=False)
     made.add_argument("--port", type=int)
     made.add_argument("--max-num-seqs")
     made.add_argument("--dtype")
@@ -105,16 +97,16 @@ def test_wrong_command_line_takes_two_lines(line, said, capsys):
 
 
 def test_secrets_are_not_quoted(capsys):
-    made = CommandParser(prog="program", allow_abbrev=False)
+    made = command_line.CommandParser(prog="program", allow_abbrev=False)
     made.add_argument("model", nargs="?")
     with pytest.raises(SystemExit):
         made.parse_args(["--api-kye", "hush", "hush", "--api-kye=hush"])
     shown = capsys.readouterr().err
     assert "unrecognized arguments: --api-kye --api-kye\n" in shown
     assert "hush" not in shown
-    assert bearer("k") == {"Authorization": "Bearer k"}
+    assert command_line.bearer("k") == {"Authorization": "Bearer k"}
     with pytest.raises(ArgumentError, match="printable ASCII") as refused:
-        bearer("hush\nX-Other: 1")
+        command_line.bearer("hush\nX-Other: 1")
     assert "hush" not in str(refused.value)
 
 
@@ -134,14 +126,14 @@ def test_secrets_are_not_quoted(capsys):
     ],
 )
 def test_integers_with_units(text: str, number: int):
-    assert flag_type(int)(text) == length_flag(text) == number
+    assert command_line.flag_type(int)(text) == command_line.length_flag(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "1.5K", "8kk", "8 k", "auto", "1e3"])
 def test_rejects_wrong_integers(text: str):
     with pytest.raises(argparse.ArgumentTypeError, match="got|without a fraction"):
-        flag_type(int | None)(text)
-    assert length_flag("Auto") == -1
+        command_line.flag_type(int | None)(text)
+    assert command_line.length_flag("Auto") == -1
 
 
 @pytest.mark.parametrize(
@@ -155,7 +147,7 @@ def test_rejects_wrong_integers(text: str):
     ],
 )
 def test_joins_dotted_flags(line: str, joined: str):
-    found = [one.replace(" ", "") for one in without_dots(line.split())]
+    found = [one.replace(" ", "") for one in command_line.without_dots(line.split())]
     assert found == joined.split()
 
 
@@ -166,4 +158,4 @@ def test_joins_dotted_flags(line: str, joined: str):
 )
 def test_rejects_wrong_dotted_flags(line: str):
     with pytest.raises(ConfigError, match="--a|--speculative-config"):
-        without_dots(line.split())
+        command_line.without_dots(line.split())

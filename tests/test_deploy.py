@@ -331,9 +331,7 @@ def test_ray_has_an_image_with_ray():
         ("cuda,ray", "serve,hub,kaggle,cuda,ray", "wget"),
     ],
 )
-def test_extras_of_the_image_follow_the_build_argument(
-    extra: str, extras: str, package: str
-):
+def test_extras_of_the_image_follow_the_build_argument(extra, extras, package):
     """The test runs the first lines of the Dockerfile's `RUN` in a shell."""
     begin = argument_of("RUN").partition("&& if")[0]
     said = f'EXTRA={extra}; {begin}; echo "$extras $package"'

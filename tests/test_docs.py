@@ -95,19 +95,13 @@ def test_public_names_have_docstrings(name: str):
     assert item.__doc__ and not item.__doc__.startswith(f"{last}("), name
     if not inspect.isclass(item):
         return
-    members = {
-        key: member
+    kinds = property | functools.cached_property | classmethod | staticmethod
+    missing = [
+        key
         for key, member in vars(item).items()
-        if not key.startswith("_")
-        and (
-            inspect.isroutine(member)
-            or isinstance(
-                member,
-                property | functools.cached_property | classmethod | staticmethod,
-            )
-        )
-    }
-    missing = [key for key, member in members.items() if not member.__doc__]
+        if (inspect.isroutine(member) or isinstance(member, kinds))
+        and not member.__doc__
+    ]
     described = ", ".join(documented(item)).split(", ")
     fields = inspect.get_annotations(item)
     if dataclasses.is_dataclass(item) or issubclass(item, dict | tuple):

@@ -136,9 +136,7 @@ def test_interrupt_during_start_is_not_lost():
         (("others_program.py", "jaxspec"), False),
     ],
 )
-def test_interrupt_while_modules_are_imported(
-    words: tuple[str, ...], is_program: bool, tmp_path: Path
-):
+def test_interrupt_while_modules_are_imported(words, is_program, tmp_path):
     """Programs of jaxspec end without a traceback; others get a KeyboardInterrupt."""
     for name, text in {
         "sitecustomize.py": INTERRUPTS,

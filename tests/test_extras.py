@@ -3,12 +3,7 @@
 import json
 import re
 import tomllib
-from importlib import import_module
-from importlib.metadata import (
-    PackageNotFoundError,
-    packages_distributions,
-    requires,
-)
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -69,8 +64,8 @@ def plain_distributions() -> set[str]:
             continue
         found.add(name)
         try:
-            lines = requires(wanted.name) or []
-        except PackageNotFoundError:  # of another platform
+            lines = metadata.requires(wanted.name) or []
+        except metadata.PackageNotFoundError:  # of another platform
             continue
         waiting += [Requirement(line) for line in lines]
     return found
@@ -81,7 +76,7 @@ def hidden_packages() -> list[str]:
     plain = plain_distributions() | {"jaxspec-decoding"}
     return [
         name
-        for name, owners in packages_distributions().items()
+        for name, owners in metadata.packages_distributions().items()
         if not plain & {normalized(owner) for owner in owners}
     ]
 
@@ -98,7 +93,7 @@ def test_serve_packages_are_not_in_a_plain_install():
     assert set(SERVE_PACKAGES) - set(hidden_packages()) == indirect
     extra = PROJECT["optional-dependencies"]["serve"]
     names = {normalized(Requirement(line).name) for line in extra}
-    owners = packages_distributions()
+    owners = metadata.packages_distributions()
     of_packages = {normalized(one) for name in SERVE_PACKAGES for one in owners[name]}
     assert of_packages == names
 

@@ -48,9 +48,7 @@ def parse(prompt: object) -> ParsedPrompt:
         ([2] * (MAX_MODEL_LEN - 1), None, [2] * (MAX_MODEL_LEN - 1)),
     ],
 )
-def test_prompts_of_every_type_are_parsed(
-    prompt: object, text: str, token_ids: list[int]
-):
+def test_prompts_of_every_type_are_parsed(prompt, text, token_ids):
     parsed = parse(prompt)
     assert (parsed.text, parsed.token_ids) == (text, token_ids)
     assert all(type(token) is int for token in parsed.token_ids)
@@ -81,9 +79,7 @@ def test_prompts_of_every_type_are_parsed(
         ("\ud800", "'\\ud800'", "UTF-8"),
     ],
 )
-def test_bad_prompt_error_has_value_and_allowed_types(
-    prompt: object, given: str, allowed: str
-):
+def test_bad_prompt_error_has_value_and_allowed_types(prompt, given, allowed):
     with pytest.raises(RequestError) as caught:
         parse(prompt)
     assert given in str(caught.value)
@@ -124,9 +120,7 @@ def test_rejects_prompts_without_tokens_and_multimodal_prompts():
         (UserList(["ab", "cd"]), ["ab", "cd"]),
     ],
 )
-def test_single_and_multiple_prompts_are_distinguished(
-    prompts: Any, expected: list[Any]
-):
+def test_single_and_multiple_prompts_are_distinguished(prompts, expected):
     assert split_prompts(prompts) == expected
 
 

@@ -1,13 +1,27 @@
-"""Layout of the repository: names of modules, test files, and one list of checks."""
+"""Layout of the repository: modules, imports, test files, and one list of checks.
+
+import-linter checks the direction of imports, with the contracts in pyproject.toml.
+"""
 
 import ast
+import functools
+import importlib
 import re
+import sys
 import tomllib
 from collections import Counter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.support.source_modules import (
+    MODULES,
+    PACKAGES,
+    extra_of,
+    module_name,
+)
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("jaxspec", "kernels", "checkpoints", "benchmarks", "tests")
@@ -36,6 +50,12 @@ ALLOWED_FILES = {
     "jaxspec/v1/core/kv_cache_utils.py",
 }
 
+# Folders of jaxspec with a reading order.
+IN_ORDER = (
+    *(".", "bench", "cli", "config", "engine", "engine/scheduling", "models"),
+    *("engine/speculation", "models/gemma", "program", "serve"),
+)
+
 # Folders whose modules need no test file each: small ones, and those that only mirror
 # vLLM's import paths.
 LEAVES = (
@@ -46,8 +66,9 @@ LEAVES = (
 # Modules without a test file of their own: each is a part of another module, whose
 # test file tests both.
 TESTED_ELSEWHERE = {
-    "tests/cli/test_chat_backends.py": ("cli/chat_backend", "cli/chat_server"),
+    "tests/cli/test_chat.py": ("cli/chat_backend", "cli/chat_server"),
     "tests/bench/test_main.py": ("bench/flags", "bench/offline"),
+    "tests/bench/test_methods.py": ("bench/method_report",),
     "tests/bench/test_serve.py": (
         *("bench/scrape", "bench/serve_report", "bench/traffic"),
     ),
@@ -76,6 +97,7 @@ TESTED_ELSEWHERE = {
     "tests/models/test_cpu.py": ("models/matrices",),
     "tests/support/oracles.py": ("models/network",),
     "tests/models/test_weights.py": ("models/params",),
+    "tests/test_outputs.py": ("logprobs", "metrics"),
     "tests/test_public_names.py": ("__init__", "config/__init__"),
     "tests/test_main.py": ("cli/commands",),
     "tests/config/test_engine.py": ("config/model",),
@@ -100,11 +122,8 @@ RUN_OTHER_TESTS = {"tests/kernels/test_native_builds.py", "tests/mutants.py"}
 
 def defines_something(path: Path) -> bool:
     """Return whether a module defines more than aliases or a reading order."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    return any(
-        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        for node in tree.body
-    )
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return any(isinstance(node, kinds) for node in parse(ROOT / path).body)
 
 
 def mirrors_of(path: Path, stems: Counter[str]) -> list[Path]:
@@ -225,3 +244,106 @@ def test_issue_forms_have_what_github_requires() -> None:
         assert content["name"] and content["description"], form.name
         ids = [field["id"] for field in content["body"] if field["type"] != "markdown"]
         assert ids and len(set(ids)) == len(ids), form.name
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_reading_order_lists_every_module(name: str) -> None:
+    """The reading order of a large folder is in its __init__."""
+    folder = ROOT / "jaxspec" / name
+    order = ast.get_docstring(parse(folder / "__init__.py")) or ""
+    # `name`, or its full path `jaxspec.engine.name`.
+    named = re.findall(r"`(?:jaxspec\.)?([a-z_0-9.]+)`", order)
+    modules = {path.stem for path in folder.glob("*.py")}
+    modules |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    missing = modules - {"__init__"} - {one.split(".")[0] for one in named}
+    assert not missing, f"{name}/__init__.py has no place for {sorted(missing)}"
+    for one in named:
+        paths = [at / one.replace(".", "/") for at in (folder, ROOT / "jaxspec")]
+        found = [path.is_dir() or path.with_suffix(".py").exists() for path in paths]
+        assert any(found), f"{name}/__init__.py names {one}, which is gone"
+
+
+Import = ast.Import | ast.ImportFrom
+
+
+def names_of(node: Import) -> list[str]:
+    """Return the modules of an import statement; relative ones start with a dot."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return ["." * node.level + (node.module or "")]
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports_of(path: Path) -> list[Import]:
+    return [node for node in ast.walk(parse(path)) if isinstance(node, Import)]
+
+
+@functools.cache
+def declared_distributions(extra: str | None) -> set[str]:
+    """Return the normalized names of the packages that pip installs.
+
+    They are those of one extra, or those without any extra.
+    """
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    requirements = list(project["dependencies"])
+    if extra is not None:
+        requirements += project["optional-dependencies"][extra]
+    names = [re.split(r"[\[<>=!~; ]", line, maxsplit=1)[0] for line in requirements]
+    return {name.lower().replace("_", "-") for name in names}
+
+
+def test_imports_are_at_the_top_and_absolute() -> None:
+    for folder, path in MODULES:
+        for node in imports_of(folder / path):
+            where = f"{path}:{node.lineno}"
+            # This also rejects `if TYPE_CHECKING:` and `try:` around an import.
+            assert node in parse(folder / path).body, (
+                f"{where}: move the import to the top of the module"
+            )
+            for name in names_of(node):
+                assert not name.startswith("."), f"{where}: write the full module path"
+                assert name != "__future__", f"{where}: jaxtyping needs annotations"
+
+
+def test_third_party_imports_are_declared() -> None:
+    # A plain install has no extra, so importing an undeclared package would break it.
+    distributions = packages_distributions()
+    undeclared = [
+        f"{path}: {name}"
+        for folder, path in MODULES
+        for node in imports_of(folder / path)
+        for name in names_of(node)
+        if (top := name.split(".")[0]) not in sys.stdlib_module_names
+        and top not in PACKAGES
+        and not declared_distributions(extra_of(path))
+        & {found.lower().replace("_", "-") for found in distributions.get(top, ())}
+    ]
+    assert not undeclared
+
+
+def test_modules_that_need_an_extra_are_not_imported_statically_by_others() -> None:
+    extras = {module_name(path): extra_of(path) for _, path in MODULES}
+    behind = {name: extra for name, extra in extras.items() if extra is not None}
+    imported = {
+        f"{path}: {name}"
+        for folder, path in MODULES
+        for node in imports_of(folder / path)
+        for name in [
+            *names_of(node),
+            *(f"{names_of(node)[0]}.{alias.name}" for alias in node.names),
+        ]
+        if name in behind and behind[name] != extra_of(path)
+    }
+    assert not imported
+
+
+def test_every_module_imports() -> None:
+    for _, path in MODULES:
+        if path.name != "__main__.py":
+            importlib.import_module(module_name(path))

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 import types
@@ -45,6 +44,7 @@ from tests.support.notebooks import (
     source_of,
     trees,
 )
+from tests.support.processes import run_python
 
 NAMES = sorted(path.stem for path in FOLDER.iterdir())
 # The package of the model that the quickstart prefers.
@@ -122,14 +122,9 @@ def test_arguments_exist(name: str):
 
 def set_up(name: str, source: str, folder: Path, missing: str = "") -> Any:
     cell = source_of(read(name), "setup")
-    return subprocess.run(
-        [sys.executable, "-c", SHELL, source, missing, cell],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"IPYTHONDIR": str(folder)},
-        cwd=folder,
-        check=False,
-    )
+    environment = os.environ | {"IPYTHONDIR": str(folder)}
+    given = (SHELL, source, missing, cell)
+    return run_python("-c", *given, env=environment, cwd=folder)
 
 
 @every_notebook
@@ -316,19 +311,24 @@ def check_speeds(text: str, *num_draft_tokens: int) -> None:
         assert 0.1 < float(times) <= k + 1, text
 
 
+@pytest.mark.parametrize(
+    ("name", "draft", "note"),
+    [
+        ("quickstart", "jaxspec/tiny-gemma2-draft", "the bundled pair runs instead"),
+        ("train_a_head", None, "a head for the bundled target instead"),
+    ],
+)
 @pytest.mark.parametrize("is_installed", [True, False])
-def test_quickstart_uses_the_published_model_if_installed(
-    is_installed, monkeypatch, capsys
+def test_published_model_is_used_if_installed(
+    is_installed, name, draft, note, monkeypatch, capsys
 ):
     package = types.ModuleType(REAL_MODULE) if is_installed else None
     monkeypatch.setitem(sys.modules, REAL_MODULE, package)
-    space = run_cells("quickstart", "model", importlib=importlib)
-    expected = ("jaxspec/gemma-3-270m", "")
-    if not is_installed:
-        expected = ("jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft")
-    assert (space["MODEL"], space["DRAFT"]) == expected
-    shown = capsys.readouterr().out
-    assert ("the bundled pair runs instead" in shown) is not is_installed
+    space = run_cells(name, "model", importlib=importlib)
+    real, tiny = "jaxspec/gemma-3-270m", "jaxspec/tiny-gemma2"
+    assert space["MODEL"] == (real if is_installed else tiny)
+    assert draft is None or space["DRAFT"] == ("" if is_installed else draft)
+    assert (note in capsys.readouterr().out) is not is_installed
 
 
 @pytest.mark.slow
@@ -372,19 +372,6 @@ def test_how_it_works_runs(tmp_path):
     )
     assert int(kept[0]) > int(kept[1]), "the round has left the chain"
     assert num_pictures(book) == 6
-
-
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_head_is_trained_for_the_published_model_if_installed(
-    is_installed, monkeypatch, capsys
-):
-    package = types.ModuleType(REAL_MODULE) if is_installed else None
-    monkeypatch.setitem(sys.modules, REAL_MODULE, package)
-    space = run_cells("train_a_head", "model", importlib=importlib)
-    real, tiny = "jaxspec/gemma-3-270m", "jaxspec/tiny-gemma2"
-    assert space["MODEL"] == (real if is_installed else tiny)
-    shown = capsys.readouterr().out
-    assert ("a head for the bundled target instead" in shown) is not is_installed
 
 
 def test_trained_head_reads_the_notebooks_prompts(tmp_path, monkeypatch):

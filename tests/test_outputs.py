@@ -1,8 +1,10 @@
+import dataclasses
 from typing import Any
 
 import pytest
 
 from jaxspec.logprobs import Logprob
+from jaxspec.metrics import Counter, Gauge, Histogram, Vector
 from jaxspec.outputs import (
     CompletionOutput,
     RequestOutput,
@@ -26,6 +28,9 @@ def output(text: str, token_ids: list[int], **fields: Any) -> RequestOutput:
 
 def test_metrics_agree_with_counting_by_hand():
     metrics = RequestSpecDecodeMetrics.empty(3)
+    assert metrics.acceptance_rate == 0.0
+    assert metrics.mean_acceptance_length == 1.0
+    assert metrics.acceptance_rate_per_position == [0.0, 0.0, 0.0]
     # Pairs (proposed, accepted). In the third step there was room for only two drafts.
     for proposed, accepted in [(3, 0), (3, 3), (2, 2), (3, 1), (3, 3)]:
         metrics.record_step(proposed, accepted)
@@ -41,13 +46,6 @@ def test_metrics_agree_with_counting_by_hand():
     metrics.record_step(1, 0)
     assert copy.num_proposed_per_position == [5, 5, 4]
     assert metrics.num_proposed_per_position == [6, 5, 4]
-
-
-def test_metrics_before_the_first_step():
-    metrics = RequestSpecDecodeMetrics.empty(2)
-    assert metrics.acceptance_rate == 0.0
-    assert metrics.mean_acceptance_length == 1.0
-    assert metrics.acceptance_rate_per_position == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -135,3 +133,24 @@ def test_frozen_output_keeps_its_counts():
     assert (kept.histogram, kept.num_draft_tokens) == ([0, 0, 1, 0], 3)
     assert frozen.metrics is not None
     assert frozen.metrics.num_generation_tokens == 3
+
+
+def test_logprobs_have_vllms_fields():
+    entry = Logprob(-0.5)
+    assert dataclasses.astuple(entry) == (-0.5, None, None)
+    assert Logprob(-0.5, 1, "a") == Logprob(logprob=-0.5, rank=1, decoded_token="a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        (Counter, ["value"]),
+        (Gauge, ["value"]),
+        (Vector, ["values"]),
+        (Histogram, ["count", "sum", "buckets"]),
+    ],
+)
+def test_metrics_have_vllms_fields(kind: type, own: list[str]):
+    names = [item.name for item in dataclasses.fields(kind)]
+    assert names == ["name", "labels", *own]
+    assert issubclass(Counter, kind) == (kind is Counter), "scripts test the class"

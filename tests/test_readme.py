@@ -16,44 +16,27 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TABLE_SCRIPT = ROOT / "benchmarks" / "readme_table.py"
 BENCHMARK = ROOT / "benchmarks" / "cpu_pair.py"
-MARKS = (
-    "<!-- results: written by benchmarks/readme_table.py -->\n{}<!-- end of results -->"
-)
-PEER_MARKS = (
-    "\n<!-- peers: written by benchmarks/readme_table.py -->\n{}<!-- end of peers -->"
-)
-FORM_MARKS = (
-    "\n<!-- forms: written by benchmarks/readme_table.py -->\n{}<!-- end of forms -->"
-)
-METHOD_MARKS = (
-    "\n<!-- methods: written by benchmarks/readme_table.py -->\n{}"
-    "<!-- end of methods -->"
-)
-COST_MARKS = (
-    "<!-- costs: written by benchmarks/readme_table.py -->\n{}<!-- end of costs -->\n"
-)
-DRAFT_MARKS = (
-    "<!-- real drafts: written by benchmarks/readme_table.py -->\n{}"
-    "<!-- end of real drafts -->\n"
-)
-REAL_MARKS = (
-    "<!-- real: written by benchmarks/readme_table.py -->\n{}<!-- end of real -->"
-)
-TRAINING_MARKS = (
-    "<!-- training: written by benchmarks/readme_table.py -->\n{}"
-    "<!-- end of training -->"
-)
-TEXT_MARKS = (
-    "<!-- texts: written by benchmarks/readme_table.py -->\n{}<!-- end of texts -->\n"
-)
-NO_TRAINING = (
-    "Not measured yet: train as above, and run `python -m benchmarks.training`."
-)
-NO_COSTS = "Not computed yet: run `python -m benchmarks.draft_costs`.\n"
-NO_REAL = (
-    "Not measured yet: run `python -m benchmarks.peers --real` on a quiet machine.\n"
-)
-NO_PEERS = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine.\n"
+# The tables of every page, and the note in place of each missing one.
+PAGES = {
+    "README.md": ["real"],
+    "docs/training.md": ["training"],
+    "docs/drafts.md": ["costs", "real drafts", "texts", "results"],
+    "benchmarks/README.md": ["real", "peers", "forms", "methods"],
+}
+SPEC = "Not measured yet: run the commands above on a quiet machine."
+NOTES = {
+    "costs": "Not computed yet: run `python -m benchmarks.draft_costs`.",
+    "forms": SPEC,
+    "methods": SPEC,
+    "peers": "Not measured yet: run `python -m benchmarks.peers` on a quiet machine.",
+    "real": "Not measured yet: run `python -m benchmarks.peers --real` on a quiet "
+    "machine.",
+    "real drafts": "Not measured yet.",
+    "results": "Not measured yet: run `make bench` on a quiet machine.",
+    "texts": "Not measured yet.",
+    "training": "Not measured yet: train as above, and run "
+    "`python -m benchmarks.training`.",
+}
 
 Done = subprocess.CompletedProcess[str]
 
@@ -106,22 +89,23 @@ def result(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-# The marks of every page.
-PAGES = {
-    "README.md": REAL_MARKS,
-    "docs/training.md": TRAINING_MARKS,
-    "docs/drafts.md": COST_MARKS + DRAFT_MARKS + TEXT_MARKS + MARKS,
-    "benchmarks/README.md": REAL_MARKS + PEER_MARKS + FORM_MARKS + METHOD_MARKS,
-}
+def page_of(name: str, tables: dict[str, str]) -> str:
+    """Return a page with these tables; other tables are outdated."""
+    lines = ["above"]
+    for table in PAGES[name]:
+        begin = f"<!-- {table}: written by benchmarks/readme_table.py -->"
+        end = f"<!-- end of {table} -->"
+        lines += [begin, tables.get(table, "stale"), end]
+    return "\n".join([*lines, "below\n"])
 
 
 def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> Done:
     """Run the script on pages with outdated tables between the marks."""
-    for name, marks in PAGES.items():
+    for name in PAGES:
         page = folder / name
         page.parent.mkdir(exist_ok=True)
         if not page.exists():
-            page.write_text(f"above\n{marks.replace('{}', 'stale' + chr(10))}\nbelow\n")
+            page.write_text(page_of(name, {}))
     for number, one in enumerate(results):
         path = folder / f"cpu_pair-{number}.json"
         path.write_text(json.dumps(one))
@@ -135,20 +119,8 @@ def test_table_is_the_newest_results():
 
 def test_pages_report_missing_results(tmp_path):
     assert write_table(tmp_path, []).returncode == 0
-    no_bench = "Not measured yet: run `make bench` on a quiet machine.\n"
-    no_spec = "Not measured yet: run the commands above on a quiet machine.\n"
-    real = REAL_MARKS.format(NO_REAL)
-    spec = FORM_MARKS.format(no_spec) + METHOD_MARKS.format(no_spec)
-    for name, marks in {
-        "README.md": real,
-        "docs/training.md": TRAINING_MARKS.format(f"{NO_TRAINING}\n"),
-        "docs/drafts.md": COST_MARKS.format(NO_COSTS)
-        + DRAFT_MARKS.format("Not measured yet.\n")
-        + TEXT_MARKS.format("Not measured yet.\n")
-        + MARKS.format(no_bench),
-        "benchmarks/README.md": real + PEER_MARKS.format(NO_PEERS) + spec,
-    }.items():
-        assert (tmp_path / name).read_text() == f"above\n{marks}\nbelow\n"
+    for name in PAGES:
+        assert (tmp_path / name).read_text() == page_of(name, NOTES)
 
 
 def real_result() -> dict[str, Any]:

@@ -3,21 +3,16 @@
 import numpy as np
 import pytest
 
-from jaxspec.bench.acceptance import (
-    Acceptance,
-    best_num_draft_tokens,
-    expected_length,
-    speed_up_ceiling,
-)
+from jaxspec.bench import acceptance
 from jaxspec.engine.scheduling.stats import EngineStats
 
 
-def acceptance_of(*rounds: tuple[int, int]) -> Acceptance:
+def acceptance_of(*rounds: tuple[int, int]) -> acceptance.Acceptance:
     """Return the acceptance of (drafts, accepted) rounds of an engine."""
     stats = EngineStats()
     drafts, accepted = (np.array(column) for column in zip(*rounds, strict=True))
     stats.record_round(drafts, accepted, accepted + 1)
-    return Acceptance.of(stats)
+    return acceptance.Acceptance.of(stats)
 
 
 def test_rates_are_those_of_the_rounds():
@@ -29,7 +24,7 @@ def test_rates_are_those_of_the_rounds():
     assert found.per_position_rates == [3 / 4, 1 / 4, 1 / 4]
     assert found.conditional_rates == [3 / 4, 1 / 3, 1 / 1]
     assert found.as_json()["acceptance_rate_per_position"] == [0.75, 0.25, 0.25]
-    none = Acceptance()
+    none = acceptance.Acceptance()
     assert (none.rate, none.mean_length) == (0, 1)
     assert none.conditional_rates == none.per_position_rates == []
 
@@ -41,10 +36,10 @@ def test_differences_and_sums_undo_each_other():
     assert both.per_position == (3, 1, 1)
     assert (both - first).per_position == second.per_position
     assert (both - first).as_json() == second.as_json()
-    one = Acceptance(
+    one = acceptance.Acceptance(
         num_drafts=4, num_accepted=6, num_side_tokens=2, tree_ends={(3, 1): 4}
     )
-    both = one + Acceptance(num_drafts=1, tree_ends={(3, 1): 1, (3, 0): 2})
+    both = one + acceptance.Acceptance(num_drafts=1, tree_ends={(3, 1): 1, (3, 0): 2})
     assert both.tokens_per_round == 1 + (6 + 2) / 5
     assert both.tree_ends == {(3, 1): 5, (3, 0): 2}
     assert (both - first).tree_ends == both.tree_ends
@@ -61,9 +56,9 @@ def test_differences_and_sums_undo_each_other():
     ],
 )
 def test_length_and_ceiling_follow_from_rates(rates, length):
-    assert expected_length(rates) == pytest.approx(length)
+    assert acceptance.expected_length(rates) == pytest.approx(length)
     ceiling = length / (1 + 0.1 * len(rates))
-    assert speed_up_ceiling(rates, 0.1) == pytest.approx(ceiling)
+    assert acceptance.speed_up_ceiling(rates, 0.1) == pytest.approx(ceiling)
 
 
 @pytest.mark.parametrize(
@@ -78,5 +73,5 @@ def test_length_and_ceiling_follow_from_rates(rates, length):
     ],
 )
 def test_best_number_of_drafts(rates, cost, best, ceiling):
-    found = best_num_draft_tokens(rates, cost)
+    found = acceptance.best_num_draft_tokens(rates, cost)
     assert (found[0], round(found[1], 2)) == (best, ceiling)

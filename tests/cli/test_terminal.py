@@ -19,20 +19,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def shown(*pieces: Piece) -> str:
-    screen = Terminal()
-    Printer(screen).show(pieces)
-    return screen.getvalue()
-
-
-def test_drafts_are_green_on_terminal():
-    assert shown(*PIECES) == "He\x1b[32ml\x1b[0mlo"
-    screen = Terminal()
-    Printer(screen).explain()
-    legend = "\x1b[32mGreen\x1b[0m: drafts that the target accepted.\n"
-    assert screen.getvalue() == legend
-
-
 @pytest.mark.parametrize("name", ["file", "NO_COLOR", "dumb"])
 def test_no_colors_without_terminal_or_with_no_color(monkeypatch, name: str):
     monkeypatch.setenv("NO_COLOR", "1" if name == "NO_COLOR" else "")
@@ -95,16 +81,8 @@ def test_wraps_lines_at_words(monkeypatch, text: str, lines: list[str], size: in
 
 def test_moved_word_keeps_its_colors(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "8")
-    written = shown(Piece("one t", False), Piece("wo", True), Piece("x", True))
-    moved = written.partition("\n")[2]
-    assert moved == "t\x1b[32mw\x1b[0m\x1b[32mo\x1b[0m\x1b[32mx\x1b[0m"
-
-
-def test_new_line_resets_column(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "8")
     screen = Terminal()
-    printer = Printer(screen)
-    for _ in range(2):
-        printer.show([Piece("one two", False)])
-        printer.begin_line()
-    assert screen.getvalue() == "one twoone two"
+    pieces = [Piece("one t", False), Piece("wo", True), Piece("", True)]
+    Printer(screen).show([*pieces, Piece("x", True)])
+    moved = screen.getvalue().partition("\n")[2]
+    assert moved == "t\x1b[32mw\x1b[0m\x1b[32mo\x1b[0m\x1b[32mx\x1b[0m"

@@ -7,36 +7,17 @@ import pytest
 
 from jaxspec.config.engine import EngineConfig, GivenSizes, SpeculativeConfig
 from jaxspec.errors import ConfigError, UnsupportedError
-from jaxspec.models.families import config_from_folder, config_from_hf
+from jaxspec.models.families import (
+    config_from_folder,
+    config_from_hf,
+    published_config,
+)
 from jaxspec.models.gemma.config import Gemma2Config
 from tests.support.defaults import DEFAULTS
 
-# The config.json of google/gemma-2-2b-it, as published.
-GEMMA_2_2B_IT: dict[str, Any] = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "attention_bias": False,
-    "attn_logit_softcapping": 50.0,
-    "bos_token_id": 2,
-    "eos_token_id": [1, 107],
-    "final_logit_softcapping": 30.0,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "max_position_embeddings": 8192,
-    "model_type": "gemma2",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 4,
-    "pad_token_id": 0,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 256000,
-}
+PUBLISHED = published_config("google/gemma-2-2b-it")
+assert PUBLISHED is not None
+GEMMA_2_2B_IT: dict[str, Any] = PUBLISHED | {"torch_dtype": "bfloat16"}
 REQUIRED = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"}
 REQUIRED |= {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
 

@@ -17,33 +17,13 @@ NGRAM: dict[str, Any] = LOOKUP | {"method": "ngram"}
 SUFFIX: dict[str, Any] = SUFFIX_DEFAULTS | {"method": "suffix"}
 BOTH: dict[str, Any] = SUFFIX_DEFAULTS | DRAFT | {"method": "suffix+draft_model"}
 DEPTH, FACTOR, PROB, CACHED, CORPUS = SUFFIX_DEFAULTS
+LEAVES, PATHS = "num_side_leaves", "speculative_token_tree"
 TREE = "[(0,), (1,), (0, 0), (0, 1)]"
-OF_TREE: dict[str, Any] = {"speculative_token_tree": TREE, "num_speculative_tokens": 4}
-FORCED = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("method", "keys", "has_lookup", "has_draft_model"),
-    [
-        ("draft_model", DRAFT, False, True),
-        ("ngram", LOOKUP, True, False),
-        ("ngram+draft_model", LOOKUP | DRAFT, True, True),
-        ("suffix", SUFFIX_DEFAULTS, True, False),
-        ("suffix+draft_model", SUFFIX_DEFAULTS | DRAFT, True, True),
-        ("pard", DRAFT, False, True),
-        ("eagle", {"model": "head"}, False, False),
-        ("eagle3", {"model": "head"}, False, False),
-        ("medusa", {"model": "head"}, False, False),
-    ],
-)
-def test_methods_determine_drafts_and_weights(
-    method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool
-):
-    info = SpeculativeConfig(method=method, **keys).method_info
-    assert bool(info.lookup) is has_lookup
-    assert info.has_draft_model is has_draft_model
-    assert info.has_head is (keys == {"model": "head"})
-    assert bool(info.weights) is ("model" in keys)
+OF_TREE: dict[str, Any] = DRAFT | {PATHS: TREE, "num_speculative_tokens": 4}
+FORCED = DRAFT | {
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_length": 2.0,
+}
 
 
 @pytest.mark.parametrize("method", ["eagle2", "hydra", "ngram,draft_model", None])
@@ -85,6 +65,28 @@ def test_other_methods_are_not_supported(method: Any):
         (SUFFIX | {CORPUS: -1}, f"{CORPUS} must be .* from 0 to 1048576, got -1"),
         (SUFFIX | {CORPUS: 10}, f"method must be 'coupled' with {CORPUS}=10, got 'bl"),
         (BOTH | {DEPTH: 4}, "from 5 to 64"),
+        (DRAFT | {LEAVES: -1}, f"{LEAVES} must be .*at least 0, got -1"),
+        (
+            DRAFT | {LEAVES: 12},
+            f"{LEAVES} must be .*at most 11 with num_speculative_tokens=5, got 12",
+        ),
+        (OF_TREE | {LEAVES: 1}, f"{LEAVES} must be left out with speculative_token"),
+        (
+            OF_TREE | {"num_speculative_tokens": 5},
+            "num_speculative_tokens must be 4, the number of drafts in speculative_to",
+        ),
+        (
+            DRAFT | {PATHS: str([(0,) * n for n in range(1, 10)])},
+            f"{PATHS} must .*at most 8 levels for method 'draft_model'",
+        ),
+        (
+            FORCED | {LEAVES: 1},
+            f"{LEAVES} must be left out with rejection_sample_method='synthetic'",
+        ),
+        (
+            FORCED | OF_TREE,
+            f"{PATHS} must be left out with rejection_sample_method='synthetic'",
+        ),
     ],
 )
 def test_rejects_unusable_keys(keys: dict[str, Any], message: str):
@@ -142,9 +144,7 @@ def forced(rule: str = "synthetic", **given: Any) -> SpeculativeConfig:
         ({"length": 4}, (1.0, 1.0, 1.0)),
     ],
 )
-def test_forced_length_becomes_acceptance_rates(
-    given: dict[str, Any], probabilities: tuple[float, ...]
-):
+def test_forced_length_becomes_acceptance_rates(given, probabilities):
     """A length becomes conditional rates: whole drafts, and a share of the next."""
     assert forced(**given).forced_acceptance == pytest.approx(probabilities)
 
@@ -193,13 +193,9 @@ def test_rejects_impossible_forced_acceptance(given: dict[str, Any], message: st
     ("keys", "parents", "num_levels"),
     [
         ({}, None, 5),
-        ({"num_speculative_tokens": 3, "num_side_leaves": 1}, (-1, 0, 1, -1, 0, 1), 3),
+        ({"num_speculative_tokens": 3, LEAVES: 1}, (-1, 0, 1, -1, 0, 1), 3),
         (OF_TREE, (-1, 0, -1, 0), 2),
-        (
-            {"num_speculative_tokens": 2, "speculative_token_tree": "[(0,), (0, 0)]"},
-            None,
-            2,
-        ),
+        ({"num_speculative_tokens": 2, PATHS: "[(0,), (0, 0)]"}, None, 2),
     ],
     ids=["chain", "leaves", "tree", "tree that is a chain"],
 )
@@ -208,46 +204,3 @@ def test_leaves_and_trees_give_parents(keys: Any, parents: Any, num_levels: int)
     assert (config.parents, config.num_levels) == (parents, num_levels)
     assert config.num_nodes == len(parents or range(num_levels))
     assert config.is_one_tree is (keys is OF_TREE)
-
-
-@pytest.mark.parametrize(
-    ("keys", "name", "text"),
-    [
-        ({"num_side_leaves": -1}, "num_side_leaves", "at least 0, got -1"),
-        (
-            {"num_side_leaves": 12},
-            "num_side_leaves",
-            "at most 11 with num_speculative_tokens=5, got 12",
-        ),
-        (
-            OF_TREE | {"num_side_leaves": 1},
-            "num_side_leaves",
-            "left out with speculative_token_tree",
-        ),
-        (
-            OF_TREE | {"num_speculative_tokens": 5},
-            "num_speculative_tokens",
-            "must be 4, the number of drafts in speculative_token_tree, or left out",
-        ),
-        (
-            {"speculative_token_tree": str([(0,) * n for n in range(1, 10)])},
-            "speculative_token_tree",
-            "at most 8 levels for method 'draft_model'",
-        ),
-        (
-            FORCED | {"num_side_leaves": 1},
-            "num_side_leaves",
-            "left out with rejection_sample_method='synthetic'",
-        ),
-        (
-            FORCED | OF_TREE,
-            "speculative_token_tree",
-            "left out with rejection_sample_method='synthetic'",
-        ),
-    ],
-)
-def test_rejects_bad_trees(keys: dict[str, Any], name: str, text: str):
-    with pytest.raises(ConfigError) as caught:
-        SpeculativeConfig(**DRAFT | keys)
-    assert caught.value.parameter == name
-    assert text in str(caught.value)

@@ -78,12 +78,24 @@ def test_random_weights_need_no_map(tmp_path):
         (RANKED[1:], r"missing: pad_token_id \(0\)"),
         ([5, 6, 0], r"missing: bos_token_id \(2\), eos_token_id 1 \(1\)"),
         (list(range(96)), "lists all 96 tokens .* set draft_vocab_size"),
+        (b"[0, 1", "draft_token_map: .*map.json must be readable JSON"),
+        (b"\xff\xfe", "draft_token_map: .*map.json must be readable JSON"),
     ],
 )
 def test_rejects_bad_map(tmp_path, content, named):
-    path = write(tmp_path / "map.json", content)
+    path = tmp_path / "map.json"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        write(path, content)
     with pytest.raises(ConfigError, match=named):
-        kept(tmp_path, draft_token_map=path)
+        kept(tmp_path, draft_token_map=str(path))
+    with pytest.raises(ConfigError, match="draft_token_map: .*none.json is not a file"):
+        kept(tmp_path, draft_token_map=str(tmp_path / "none.json"))
+    pickled = tmp_path / "hot.pt"
+    pickled.touch()
+    with pytest.raises(ConfigError, match="draft_token_map: .*hot.pt is a pickle"):
+        kept(tmp_path, draft_token_map=str(pickled))
 
 
 def test_rejects_bad_sizes(tmp_path):
@@ -99,22 +111,6 @@ def test_rejects_bad_sizes(tmp_path):
     target = replace(MODEL, eos_token_ids=(1, 31))
     with pytest.raises(ConfigError, match=r"missing: eos_token_id 31 \(31\)"):
         kept(tmp_path, target=target, draft_vocab_size=6)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
-        ("none.json", None, "is not a file"),
-        ("hot.pt", b"PK", "is a pickle"),
-        ("map.json", b"[0, 1", "must be readable JSON"),
-        ("map.json", b"\xff\xfe", "must be readable JSON"),
-    ],
-)
-def test_unreadable_map_is_named(tmp_path, name, content, named):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"draft_token_map: .*{name} {named}"):
-        kept(tmp_path, draft_token_map=str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

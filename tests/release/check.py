@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.release.smoke import INSTALL
 
@@ -68,15 +69,19 @@ def check(kind: str, artifact: Path, interpreter: str, folder: Path) -> bool:
     for name in ("PYTHONPATH", "PYTHONHOME", "JAXSPEC_NATIVE"):
         environment.pop(name, None)
     python = folder / "bin" / "python"
-    for name, command in steps(kind, artifact, python):
-        start = time.perf_counter()
-        done = subprocess.run(command, env=environment, cwd=folder)
-        seconds = time.perf_counter() - start
-        state = "ok" if done.returncode == 0 else f"FAILED ({done.returncode})"
-        print(f"  {name}: {state}, {seconds:.0f} s", flush=True)
-        if done.returncode != 0:
-            return False
-    return True
+    return all(
+        run_step(name, command, environment, folder)
+        for name, command in steps(kind, artifact, python)
+    )
+
+
+def run_step(name: str, command: list[str], environment: Any, folder: Path) -> bool:
+    """Run a command in a folder; print and return whether it succeeds."""
+    start = time.perf_counter()
+    done = subprocess.run(command, env=environment, cwd=folder)
+    state = "ok" if done.returncode == 0 else f"FAILED ({done.returncode})"
+    print(f"  {name}: {state}, {time.perf_counter() - start:.0f} s", flush=True)
+    return done.returncode == 0
 
 
 def main() -> int:

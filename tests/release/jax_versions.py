@@ -11,12 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from tests.release.check import find_pythons
+from tests.release.check import find_pythons, run_step
 
 ROOT = Path(__file__).parents[2]
 # The oldest and the newest version that is supported, and one between; for each, the
@@ -77,11 +76,7 @@ def check(version: str, interpreter: str, folder: Path, processes: int) -> bool:
     for name, command in steps(version, python, processes):
         if name == "install" and is_made:
             continue
-        start = time.perf_counter()
-        done = subprocess.run(command, env=environment, cwd=ROOT)
-        state = "ok" if done.returncode == 0 else f"FAILED ({done.returncode})"
-        print(f"  {name}: {state}, {time.perf_counter() - start:.0f} s", flush=True)
-        if done.returncode != 0:
+        if not run_step(name, command, environment, ROOT):
             return False
         if name == "install":
             stamp.touch()
