@@ -101,11 +101,9 @@ def every_text(
         for tokens in itertools.product(range(VOCAB), repeat=length):
             is_last = length == most or tokens[-1] in ends
             if is_last and not set(tokens[:-1]) & set(ends):
-                distributions = [
-                    distribution([*PROMPT, *tokens[:at]]) for at in range(length)
-                ]
                 total = sum(
-                    one[token] for one, token in zip(distributions, tokens, strict=True)
+                    distribution([*PROMPT, *tokens[:at]])[token]
+                    for at, token in enumerate(tokens)
                 )
                 texts.append((list(tokens), float(total)))
     return texts
@@ -185,9 +183,8 @@ def test_texts_end_at_end_tokens_and_lengths():
         assert len(one.logprobs) == len(one.tokens) - len(PROMPT)
         assert one.text == TOKENIZER.decode(one.tokens)
     # Texts also end at the maximum context length.
-    search = run(
-        Distribution(0), longest=4, beam_width=2, max_tokens=9, ignore_eos=True
-    )
+    given = {"beam_width": 2, "max_tokens": 9, "ignore_eos": True}
+    search = run(Distribution(0), longest=4, **given)
     assert {len(tokens) for tokens, _ in found(search)} == {2}
 
 
@@ -215,9 +212,8 @@ def test_search_becomes_a_request_output():
             assert len(position) == 1 + (position[token].rank != 1)
     none = search.request_output("y", TOKENIZER, SamplingParams())
     assert none.outputs[0].logprobs is None
-    shown = run(
-        distribution, beam_width=3, max_tokens=3, include_stop_str_in_output=True
-    )
+    given = {"beam_width": 3, "max_tokens": 3, "include_stop_str_in_output": True}
+    shown = run(distribution, **given)
     for one in shown.request_output("y", TOKENIZER, asked).outputs:
         assert one.text == TOKENIZER.decode(one.token_ids)
 

@@ -136,13 +136,6 @@ def test_image_and_manifest_run_the_same_server():
     assert SERVER["resources"]["requests"] == SERVER["resources"]["limits"]
 
 
-def test_pod_has_time_to_shut_down():
-    given = make_parser("x").parse_args(SERVER["args"])
-    pause = SERVER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed = pause + given.shutdown_timeout + FLUSH_TIMEOUT_S
-    assert POD["spec"]["terminationGracePeriodSeconds"] > needed
-
-
 def test_probes_use_existing_endpoints():
     async def use(engine: Any) -> None:
         app: Any = make_app(engine, ServerSettings())
@@ -181,20 +174,14 @@ def test_all_selectors_match_the_same_pods():
 
 
 @pytest.mark.parametrize(
-    ("manifest", "file", "unknown"),
+    ("manifest", "file", "part"),
     [
-        (
-            *(RAY, "rayservice.yaml"),
-            ("specs", "spec.rayClusterConfigs", "spec.rayClusterConfig.hosts"),
-        ),
-        (
-            *(GROUP, "lws.yaml"),
-            ("hosts", "spec.hosts", "spec.leaderWorkerTemplate.hosts"),
-        ),
+        (RAY, "rayservice.yaml", "rayClusterConfig"),
+        (GROUP, "lws.yaml", "leaderWorkerTemplate"),
     ],
     ids=["ray", "lws"],
 )
-def test_manifests_match_their_schemas(manifest, file: str, unknown: tuple[str, ...]):
+def test_manifests_match_their_schemas(manifest, file: str, part: str):
     schema = definition(file, manifest["apiVersion"].partition("/")[2])
     assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
     # These schemas do not describe `metadata`, which Kubernetes defines.
@@ -202,7 +189,7 @@ def test_manifests_match_their_schemas(manifest, file: str, unknown: tuple[str, 
     validator = validator_for(schema)(schema)
     validator.check_schema(schema)
     validator.validate(manifest)
-    for change in unknown:
+    for change in ("hosts", "spec.hosts", f"spec.{part}.hosts"):
         place = wrong = copy.deepcopy(manifest)
         *path, name = change.split(".")
         for one in path:
@@ -257,7 +244,19 @@ def test_all_hosts_have_the_same_command_line():
     assert ports["http"] == lines[0].port
 
 
-def test_hosts_have_a_secret_and_time_to_shut_down():
+def test_pods_have_time_to_shut_down():
+    line = make_parser("x").parse_args(SERVER["args"])
+    for templates, container, given in (
+        ([POD], SERVER, line),
+        ([LEADING, FOLLOWING], LEADER, of_host(0)),
+    ):
+        pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        needed = pause + given.shutdown_timeout + FLUSH_TIMEOUT_S
+        for template in templates:
+            assert template["spec"]["terminationGracePeriodSeconds"] > needed
+
+
+def test_hosts_have_a_secret():
     for template in (LEADING, FOLLOWING):
         (container,) = template["spec"]["containers"]
         mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
@@ -265,12 +264,7 @@ def test_hosts_have_a_secret_and_time_to_shut_down():
         assert mounts.keys() == volumes.keys()
         assert "secret" in volumes["hosts"] and mounts["hosts"] == "/hosts"
         assert set(json.loads(argument_of("VOLUME"))) < set(mounts.values())
-    line = of_host(0)
-    assert Path(line.hosts_secret_file).parent.as_posix() == "/hosts"
-    pause = LEADER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed = pause + line.shutdown_timeout + FLUSH_TIMEOUT_S
-    for template in (LEADING, FOLLOWING):
-        assert template["spec"]["terminationGracePeriodSeconds"] > needed
+    assert Path(of_host(0).hosts_secret_file).parent.as_posix() == "/hosts"
     # If one process ends, all end, so all pods must be restarted together.
     policy = GROUP["spec"]["leaderWorkerTemplate"]["restartPolicy"]
     assert policy == "RecreateGroupOnPodRestart"

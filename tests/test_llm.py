@@ -241,8 +241,8 @@ def test_options_reach_the_template_or_are_rejected(llm: LLM):
         llm.chat([TURN], use_tqdm=False, **unknown)
 
 
-def test_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
+@pytest.mark.usefixtures("llm")
+def test_arguments_reach_the_engine():
     with LLM("folder", seed=3, max_model_len=64, speculative_model="draft") as llm:
         args = engine_of(llm).args
         assert not engine_of(llm).is_shut_down

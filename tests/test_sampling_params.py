@@ -62,15 +62,11 @@ REFUSED = [
     ("presence_penalty", 2.1, "[-2, 2]"),
     ("frequency_penalty", -2.1, "[-2, 2]"),
     ("repetition_penalty", 0, "above 0"),
-    ("temperature", -0.1, "[0, 2]"),
-    ("temperature", 2.1, "[0, 2]"),
-    ("temperature", math.nan, "[0, 2]"),
-    ("top_p", 0.0, "(0, 1]"),
-    ("top_p", 1.01, "(0, 1]"),
+    *(("temperature", value, "[0, 2]") for value in (-0.1, 2.1, math.nan)),
+    *(("top_p", value, "(0, 1]") for value in (0.0, 1.01)),
     ("top_k", -2, "at least 0"),
     ("top_k", 1.5, "an integer"),
-    ("min_p", -0.1, "[0, 1]"),
-    ("min_p", 1.1, "[0, 1]"),
+    *(("min_p", value, "[0, 1]") for value in (-0.1, 1.1)),
     ("seed", 1.5, "an integer"),
     ("seed", 2**63, str(2**63 - 1)),
     ("stop", "", "non-empty"),
@@ -104,8 +100,7 @@ REFUSED = [
     ("extra_args", {"num_speculative_tokens": -1}, "at least 0"),
     ("extra_args", 3, "a dict"),
     ("logprob_token_ids", [-1], "Every id of logprob_token_ids"),
-    ("repetition_penalty", 1e-50, "float32"),
-    ("repetition_penalty", 1e39, "float32"),
+    *(("repetition_penalty", value, "float32") for value in (1e-50, 1e39)),
 ]
 
 

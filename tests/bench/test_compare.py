@@ -19,7 +19,7 @@ from jaxspec.bench.parts import Parts
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.token_tree import Place, leaf_paths, read_paths
 from jaxspec.errors import ConfigError
-from tests.bench.workloads import flags, line_in, use_fake_engine
+from tests.bench.workloads import cell, flags, line_in, use_fake_engine
 
 TREE = "[(0,), (1,), (0, 0), (1, 0)]"
 GIVEN = SpeculativeConfig(model="draft", num_speculative_tokens=3)
@@ -142,16 +142,7 @@ def test_acceptance_by_position_of_a_chain_becomes_rank_0_at_each_depth():
 
 def entry(name: str, speed_up: float, **changes: Any) -> dict[str, Any]:
     """Make an entry of a result with one point."""
-    acceptance = {"acceptance_rate_per_position": [0.8, 0.4]}
-    speeds = {"median": speed_up, "least": speed_up - 0.1, "most": speed_up}
-    point: dict[str, Any] = {
-        "temperature": 0.0,
-        "batch_size": 1,
-        "tokens_per_round": 2.2,
-        "decode_speed_up": speeds,
-        "plain": {"round_s": {"median": 0.003}},
-        "speculative": {"round_s": {"median": 0.004}, "acceptance": acceptance},
-    }
+    point = cell("all", speed_up, speed_up)
     return {
         "form": name,
         "num_levels": 3,
@@ -197,9 +188,9 @@ def test_table_has_a_row_for_every_point():
         entry("leaves", 1.9, batch_size=4),
     ]
     rows = [row.split()[2:] for row in entry_table(entries).splitlines()[2:]]
-    drafted = ["0.80", "0.40", "2.20", "4.00", "3.00"]
+    drafted = ["0.90", "0.50", "2.40", "25.00", "20.00"]
     assert rows == [
         ["ngram", "3", "3", *drafted, "1.10", "1.00", "1.5"],
         ["leaves", "3", "6", *drafted, "1.90", "1.80", "-"],
-        ["chain", "3", "3", "-", "2.20", "-", "3.00", "0.90", "0.80", "-"],
+        ["chain", "3", "3", "-", "2.40", "-", "20.00", "0.90", "0.80", "-"],
     ]

@@ -71,10 +71,23 @@ def test_embedding_of_trimmed_draft_is_not_counted(engine):
     assert whole - found == draft["embedding"].nbytes - own["head"].nbytes
 
 
+@pytest.fixture
+def timed(monkeypatch) -> list[Any]:
+    """Record the result of every timed part, and the lengths of the rows after it."""
+    made, time = [], module._Timer.time
+
+    def record(self, part, *given):
+        seconds, result = time(self, part, *given)
+        made.append((result, self._runner.state.rows.num_tokens))
+        return seconds, result
+
+    monkeypatch.setattr(module._Timer, "time", record)
+    return made
+
+
 @pytest.mark.slow
-def test_parts_change_no_length(engine, monkeypatch):
+def test_parts_change_no_length(engine, timed, monkeypatch):
     said = tokens_of(generate(engine, PROMPTS, params_of(output_kind=FINAL)))
-    made = []
     accept = module.accept_part
 
     def spy(config, tree, params, state, rows, given):
@@ -82,14 +95,6 @@ def test_parts_change_no_length(engine, monkeypatch):
         return state, (outputs, rows, *given)
 
     monkeypatch.setattr(module, "accept_part", spy)
-    time = module._Timer.time
-
-    def recorded(self, part, *given):
-        seconds, result = time(self, part, *given)
-        made.append((result, self._runner.state.rows.num_tokens))
-        return seconds, result
-
-    monkeypatch.setattr(module._Timer, "time", recorded)
     batch = Batch(prompts=PROMPTS, params=[params_of()] * 2)
     plain, drafted = measure_parts(engine, batch, [0, 2], calls=2)
     assert (plain.num_seqs, plain.num_draft_tokens, plain.draft_s) == (2, 0, 0)
@@ -98,7 +103,7 @@ def test_parts_change_no_length(engine, monkeypatch):
         assert 0 <= one.device_s < 60
     assert drafted.num_bytes > plain.num_bytes
     # The last part computes what the round would have: the next greedy tokens.
-    (outputs, rows, proposal, logits), lengths = made[-1]
+    (outputs, rows, proposal, logits), lengths = timed[-1]
     moved, _, emitted = outputs
     assert logits.shape == (6, 16)
     for number, (prompt, text) in enumerate(zip(PROMPTS, said, strict=True)):
@@ -131,23 +136,19 @@ def test_short_requests_continue_until_timed(engine):
     ("probability", "expected"),
     [(0.0, 1), pytest.param(1.0, 3, marks=pytest.mark.slow)],
 )
-def test_forced_acceptance_applies_to_parts(probability, expected, engine, monkeypatch):
-    accept, time, emitted = module.accept_part, module._Timer.time, []
+def test_forced_acceptance_applies_to_parts(
+    probability, expected, engine, timed, monkeypatch
+):
+    accept = module.accept_part
 
     def forced(config, tree, params, state, rows, given):
         state = dataclasses.replace(state, forced_acceptance=jnp.full(2, probability))
         state, outputs = accept(config, tree, params, state, rows, given)
         return dataclasses.replace(state, forced_acceptance=None), outputs
 
-    def recorded(self, part, *given):
-        seconds, result = time(self, part, *given)
-        emitted.append(result)
-        return seconds, result
-
     monkeypatch.setattr(module, "accept_part", forced)
-    monkeypatch.setattr(module._Timer, "time", recorded)
     measure_parts(engine, Batch(prompts=PROMPTS, params=[params_of()] * 2), [2])
-    _, _, last = emitted[-1]
+    (_, _, last), _ = timed[-1]
     assert last.num_emitted.tolist() == [expected] * 2
 
 

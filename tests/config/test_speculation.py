@@ -26,12 +26,6 @@ FORCED = DRAFT | {
 }
 
 
-@pytest.mark.parametrize("method", ["eagle2", "hydra", "ngram,draft_model", None])
-def test_other_methods_are_not_supported(method: Any):
-    with pytest.raises(NotImplementedError, match=f"'draft_model', got {method!r}"):
-        SpeculativeConfig(model="draft", method=method)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -13,25 +13,6 @@ CONTRADICTION = {"whitespace_pattern": " ", "disable_any_whitespace": True}
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        ("json", {"type": "object"}),
-        ("json", '{"type": "object"}'),
-        ("regex", "a+"),
-        ("choice", ["yes", "no"]),
-        ("grammar", "start: /a/"),
-        ("json_object", True),
-        ("structural_tag", "{}"),
-        ("structural_tag", {"format": {"type": "any_text"}}),
-    ],
-)
-def test_each_kind_is_accepted_alone(kind: str, value: Any):
-    params = StructuredOutputsParams(**{kind: value})
-    assert params.kind == kind
-    assert SamplingParams(structured_outputs=params).structured_outputs is params
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({}, "exactly one of json, regex, choice, grammar, json_object"),
