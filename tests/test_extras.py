@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -54,20 +55,15 @@ def plain_distributions() -> set[str]:
     waiting = [Requirement(line) for line in PROJECT["dependencies"]]
     while waiting:
         wanted = waiting.pop()
-        name = normalized(wanted.name)
+        name, marker = normalized(wanted.name), wanted.marker
         extras = wanted.extras or {""}
-        if wanted.marker is not None and not any(
-            wanted.marker.evaluate({"extra": extra}) for extra in extras
-        ):
-            continue
-        if name in found:
-            continue
-        found.add(name)
-        try:
-            lines = metadata.requires(wanted.name) or []
-        except metadata.PackageNotFoundError:  # of another platform
-            continue
-        waiting += [Requirement(line) for line in lines]
+        is_wanted = marker is None or any(
+            marker.evaluate({"extra": extra}) for extra in extras
+        )
+        if is_wanted and name not in found:
+            found.add(name)
+            with suppress(metadata.PackageNotFoundError):  # of another platform
+                waiting += map(Requirement, metadata.requires(wanted.name) or [])
     return found
 
 

@@ -24,12 +24,11 @@ from jaxspec_checkpoints import open_checkpoint
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.models import tiny_config
 
-FOLDER = Path(found.HERE)
-ROOT = FOLDER.parents[1]
+ROOT = HERE.parents[1]
 # A fake engine whose text counts up from the first token of its prompt.
 FAKE = f"""
 import os, subprocess, sys, time
-sys.path.insert(0, {str(FOLDER)!r})
+sys.path.insert(0, {str(HERE)!r})
 from answer import answer
 
 class Fake:
