@@ -42,7 +42,7 @@ def test_bar_shows_requests_and_tokens_per_second(capsys: pytest.CaptureFixture[
     class Bar(tqdm):
         @property
         def format_dict(self):
-            return super().format_dict | {"elapsed": 2.0}
+            return {**super().format_dict, "elapsed": 2.0}
 
     progress = Progress(2, Bar)
     with progress.watch(Engine()):
