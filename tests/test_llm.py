@@ -237,7 +237,7 @@ def test_options_reach_the_template_or_are_rejected(llm: LLM):
         with pytest.raises(NotImplementedError, match="support|pooling"):
             getattr(llm, name)(["a"])
     unknown: Any = {"chat_templat": "x"}
-    with pytest.raises(TypeError, match="chat_templat"):
+    with pytest.raises(TypeError, match=r"^chat\(\) got an unexp.* 'chat_templat'"):
         llm.chat([TURN], use_tqdm=False, **unknown)
 
 
