@@ -1,8 +1,7 @@
 """Published outputs of real weights: the kinds of cases, and their comparisons.
 
 A golden file is a list of cases. Each names its models, the source of its values, and a
-kind, which is a key of `CHECKS`. One file has the published values of Gemma 2; another,
-in the same format, HuggingFace's outputs for the bundled pair.
+kind, which is a key of `CHECKS`. One file has the published values of Gemma 2.
 """
 
 import functools

@@ -4,8 +4,8 @@ Set it to a folder with `gemma-2-2b`, `gemma-2-9b-it` and so on, each in any for
 
     JAXSPEC_GEMMA2_DIR=/models python -m pytest tests/accuracy/test_golden.py
 
-Without it the same comparisons run on the bundled pair, with values recorded from
-HuggingFace, and a test shows that every comparison can fail.
+Without it the same comparisons run on the bundled pair, with HuggingFace's values, and
+a test shows that every comparison can fail.
 """
 
 import copy
@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
 from jaxspec_checkpoints import bundled_draft, bundled_target
 from tests.accuracy import golden
@@ -28,24 +31,28 @@ BUNDLED: dict[str, Callable[[], Path]] = {
     "target": bundled_target,
     "draft": bundled_draft,
 }
-# These need only the checkpoint and the tokenizer.
-QUICK = ("embeddings", "encode", "decode")
+PUBLISHED = golden.read_cases("published")
 
 
-def cases_of(name: str, model: str) -> list[Case]:
-    return [case for case in golden.read_cases(name) if model in case["models"]]
+def cases_of(model: str) -> list[Case]:
+    return [case for case in PUBLISHED if model in case["models"]]
 
 
-def parameters(name: str) -> list[Any]:
-    """Return every case of a file for each of its models, grouped by model."""
-    models = [model for case in golden.read_cases(name) for model in case["models"]]
-    found = []
-    for model in dict.fromkeys(models):
-        for index, case in enumerate(cases_of(name, model)):
-            label = f"{model}-{case['kind']}-{index}"
-            marks = [] if case["kind"] in QUICK else [pytest.mark.slow]
-            found.append(pytest.param(model, case, id=label, marks=marks))
-    return found
+def marks_of(kind: str) -> Any:
+    """Mark as slow what needs more than the checkpoint and the tokenizer."""
+    return [] if kind in ("embeddings", "encode", "decode") else [pytest.mark.slow]
+
+
+def published() -> list[Any]:
+    """Return every published case for each of its models, grouped by model."""
+    models = [model for case in PUBLISHED for model in case["models"]]
+    return [
+        pytest.param(
+            model, case, id=f"{model}-{case['kind']}-{i}", marks=marks_of(case["kind"])
+        )
+        for model in dict.fromkeys(models)
+        for i, case in enumerate(cases_of(model))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,38 +64,130 @@ def real(request: pytest.FixtureRequest) -> Iterator[GoldenModel]:
     folder = golden.model_folder(Path(root), name)
     if folder is None:
         pytest.skip(f"{golden.VARIABLE}={root} has no {name}")
-    model = GoldenModel(folder, cases_of("published", name))
+    model = GoldenModel(folder, cases_of(name))
     yield model
     model.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("real", "case"), parameters("published"), indirect=["real"], scope="module"
+    ("real", "case"), published(), indirect=["real"], scope="module"
 )
 def test_published_outputs_are_reproduced(real: GoldenModel, case: Case) -> None:
     golden.CHECKS[case["kind"]](real, case)
 
 
+PROMPTS = ("I love to", "Once upon a time, there was")
+TEXT = "The capital of Hungary is Budapest which is located in Europe."
+QUESTION = "Tell me a short story about a dragon."
+TURN = f"<start_of_turn>user\n{QUESTION}<end_of_turn>\n<start_of_turn>model\n"
+TEXTS = (
+    *("This is a test", "", " ", "  ", "Hi  Hello", " Hello", "生活的真谛是"),
+    *("A dragon, 1066 and 3.5!", "naïve\n\n\tcafé 🐉"),
+)
+IDS = ([869], [4000, 869], [2000, 3000, 5000])
+GREEDY: dict[str, Any] = dict(
+    kind="greedy", prompt=PROMPTS[1], num_tokens=24, exact_in=["float32"], margin=1e-3
+)
+# Longer than the window of 128.
+LONG: dict[str, Any] = dict(
+    prefix="The sun was warm and the sky was blue. ", num_prefixes=20
+)
+LONG |= {name: GREEDY[name] for name in GREEDY} | dict(prompt="In the morning")
+
+
+class Reference:
+    """One model of the pair in transformers, and its values as golden cases."""
+
+    def __init__(self, folder: Path):
+        self.model: Any = transformers.Gemma2ForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        self.encode, self.decode = tokenizer.encode, tokenizer.decode
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model(torch.tensor([ids])).logits[0].double()
+
+    def continuation(self, text: str, *, ignore_eos: bool = True) -> str:
+        """Generate greedily, without a KV cache."""
+        prompt = self.encode(text)
+        known = list(prompt)
+        while len(known) < len(prompt) + GREEDY["num_tokens"]:
+            known.append(int(self.logits(known)[-1].argmax()))
+            if not ignore_eos and known[-1] in (1, 107):
+                break
+        return self.decode(known[len(prompt) :], skip_special_tokens=True)
+
+    def bits_per_byte(self, text: str) -> float:
+        ids = self.encode(text)
+        rows = self.logits(ids[:-1]).log_softmax(-1)
+        nats = -rows[torch.arange(len(ids) - 1), ids[1:]].sum()
+        bits = float(nats) / np.log(2) + np.log2(self.model.config.vocab_size)
+        return bits / len(text.encode())
+
+    @functools.cached_property
+    def values(self) -> list[dict[str, Any]]:
+        """Embeddings, logits and token ids, which need one pass or none."""
+        scale = torch.tensor(self.model.config.hidden_size**0.5).bfloat16()
+        table = self.model.model.embed_tokens.weight.detach().bfloat16() * scale
+        embeddings, logits = [], []
+        for prompt in PROMPTS:
+            ids = self.encode(prompt)
+            each, rows = {"prompt": prompt, "tokens": ids}, table[ids]
+            ends = {"first": rows[:, :3].tolist(), "last": rows[:, -3:].tolist()}
+            embeddings.append(each | ends)
+            logits.append(each | {"logits": self.logits(ids)[:, :3].tolist()})
+        bits = dict(text=TEXT, bits_per_byte=self.bits_per_byte(TEXT))
+        bounds = dict(ids=[0, 1, 2], atol={"float32": 1e-3, "bfloat16": 0.5})
+        texts = [{"ids": ids, "text": self.decode(ids)} for ids in IDS]
+        return [
+            dict(kind="embeddings", rtol=2**-7, prompts=embeddings),
+            dict(kind="logits", prompts=logits, **bounds),
+            dict(kind="cross_entropy", tolerance=1e-4, **bits),
+            dict(kind="encode", ids_of={text: self.encode(text) for text in TEXTS}),
+            dict(kind="decode", texts=texts),
+        ]
+
+    @functools.cached_property
+    def texts(self) -> list[dict[str, Any]]:
+        """Greedy continuations of prompts, and an answer."""
+        cases = [
+            case | {"text": self.continuation(golden.prompt_of(case))}
+            for case in (GREEDY, LONG)
+        ]
+        answer = self.continuation(TURN, ignore_eos=False)
+        contains = dict(num_tokens=GREEDY["num_tokens"], contains={QUESTION: answer})
+        return [*cases, dict(kind="answers", **contains)]
+
+
 @functools.cache
-def bundled_model(name: str) -> GoldenModel:
-    return GoldenModel(BUNDLED[name](), cases_of("bundled", name), dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def bundled(request: pytest.FixtureRequest) -> GoldenModel:
-    return bundled_model(request.param)
+def bundled(name: str) -> tuple[GoldenModel, Reference]:
+    model = GoldenModel(BUNDLED[name](), [GREEDY, LONG], dtype="float32")
+    return model, Reference(BUNDLED[name]())
 
 
 @pytest.mark.parametrize(
-    ("bundled", "case"), parameters("bundled"), indirect=["bundled"], scope="module"
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=marks_of(kind))
+        for name in BUNDLED
+        for kind in golden.CHECKS
+        # Only for one of the two models, because compiling an engine takes long.
+        if name == "target" or kind not in ("greedy", "answers")
+    ],
 )
-def test_recorded_outputs_of_the_bundled_pair(bundled: GoldenModel, case: Case) -> None:
+def test_outputs_of_the_bundled_pair_equal_huggingface(name: str, kind: str) -> None:
     """Every comparison passes, and fails after every change of the case."""
-    check = golden.CHECKS[case["kind"]]
-    check(bundled, case)
-    for change in CHANGES[case["kind"]]:
-        with pytest.raises(AssertionError):
-            check(bundled, changed(case, *change))
+    model, reference = bundled(name)
+    cases = reference.texts if kind in ("greedy", "answers") else reference.values
+    cases = [case for case in cases if case["kind"] == kind]
+    assert len(cases) == (2 if kind == "greedy" else 1)
+    for case in cases:
+        golden.CHECKS[kind](model, case)
+        for change in CHANGES[kind]:
+            with pytest.raises(AssertionError):
+                golden.CHECKS[kind](model, changed(case, *change))
 
 
 @pytest.mark.slow
@@ -97,9 +196,9 @@ def test_bfloat16_has_its_own_bounds() -> None:
 
     No other token may be better by more than the margin.
     """
-    cases = cases_of("bundled", "target")
-    model = GoldenModel(bundled_target(), cases, dtype="bfloat16")
-    for case in cases:
+    _, reference = bundled("target")
+    model = GoldenModel(bundled_target(), [GREEDY, LONG], dtype="bfloat16")
+    for case in (*reference.values, *reference.texts):
         if case["kind"] in ("greedy", "logits"):
             golden.CHECKS[case["kind"]](model, case)
         if case["kind"] == "greedy":
@@ -163,16 +262,13 @@ CHANGES: dict[str, list[list[Change]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["published", "bundled"])
-def test_golden_files_are_complete(name: str) -> None:
+def test_published_cases_are_complete() -> None:
     """Every case has a known kind, existing models, and a source."""
-    cases = golden.read_cases(name)
-    assert {case["kind"] for case in cases} == set(golden.CHECKS)
-    assert all(case["source"] and case["models"] for case in cases)
+    assert {case["kind"] for case in PUBLISHED} == set(golden.CHECKS) == set(CHANGES)
+    assert all(case["source"] and case["models"] for case in PUBLISHED)
     sizes = [f"gemma-2-{size}" for size in ("2b", "9b", "27b")]
-    expected = [*sizes, *(f"{size}-it" for size in sizes)]
-    named = {model for case in cases for model in case["models"]}
-    assert named == set(expected if name == "published" else BUNDLED)
+    expected = {*sizes, *(f"{size}-it" for size in sizes)}
+    assert {model for case in PUBLISHED for model in case["models"]} == expected
 
 
 def test_folder_without_models_is_an_error(tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ HuggingFace's eager float32 model and google-deepmind's own network, for scaled-
 """
 
 import functools
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import torch
 
@@ -19,18 +22,123 @@ from jaxspec.engine.runner import Runner
 from jaxspec.models.families import config_from_hf
 from jaxspec.models.weights import Params, load_params
 from jaxspec.sharding import make_mesh
-from jaxspec_checkpoints import Checkpoint, Sizes, open_checkpoint
+from jaxspec_checkpoints import (
+    Checkpoint,
+    Sizes,
+    bundled_target,
+    open_checkpoint,
+)
 from jaxspec_checkpoints.gemma.flax_layout import leaf_shapes
 from jaxspec_checkpoints.gemma.published import (
     GEMMA2,
     PAD_ROWS,
     published_config,
 )
-from tests.accuracy import gemma_library, references
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.accuracy import gemma_library
+from tests.checkpoints.models import FAMILIES
 from tests.support.engines import StubTokenizer
-from tests.support.oracles import PagedModel, hf_logits, load_ours, model_config
+from tests.support.oracles import (
+    PagedModel,
+    hf_logits,
+    load_ours,
+    make_hf_model,
+    model_config,
+)
 from tests.support.pair import greedy_margin
 from tests.support.programs import QUICK_COMPILER
+
+SIZES = tuple(FAMILIES)
+# Three layers (local, global, local), with caps and a window so small that they affect
+# every test.
+CHANGES: dict[str, Any] = dict(
+    vocab_size=160,
+    num_hidden_layers=3,
+    attn_logit_softcapping=5.0,
+    final_logit_softcapping=3.0,
+    sliding_window=8,
+)
+# hidden_size / num_attention_heads must be an integer, as in the published 27B: the
+# gemma library rounds it down.
+SIZE_CHANGES: dict[str, dict[str, int]] = {
+    "2b": {},
+    "9b": {},
+    "27b": dict(hidden_size=160, intermediate_size=1280),
+}
+
+
+@functools.cache
+def reference(size: str, *, is_draft: bool = False) -> Any:
+    """Return a random model whose text does not repeat itself.
+
+    With tied embeddings a random model repeats its last token, even with keys at wrong
+    positions. Layers with large outputs and random signs in the final norm prevent
+    that. The draft is the same model with noise: it agrees often.
+    """
+    shape = FAMILIES[size] | CHANGES | SIZE_CHANGES[size]
+    model = make_hf_model(seed=6, **shape)
+    # HuggingFace's texts have a fixed length; our engine uses `ignore_eos`.
+    model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight.add_(2)
+            layer.post_feedforward_layernorm.weight.add_(2)
+        weight = model.model.norm.weight
+        signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+        # Gemma's norms scale by 1 + weight.
+        weight.copy_(2 * signs * (1 + weight) - 1)
+        if is_draft:
+            for value in model.parameters():
+                noise = torch.randn(value.shape, generator=generator)
+                value.add_(0.03 * noise * value.std())
+    return model
+
+
+def tensors_of(model: Any) -> dict[str, np.ndarray]:
+    """Return the weights by canonical name, as host arrays."""
+    return {name: value.detach().numpy() for name, value in model.named_parameters()}
+
+
+def _write_shards(model: Any, size: str, folder: Path) -> None:
+    model.save_pretrained(folder, max_shard_size=200_000)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+
+
+def _convert(to: str, model: Any, size: str, folder: Path) -> None:
+    source = folder.with_name(f"{folder.name}-source")
+    model.save_pretrained(source)
+    write_checkpoint(open_checkpoint(source), folder, to=to, progress=False)
+
+
+def _write_nested(model: Any, size: str, folder: Path) -> None:
+    """Save the gemma library's own parameters with Orbax, without our writer."""
+    config = model.config.to_dict()
+    tree = gemma_library.to_tree(tensors_of(model), config, size)
+    table = tree["embedder"]["input_embedding"]
+    # Rows past the vocabulary must not matter, so they are nonzero.
+    pads = np.full((PAD_ROWS, table.shape[1]), 7, table.dtype)
+    tree["embedder"]["input_embedding"] = np.concatenate([table, pads])
+    model.config.save_pretrained(folder)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(folder / f"gemma2-{size}", tree)
+
+
+WRITERS: dict[str, Callable[[Any, str, Path], None]] = {
+    "hf": lambda model, size, folder: model.save_pretrained(folder),
+    "hf_shards": _write_shards,
+    "kaggle_flat": functools.partial(_convert, "kaggle"),
+    "kaggle_nested": _write_nested,
+    "orbax": functools.partial(_convert, "orbax"),
+}
+
+
+def write(model: Any, size: str, folder: Path, *, kind: str) -> Path:
+    """Write a model and a tokenizer with one of `WRITERS`; return `folder`."""
+    WRITERS[kind](model, size, folder)
+    shutil.copyfile(bundled_target() / "tokenizer.model", folder / "tokenizer.model")
+    return folder
+
 
 TOLERANCE = 1e-4
 # The window is 8: most queries of a local layer do not see the first tokens.
@@ -45,7 +153,7 @@ def our_model(size: str) -> PagedModel:
 
     `our_logits` changes its parameters.
     """
-    model = references.reference(size)
+    model = reference(size)
     return PagedModel(model_config(model), load_ours(model))
 
 
@@ -65,16 +173,16 @@ def load(checkpoint: Checkpoint) -> Params:
 
 @functools.cache
 def expected_logits(size: str) -> np.ndarray:
-    return hf_logits(references.reference(size), TOKENS)
+    return hf_logits(reference(size), TOKENS)
 
 
-@pytest.mark.parametrize("size", references.SIZES)
-@pytest.mark.parametrize("kind", references.WRITERS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", WRITERS)
 def test_logits_equal_huggingface(kind, size, tmp_path):
-    model = references.reference(size)
-    folder = references.write(model, size, tmp_path / "model", kind=kind)
+    model = reference(size)
+    folder = write(model, size, tmp_path / "model", kind=kind)
     checkpoint = open_checkpoint(folder)
-    assert checkpoint.format == references.OPENED_AS[kind]
+    assert checkpoint.format == kind.partition("_")[0]
     ours = our_logits(size, load(checkpoint))
     assert np.abs(ours - expected_logits(size)).max() <= TOLERANCE
 
@@ -85,7 +193,7 @@ PROMPTS = [TOKENS[:30].tolist(), TOKENS[40:41].tolist(), TOKENS[45:60].tolist()]
 @functools.cache
 def expected_texts(size: str) -> list[list[int]]:
     """Return HuggingFace's greedy texts; assert that no token is nearly tied."""
-    model = references.reference(size)
+    model = reference(size)
     texts = []
     for prompt in PROMPTS:
         whole = model.generate(
@@ -104,22 +212,9 @@ def expected_texts(size: str) -> list[list[int]]:
     return texts
 
 
-@functools.cache
-def first_runner(size: str) -> list[Runner]:
-    """Return a list that holds the first runner once it is made.
-
-    Engines of the other formats reuse its executables, which take the parameters as
-    arguments: compiling takes most of the time.
-    """
-    return []
-
-
-def share_executables(size: str, runner: Runner) -> None:
-    first = first_runner(size)
-    if first:
-        runner.compiler = first[0].compiler
-    else:
-        first.append(runner)
+# The first runner of each size. Engines of the other formats reuse its executables, which
+# take the parameters as arguments: compiling takes most of the time.
+FIRST_RUNNERS: dict[str, Runner] = {}
 
 
 def make_llm(target: Path, draft: Path | None = None) -> LLM:
@@ -130,7 +225,7 @@ def make_llm(target: Path, draft: Path | None = None) -> LLM:
     with pytest.MonkeyPatch.context() as patch:
         # Prompts are given as token ids, so a stub is enough. The vocabulary of the
         # bundled tokenizer is larger than that of this model.
-        tokenizer = StubTokenizer(references.reference("2b").config.vocab_size)
+        tokenizer = StubTokenizer(reference("2b").config.vocab_size)
         patch.setattr(llm_engine, "read_tokenizer", lambda config: tokenizer)
         llm = LLM(
             str(target),
@@ -155,13 +250,13 @@ def texts_of(llm: LLM, **changes: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", references.SIZES)
-@pytest.mark.parametrize("kind", references.WRITERS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", WRITERS)
 def test_greedy_texts_equal_huggingface(kind, size, tmp_path):
     """Greedy texts with drafts, then without drafts in the same engine."""
     target, draft = (
-        references.write(
-            references.reference(size, is_draft=is_draft),
+        write(
+            reference(size, is_draft=is_draft),
             size,
             tmp_path / ("draft" if is_draft else "target"),
             kind=kind,
@@ -169,10 +264,11 @@ def test_greedy_texts_equal_huggingface(kind, size, tmp_path):
         for is_draft in (False, True)
     )
     with make_llm(target, draft) as llm:
-        share_executables(size, llm.llm_engine.runner)
+        runner = llm.llm_engine.runner
+        runner.compiler = FIRST_RUNNERS.setdefault(size, runner).compiler
         # Otherwise the first texts would not wait for programs with drafts.
         assert texts_of(llm) == expected_texts(size)
-        llm.llm_engine.runner.compiler.wait_for_all()
+        runner.compiler.wait_for_all()
         stats = llm.llm_engine.stats
         num_before = stats.num_draft_tokens
         assert texts_of(llm) == expected_texts(size)
@@ -185,29 +281,25 @@ def test_greedy_texts_equal_huggingface(kind, size, tmp_path):
 
 def library_logits(size: str, **changes: Any) -> np.ndarray:
     """Return the logits of the gemma library, with changes of its own config."""
-    model = references.reference(size)
+    model = reference(size)
     config = model.config.to_dict()
-    tree = gemma_library.to_tree(references.tensors_of(model), config, size)
+    tree = gemma_library.to_tree(tensors_of(model), config, size)
     network = gemma_library.make_network(size, config, **changes)
     return gemma_library.logits(network, tree, TOKENS)
 
 
 @pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(size, marks=() if size == "2b" else pytest.mark.slow)
-        for size in references.SIZES
-    ],
+    "size", ["2b", *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[1:])]
 )
 def test_logits_equal_the_gemma_library(size):
     theirs = library_logits(size)
-    ours = our_logits(size, load_ours(references.reference(size)))
+    ours = our_logits(size, load_ours(reference(size)))
     assert np.abs(ours - theirs).max() <= TOLERANCE
     assert np.abs(expected_logits(size) - theirs).max() <= TOLERANCE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", references.SIZES)
+@pytest.mark.parametrize("size", SIZES)
 def test_every_feature_has_an_effect_in_the_gemma_library(size):
     """Without this, the comparison above would prove nothing about a feature."""
     config = gemma_library.published_networks()[size].config
@@ -218,7 +310,7 @@ def test_every_feature_has_an_effect_in_the_gemma_library(size):
         "9b": ways.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
         "27b": ways.BY_ONE_OVER_SQRT_HEAD_DIM,
     }
-    kinds = config.attention_types[: references.CHANGES["num_hidden_layers"]]
+    kinds = config.attention_types[: CHANGES["num_hidden_layers"]]
     changes: list[dict[str, Any]] = [
         dict(attn_logits_soft_cap=None),
         dict(final_logit_softcap=None),
@@ -233,7 +325,7 @@ def test_every_feature_has_an_effect_in_the_gemma_library(size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", references.SIZES)
+@pytest.mark.parametrize("size", SIZES)
 def test_published_sizes_match_the_gemma_library(size):
     """Compare the names and shapes of all parameters, and sizes without a shape."""
     network = gemma_library.published_networks()[size]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,36 +11,17 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxspec_checkpoints import Sizes, bundled_target
+from jaxspec_checkpoints import Sizes, Tensor, bundled_target
 from jaxspec_checkpoints.gemma.published import LAYOUTS
 
 # Differences of the three sizes are preserved: the number of heads, queries narrower or
 # wider than the model, 27B's half heads and its own query_pre_attn_scalar.
+_NAMES = ("hidden_size", "intermediate_size", "num_attention_heads")
+_NAMES += ("num_key_value_heads", "head_dim", "query_pre_attn_scalar")
 FAMILIES: dict[str, dict[str, int]] = {
-    "2b": dict(
-        hidden_size=72,
-        intermediate_size=288,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-    ),
-    "9b": dict(
-        hidden_size=112,
-        intermediate_size=448,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-    ),
-    "27b": dict(
-        hidden_size=144,
-        intermediate_size=1152,
-        num_attention_heads=32,
-        num_key_value_heads=16,
-        head_dim=4,
-        query_pre_attn_scalar=5,
-    ),
+    "2b": dict(zip(_NAMES, (72, 288, 8, 4, 8, 8), strict=True)),
+    "9b": dict(zip(_NAMES, (112, 448, 16, 8, 8, 8), strict=True)),
+    "27b": dict(zip(_NAMES, (144, 1152, 32, 16, 4, 5), strict=True)),
 }
 DTYPES: dict[str, Any] = {
     "float32": np.float32,
@@ -49,6 +31,16 @@ DTYPES: dict[str, Any] = {
 
 
 FACTS = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
+
+
+def check_tensors(found: Mapping[Any, Any], tensors: Mapping[Any, Any]) -> None:
+    """Check the names, shapes, types and bytes of tensors or arrays."""
+    assert found.keys() == tensors.keys()
+    for name, expected in tensors.items():
+        one = found[name]
+        one = one.whole() if isinstance(one, Tensor) else one
+        assert (one.shape, one.dtype) == (expected.shape, expected.dtype), name
+        assert one.tobytes() == expected.tobytes(), name
 
 
 def published_shapes(name: str, names: str) -> dict[str, tuple[int, ...]]:
@@ -63,48 +55,25 @@ def published_shapes(name: str, names: str) -> dict[str, tuple[int, ...]]:
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return the content of a `config.json`, with `changes` to its fields."""
-    config = dict(
-        architectures=["Gemma2ForCausalLM"],
-        model_type="gemma2",
-        vocab_size=512,
-        num_hidden_layers=2,
-        attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0,
-        sliding_window=8,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        hidden_act="gelu_pytorch_tanh",
-        hidden_activation="gelu_pytorch_tanh",
-        attention_bias=False,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=[1, 107],
-    )
+    config: dict[str, Any] = dict(architectures=["Gemma2ForCausalLM"])
+    config |= dict(model_type="gemma2", attention_bias=False)
+    config |= dict(vocab_size=512, num_hidden_layers=2, max_position_embeddings=8192)
+    config |= dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    config |= dict(sliding_window=8, rms_norm_eps=1e-6, rope_theta=10000.0)
+    config |= dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+    config |= dict(pad_token_id=0, bos_token_id=2, eos_token_id=[1, 107])
     return config | FAMILIES[family] | changes
 
 
 def tiny_gemma3(**changes: Any) -> dict[str, Any]:
     """Return the content of a flat `config.json` of a Gemma 3 with one KV head."""
-    config = dict(
-        architectures=["Gemma3ForCausalLM"],
-        model_type="gemma3_text",
-        vocab_size=512,
-        hidden_size=40,
-        intermediate_size=128,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=16,
-        query_pre_attn_scalar=7,
-        sliding_window=8,
-        sliding_window_pattern=6,
-        rope_theta=1000000.0,
-        rope_local_base_freq=10000.0,
-        rope_scaling=dict(rope_type="linear", factor=8.0),
-        max_position_embeddings=131072,
-        eos_token_id=[1, 106],
-    )
+    config: dict[str, Any] = dict(architectures=["Gemma3ForCausalLM"])
+    config |= dict(model_type="gemma3_text", vocab_size=512, num_hidden_layers=8)
+    config |= dict(zip(_NAMES, (40, 128, 4, 1, 16, 7), strict=True))
+    config |= dict(sliding_window=8, sliding_window_pattern=6)
+    config |= dict(rope_theta=1000000.0, rope_local_base_freq=10000.0)
+    config |= dict(rope_scaling=dict(rope_type="linear", factor=8.0))
+    config |= dict(max_position_embeddings=131072, eos_token_id=[1, 106])
     return config | changes
 
 

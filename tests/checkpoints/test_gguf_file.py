@@ -46,14 +46,12 @@ def build(
     *,
     magic: bytes = b"GGUF",
     version: int = 3,
-    num_tensors: int | None = None,
-    num_entries: int | None = None,
     alignment: int = 32,
     data: bytes = bytes(4096),
+    **counts: int,
 ) -> bytes:
-    count = len(tensors) if num_tensors is None else num_tensors
-    keys = len(entries) if num_entries is None else num_entries
-    head = magic + struct.pack("<IQQ", version, count, keys)
+    found = dict(num_tensors=len(tensors), num_entries=len(entries)) | counts
+    head = magic + struct.pack("<IQQ", version, *found.values())
     head += b"".join([*entries, *tensors])
     return head + bytes(-len(head) % alignment) + data
 
@@ -151,10 +149,7 @@ BAD: list[tuple[bytes, str]] = [
     (build([], [], magic=b"GGML"), "begins with b'GGML', not with b'GGUF'"),
     (b"<!DOCTYPE html><html>Log in</html>", "begins with b'<!DO'"),
     (b"version https://git-lfs.github.com/spec/v1", "begins with b'vers'"),
-    (
-        b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(64),
-        "it is big-endian: .*gguf-con",
-    ),
+    (b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(64), "big-endian: .*gguf-con"),
     (build([], [], version=1), "its version is 1, but only 2 and 3 are supported"),
     (build([], [], version=4), "its version is 4"),
     (build([], [], num_tensors=10**9), "1,000,000,000 tensors, but at most"),
@@ -167,10 +162,7 @@ BAD: list[tuple[bytes, str]] = [
     (with_value(b"\xff\xfe", U8, b"\0"), "a metadata key is not UTF-8"),
     (with_value("k", STRING, text(b"\xff")), "value of 'k' is not UTF-8"),
     (with_array(STRING, 2, text("a") + text(b"\xc3")), "'k', string 1, is not UTF-8"),
-    (
-        with_value("k" * 2**20, U8, b"\0"),
-        "a metadata key has 1,048,576 bytes, but at most 65,536 are supported",
-    ),
+    (with_value("k" * 2**20, U8, b"\0"), "a metadata key has 1,048,576 bytes, but at"),
     (with_tensor("k" * 2**20, [8]), "a tensor's name has 1,048,576 bytes"),
     (
         with_value("general.alignment", STRING, text("k" * 2**18)),
@@ -180,29 +172,20 @@ BAD: list[tuple[bytes, str]] = [
     (build([], [tensor("a", [8])] * 2), "tensor 'a' appears twice"),
     (with_value("k", 13, b""), "type 13, which does not exist"),
     (with_array(99, 1), "are of type 99, which is not supported"),
-    (
-        with_array(ARRAY, 1, array(U8, 1, b"\0")),
-        "are of an array, which is not supported",
-    ),
+    (with_array(ARRAY, 1, array(U8, 1, b"\0")), "of an array, which is not supported"),
     (with_array(STRING, 10**9), "has 1,000,000,000 values, but at most"),
     (with_array(STRING, 10**6), "1,000,000 strings, more than the file has room for"),
     (with_array(F64, 2**62), "values, but at most"),
     (with_array(F64, 10**6), "within its header"),
     (with_array(STRING, 1, struct.pack("<Q", 2**40)), "within its header"),
     (with_value("general.alignment", U32, bytes(4)), "must be a power of two, got 0"),
-    (
-        with_value("general.alignment", U32, struct.pack("<I", 48)),
-        "must be a power of two, got 48",
-    ),
+    (with_value("general.alignment", U32, b"0\0\0\0"), "be a power of two, got 48"),
     (with_value("general.alignment", STRING, text("32")), "power of two, got '32'"),
     (with_tensor("a", []), "tensor 'a' has 0 dimensions"),
     (with_tensor("a", [1] * 5), "has 5 dimensions"),
     (with_tensor("a", [8, 0]), r"sizes \[8, 0\]: expected at"),
     (with_tensor("a", [40], 2), "the first a multiple of 32 for Q4_0"),
-    (
-        with_tensor("a", [2**32, 2**32, 2**32]),
-        "tensor 'a' ends at byte .* the file is truncated",
-    ),
+    (with_tensor("a", [2**32] * 3), "tensor 'a' ends at byte .* file is truncated"),
     (with_tensor("a", [8], 0, 2**40), "tensor 'a' ends at byte"),
     (with_tensor("a", [8], 0, 2**64 - 32), "ends at byte"),
     (with_tensor("a", [8], 0, 4), "has offset 4, no multiple of the alignment 32"),
@@ -211,18 +194,12 @@ BAD: list[tuple[bytes, str]] = [
         "'a' is of type IQ2_XXS, which is not supported. Choose .*F32, F16, Q4_0",
     ),
     (with_tensor("a", [256], 999), "is of type number 999"),
-    (
-        with_value("split.count", STRING, text("x")),
-        "split.count must be an integer, got 'x'",
-    ),
-    (with_value("split.count", U16, struct.pack("<H", 3)), "is one of 3 shards"),
-    (
-        with_value("split.tensors.count", I32, struct.pack("<i", 3)),
-        "its shards hold 0 tensors, not 3",
-    ),
+    (with_value("split.count", STRING, text("x")), "count must be an integer, got 'x'"),
+    (with_value("split.count", U16, b"\3\0"), "is one of 3 shards"),
+    (with_value("split.tensors.count", I32, b"\3\0\0\0"), "hold 0 tensors, not 3"),
     (
         with_value("split.count", ARRAY, array(U8, 2, b"\1\1")),
-        "split.count must be an integer",
+        "count must be an integer",
     ),
 ]
 
@@ -354,13 +331,3 @@ def test_reads_an_unchanged_header_once(tmp_path: Path):
     found = read_gguf(path)
     gguf_file.forget_headers()
     assert read_gguf(path).metadata is not found.metadata
-
-
-@settings(max_examples=200)
-@given(content=st.binary(max_size=200))
-def test_any_bytes_after_the_magic_do_not_crash_the_parser(tmp_path_factory, content):
-    path = tmp_path_factory.getbasetemp() / "random.gguf"
-    try:
-        read_gguf(write(path, b"GGUF" + struct.pack("<I", 3) + content))
-    except CheckpointError as error:
-        assert "\n" not in str(error)

@@ -1,8 +1,12 @@
-"""A GGUF file is read as the model that was written into it."""
+"""A GGUF file is read as the model that was written into it.
+
+Every type is dequantized to the same numbers as by llama.cpp's library.
+"""
 
 import tracemalloc
 from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,9 +20,15 @@ from jaxspec_checkpoints import (
     read_config,
 )
 from jaxspec_checkpoints.gemma.published import PAD_ROWS
+from jaxspec_checkpoints.gguf.blocks import OTHER_TYPES, TYPES, BlockType
 from jaxspec_checkpoints.gguf.reading import find_gguf
 from jaxspec_checkpoints.layout import EMBEDDING, HEAD
-from jaxspec_checkpoints.quantization import QuantizedTensor
+from jaxspec_checkpoints.quantization import (
+    GGUF_SCHEMES,
+    INT4,
+    QuantizedTensor,
+    dequantize,
+)
 from jaxspec_checkpoints.report import describe
 from tests.checkpoints.gguf_files import (
     Q,
@@ -29,8 +39,7 @@ from tests.checkpoints.gguf_files import (
 )
 from tests.checkpoints.models import tiny_config, tiny_tensors, write_tiny
 
-# Types that llama.cpp's library can write. Other types are tested block by block in
-# `test_gguf_blocks.py`.
+# Types that llama.cpp's library can write. Other types are tested block by block.
 WRITABLE = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
 PACKED = {Q.Q4_0: "int4", Q.Q5_0: "int8", Q.Q8_0: "int8"}
 PACKED |= {Q.Q4_1: "uint4", Q.Q5_1: "int8"}  # with minima
@@ -232,3 +241,67 @@ def test_types_are_mixed_in_one_file(tmp_path):
         np.testing.assert_array_equal(tensors[name].whole(), values)
     assert tensors["model.embed_tokens.weight"].dtype == np.float16
     assert tensors["model.layers.0.self_attn.v_proj.weight"].dtype == ml_dtypes.bfloat16
+
+
+Q = gguf.GGMLQuantizationType
+QUANTIZED = {n: kind for n, kind in TYPES.items() if kind.dequantize is not None}
+
+
+def random_blocks(kind: BlockType, count: int) -> np.ndarray:
+    """Return blocks of random bytes: any value and scale, infinities and NaN too."""
+    random = np.random.default_rng(sum(kind.name.encode()))
+    return random.integers(0, 256, (count, kind.num_bytes), np.uint8)
+
+
+@pytest.mark.parametrize("number", TYPES, ids=lambda number: TYPES[number].name)
+def test_names_and_sizes_are_those_of_ggml(number):
+    kind = TYPES[number]
+    assert Q(number).name == kind.name
+    sizes = gguf.GGML_QUANT_SIZES[Q(number)]
+    assert sizes == (kind.num_elements, kind.num_bytes)
+
+
+def test_other_types_are_not_read_or_not_split():
+    theirs = {kind.value: kind.name for kind in Q}
+    assert {n: OTHER_TYPES.get(n, name) for n, name in theirs.items()} == theirs
+    assert not OTHER_TYPES.keys() & TYPES.keys()
+    assert len(OTHER_TYPES) >= 20
+    split = {kind.name for kind in TYPES.values() if kind.split is not None}
+    assert split == set(GGUF_SCHEMES)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("number", QUANTIZED, ids=lambda number: TYPES[number].name)
+def test_numbers_are_equal_to_the_last_bit(number):
+    kind = QUANTIZED[number]
+    assert kind.dequantize is not None
+    blocks = random_blocks(kind, 2000)
+    found = kind.dequantize(blocks)
+    expected = gguf.dequantize(blocks, Q(number))
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
+    # Compare bits, which distinguish -0.0 from 0.0, except for NaN, whose sign may
+    # differ.
+    is_number = ~np.isnan(expected)
+    np.testing.assert_array_equal(
+        np.signbit(found)[is_number], np.signbit(expected)[is_number]
+    )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", GGUF_SCHEMES)
+def test_integers_times_scales_equal_the_dequantized_numbers(name):
+    [(number, kind)] = [item for item in TYPES.items() if item[1].name == name]
+    assert kind.split is not None
+    blocks = random_blocks(kind, 1000)
+    values, scales = kind.split(blocks)
+    assert values.dtype == np.int8 and scales.dtype == np.float32
+    scheme = GGUF_SCHEMES[name]
+    assert values.shape[1] // scales.shape[1] == scheme.group_size
+    assert (scales.ndim == 3) == scheme.has_minima
+    expected = gguf.dequantize(blocks, Q(number))
+    np.testing.assert_array_equal(dequantize(values, scales), expected)
+    if scheme.kind == INT4:
+        least, largest = (0, 15) if scheme.has_minima else (-8, 7)
+        assert least <= values.min() and values.max() <= largest
+        np.testing.assert_array_equal(values.astype(scheme.value_type), values)

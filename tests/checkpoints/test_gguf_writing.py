@@ -21,23 +21,12 @@ from tests.checkpoints import gguf_files
 from tests.checkpoints.models import tiny_config, tiny_tensors
 
 Q = gguf.GGMLQuantizationType
-GEMMA3: dict[str, Any] = dict(
-    model_type="gemma3_text",
-    vocab_size=262_144,
-    hidden_size=640,
-    intermediate_size=2048,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=256,
-    query_pre_attn_scalar=256,
-    max_position_embeddings=32_768,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    rope_local_base_freq=1e4,
-    sliding_window=512,
-    attn_logit_softcapping=None,
-)
+GEMMA3: dict[str, Any] = dict(model_type="gemma3_text", vocab_size=262_144)
+GEMMA3 |= dict(hidden_size=640, intermediate_size=2048, num_hidden_layers=4)
+GEMMA3 |= dict(num_attention_heads=4, num_key_value_heads=1, head_dim=256)
+GEMMA3 |= dict(query_pre_attn_scalar=256, max_position_embeddings=32_768)
+GEMMA3 |= dict(rms_norm_eps=1e-6, rope_theta=1e6, rope_local_base_freq=1e4)
+GEMMA3 |= dict(sliding_window=512, attn_logit_softcapping=None)
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 

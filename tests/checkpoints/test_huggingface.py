@@ -1,4 +1,4 @@
-"""Folders of safetensors, whole and in shards; one that cannot be read says why."""
+"""Folders are detected, whole and in shards; one that cannot be read says why."""
 
 import json
 import shutil
@@ -11,10 +11,80 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec_checkpoints import CheckpointError, open_checkpoint
+from jaxspec_checkpoints import CheckpointError, model_files, open_checkpoint
 from jaxspec_checkpoints.huggingface import open_huggingface, read_tensors
-from jaxspec_checkpoints.reading import LAYOUTS
-from tests.checkpoints.models import tiny_gemma3, tiny_tensors, write_tiny
+from jaxspec_checkpoints.reading import INCOMPLETE, LAYOUTS
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.checkpoints.models import (
+    check_tensors,
+    tiny_gemma3,
+    tiny_tensors,
+    write_tiny,
+)
+
+
+def test_format_is_detected(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    tensors = write_tiny(folder, family="2b", num_hidden_layers=1)
+    assert open_checkpoint(str(folder)).format == "hf"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_checkpoint("~/model").format == "hf"
+    # Other files in the folder do not matter.
+    (folder / "README.md").write_text("hello")
+    (folder / "logs").mkdir()
+    assert open_checkpoint(folder).format == "hf"
+    # HuggingFace's format takes precedence.
+    made = tmp_path / "made"
+    write_checkpoint(open_checkpoint(folder), made, to="orbax", progress=False)
+    shutil.copy(folder / "model.safetensors", made)
+    checkpoint = open_checkpoint(made)
+    assert checkpoint.format == "hf"
+    assert set(checkpoint.tensors) == set(tensors)
+    for text in ("[" * 100_000, '{"a":' * 100_000):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json must be readable JS"):
+            open_checkpoint(folder)
+
+
+def test_an_adapter_without_its_model_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="LoRA adapter, which is not supported"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        # Loading pickled Python objects can run code.
+        (".", "holds no checkpoint.*found: config.json, pytorch_model.bin"),
+        ("nowhere", "no such folder"),
+        ("pytorch_model.bin", "holds no checkpoint.*found: a file"),
+        ("a" * 300, "cannot be read: .* too long"),
+        ("~nobody-here/model", "^~nobody-here/model holds no check"),
+    ],
+)
+def test_other_paths_are_refused(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    Path("pytorch_model.bin").write_bytes(b"\x80\x04}.")
+    Path("config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(name)
+    if "too long" in message:
+        with pytest.raises(CheckpointError, match=message):
+            model_files(name)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_unfinished_folders_are_refused(tmp_path, depth):
+    """The mark of an unfinished folder lies next to it, or next to its root."""
+    folder = tmp_path / "a" / "b"
+    write_tiny(folder, family="2b", num_hidden_layers=1)
+    assert open_checkpoint(folder).format == "hf"
+    (folder, *above) = (folder, *folder.parents)
+    ([folder, *above][depth] / INCOMPLETE).touch()
+    with pytest.raises(CheckpointError, match="is left from an unfinished conversion"):
+        open_checkpoint(folder)
+
 
 INDEX = "model.safetensors.index.json"
 TENSORS = {
@@ -40,27 +110,18 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check(folder: str | Path) -> None:
-    found = read_tensors(folder)
-    assert sorted(found) == sorted(TENSORS)
-    for name, tensor in found.items():
-        expected = TENSORS[name]
-        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
-        np.testing.assert_array_equal(tensor.whole(), expected)
-
-
 def test_single_file_takes_precedence_over_an_index(sharded):
-    check(str(sharded))
+    check_tensors(read_tensors(str(sharded)), TENSORS)
     first = read_tensors(sharded)["first"]
     np.testing.assert_array_equal(first.read(1, 2), TENSORS["first"][1:2])
     assert first.source.endswith(f"{SHARDS['first']}:first")
     # The index decides which of two copies is read.
     held = {"first": TENSORS["first"] + 1, "second": TENSORS["second"]}
     save_file(held, sharded / SHARDS["second"])
-    check(sharded)
+    check_tensors(read_tensors(sharded), TENSORS)
     save_file(TENSORS, sharded / "model.safetensors")
     write_index(sharded, {"first": "gone.safetensors"})
-    check(sharded)
+    check_tensors(read_tensors(sharded), TENSORS)
 
 
 def cut_off(name: str, kept: int, folder: Path) -> None:
@@ -202,9 +263,7 @@ def test_text_model_of_a_multimodal_folder_is_read(tmp_path, prefix):
     tensors = tiny_tensors(tiny_gemma3())
     checkpoint = open_checkpoint(write_gemma3(tmp_path, prefix, tensors))
     assert checkpoint.layout.title == "Gemma 3"
-    assert checkpoint.tensors.keys() == tensors.keys()
-    for name, tensor in checkpoint.tensors.items():
-        np.testing.assert_array_equal(tensor.whole(), tensors[name])
+    check_tensors(checkpoint.tensors, tensors)
 
 
 def test_rows_of_images_are_cut_off(tmp_path):
@@ -235,20 +294,11 @@ def test_other_tensors_are_not_skipped(tmp_path, name):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("is_head", [False, True])
-def test_head_that_copies_the_embedding_is_dropped(tmp_path, is_head):
-    """Any other tensor under two names is refused."""
+def test_tensor_under_two_names_is_refused(tmp_path):
     tensors = tiny_tensors(tiny_gemma3())
     folder = write_gemma3(tmp_path, "language_model.model.", tensors)
     held = load_file(folder / "model.safetensors")
-    if is_head:
-        held["language_model.lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    else:
-        held["model.norm.weight"] = held["language_model.model.norm.weight"]
+    held["model.norm.weight"] = held["language_model.model.norm.weight"]
     save_file(held, folder / "model.safetensors")
-    if is_head:
-        found = open_checkpoint(folder).resolved()
-        assert found.tensors.keys() == tensors.keys()
-    else:
-        with pytest.raises(CheckpointError, match="'model.norm.weight' twice"):
-            open_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="'model.norm.weight' twice"):
+        open_checkpoint(folder)

@@ -24,6 +24,7 @@ from tests.checkpoints.flax_trees import FORMS, flax_leaves, restore, save, stor
 from tests.checkpoints.models import (
     FACTS,
     FAMILIES,
+    check_tensors,
     published_shapes,
     tiny_config,
     tiny_gemma3,
@@ -44,11 +45,7 @@ def write(
 def check_tree(folder: Path, expected: Any) -> None:
     tree = restore(folder)
     assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    for found, wanted in zip(
-        jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True
-    ):
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-        assert found.tobytes() == wanted.tobytes()
+    check_tensors(*(dict(enumerate(jax.tree.leaves(one))) for one in (tree, expected)))
 
 
 def write_mount(
@@ -83,10 +80,7 @@ def check(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     checkpoint = open_kaggle(folder, LAYOUTS)
     assert checkpoint.format == "kaggle"
     assert list(checkpoint.tensors) == list(tensors)
-    for name, expected in tensors.items():
-        found = checkpoint.tensors[name]
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        assert found.whole().tobytes() == expected.tobytes(), name
+    check_tensors(checkpoint.tensors, tensors)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,19 +1,24 @@
-"""Our own folders: hashes, versions and shapes are checked, and Orbax reads them."""
+"""Folders of Orbax, our own and others', are read and written in parts."""
 
 import json
+import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
+import tensorstore as ts
 
 from jaxspec_checkpoints import CheckpointError, Sizes, orbax, storage
 from jaxspec_checkpoints.orbax import is_own, open_own, write_own
 from jaxspec_checkpoints.reading import LAYOUTS
-from jaxspec_checkpoints.storage import open_arrays
+from jaxspec_checkpoints.storage import ArrayWriter, Slabs, is_orbax, open_arrays
 from jaxspec_checkpoints.tensor import in_memory
-from tests.checkpoints.flax_trees import restore
-from tests.checkpoints.models import tiny_config, tiny_tensors
+from tests.checkpoints.flax_trees import restore, save
+from tests.checkpoints.models import check_tensors, tiny_config, tiny_tensors
 
 CONFIG = tiny_config("27b", num_hidden_layers=1)
 TENSORS = tiny_tensors(CONFIG, dtype="bfloat16")
@@ -48,12 +53,8 @@ def test_folder_is_read_by_us_and_by_orbax(written):
     assert checkpoint.config == CONFIG
     assert checkpoint.tokenizer_folder == written
     assert list(checkpoint.tensors) == list(TENSORS)
-    tree = restore(written / "weights")
-    assert sorted(tree) == sorted(TENSORS)
-    for name, expected in TENSORS.items():
-        found = checkpoint.tensors[name]
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        assert found.whole().tobytes() == tree[name].tobytes() == expected.tobytes()
+    check_tensors(checkpoint.tensors, TENSORS)
+    check_tensors(checkpoint.tensors, restore(written / "weights"))
 
 
 @pytest.mark.parametrize("block_bytes", [20_000, 2**25])
@@ -65,8 +66,7 @@ def test_chunks_are_rows_of_a_block(tmp_path, monkeypatch, block_bytes):
         row_bytes = TENSORS[name][:1].nbytes
         rows = min(len(TENSORS[name]), max(1, block_bytes // row_bytes))
         assert array.chunks == (rows, *array.shape[1:])
-    for name, tensor in open_own(tmp_path, LAYOUTS).tensors.items():
-        assert tensor.whole().tobytes() == TENSORS[name].tobytes()
+    check_tensors(open_own(tmp_path, LAYOUTS).tensors, TENSORS)
 
 
 def test_flipped_bit_names_the_tensor(folder):
@@ -87,58 +87,45 @@ def test_flipped_bit_names_the_tensor(folder):
     assert tensors[other].whole().tobytes() == TENSORS[other].tobytes()
 
 
-def of_tensors(change: Any) -> Any:
-    return lambda manifest: change(manifest["tensors"])
-
-
-def of_record(**changes: Any) -> Any:
-    return of_tensors(lambda tensors: tensors[NAME].update(changes))
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        *(
-            (lambda manifest, given=given: manifest.update(given), expected)
-            for given, expected in [
-                (dict(version=2), "a newer jaxspec: its version is 2, this one"),
-                (dict(version=0), "must have version 1, got 0"),
-                (dict(version="1"), "must have version 1, got '1'"),
-                (dict(version=True), "must have version 1, got True"),
-                (dict(version=None), "must have version 1, got None"),
-                (dict(format="other"), "must have format 'jaxspec', got 'other'"),
-                (dict(tensors=[1]), r"must list `tensors`, got \[1\]"),
-            ]
-        ),
+        (dict(version=2), "a newer jaxspec: its version is 2, this one"),
+        (dict(version=0), "must have version 1, got 0"),
+        (dict(version="1"), "must have version 1, got '1'"),
+        (dict(version=True), "must have version 1, got True"),
+        (dict(version=None), "must have version 1, got None"),
+        (dict(format="other"), "must have format 'jaxspec', got 'other'"),
+        (dict(tensors=[1]), r"must list `tensors`, got \[1\]"),
+        ({NAME: 3}, f"{NAME}.* records None"),
+        ({NAME: None}, f"holds tensor '{NAME}', which .* not"),
+        (dict(other={}), "lists tensor 'other', which .* not hold"),
         (
-            of_record(shape=[1, 2]),
+            {NAME: dict(shape=[1, 2])},
             rf"{NAME}.*has shape \[64, 144\] in .*but .* records \[1, 2\]",
         ),
-        (of_record(shape=None), rf"{NAME}.*but .* records None"),
+        ({NAME: dict(shape=None)}, rf"{NAME}.*but .* records None"),
         (
-            of_record(dtype="float32"),
+            {NAME: dict(dtype="float32")},
             f"{NAME}.*has dtype bfloat16 in .*but .* records float32",
         ),
-        (of_record(sha256="12"), f"a sha256 of 64 digits for .*{NAME}.* got '12'"),
-        (of_record(sha256=None), f"a sha256 of 64 digits for .*{NAME}.* got None"),
-        (
-            of_tensors(lambda tensors: tensors.update({NAME: 3})),
-            f"{NAME}.* records None",
-        ),
-        (
-            of_tensors(lambda tensors: tensors.pop(NAME)),
-            f"holds tensor '{NAME}', which .* not",
-        ),
-        (
-            of_tensors(lambda tensors: tensors.update(other=tensors[NAME])),
-            "lists tensor 'other', which .* not hold",
-        ),
+        ({NAME: dict(sha256="12")}, f"a sha256 of 64 digits for .*{NAME}.* got '12'"),
+        ({NAME: dict(sha256=None)}, f"a sha256 of 64 digits for .*{NAME}.* got None"),
     ],
 )
 def test_manifest_that_disagrees_with_the_folder_is_refused(folder, change, expected):
+    """A change of a tensor's record is merged into it; None removes the record."""
     path = folder / "jaxspec_checkpoint.json"
     manifest = json.loads(path.read_text())
-    change(manifest)
+    for name, value in change.items():
+        if name in manifest:
+            manifest[name] = value
+        elif value is None:
+            del manifest["tensors"][name]
+        else:
+            record = manifest["tensors"].get(name, manifest["tensors"][NAME])
+            is_part = isinstance(value, dict)
+            manifest["tensors"][name] = record | value if is_part else value
     path.write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=expected):
         open_own(folder, LAYOUTS)
@@ -164,3 +151,236 @@ def test_missing_or_linked_parts_are_named(folder, tmp_path):
     config.unlink()
     with pytest.raises(CheckpointError, match="no config.json; found: jaxspec_"):
         open_own(folder, LAYOUTS)
+
+
+RANDOM = np.random.default_rng(0)
+# Larger than what Orbax puts into its index instead of a file.
+TREE = {
+    "a/b": {"w": RANDOM.standard_normal((2, 40, 30), np.float32)},
+    "c": {"w": RANDOM.standard_normal((70, 50)).astype(ml_dtypes.bfloat16)},
+    "d": {"w": RANDOM.standard_normal(3000).astype(np.float16)},
+}
+ARRAYS = {f"{key}.w": inner["w"] for key, inner in TREE.items()}
+STORES = {
+    "database": dict(use_ocdbt=True),
+    "files": dict(use_ocdbt=False),
+    "database of zarr 3": dict(use_ocdbt=True, use_zarr3=True),
+    "files of zarr 3": dict(use_ocdbt=False, use_zarr3=True),
+    "not compressed": dict(use_ocdbt=True, use_compression=False),
+}
+
+
+@pytest.fixture(params=STORES)
+def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    save(tmp_path / "tree", TREE, **STORES[request.param])
+    return tmp_path / "tree"
+
+
+def read(folder: Path, name: str, axis: int = 0) -> np.ndarray:
+    array = open_arrays(folder)[name]
+    return Slabs(array, axis).read(0, array.shape[axis])
+
+
+def change_metadata(folder: Path, **changes: Any) -> None:
+    path = folder / "_METADATA"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_arrays_are_described_and_read(tree):
+    assert is_orbax(tree)
+    arrays = open_arrays(tree)
+    assert sorted(arrays) == sorted(ARRAYS)
+    for name, expected in ARRAYS.items():
+        assert arrays[name].shape == expected.shape
+        assert arrays[name].dtype == expected.dtype
+        np.testing.assert_array_equal(read(tree, name), expected)
+    slabs = Slabs(arrays["a/b.w"], axis=2, fixed=(1,))
+    for start, stop in [(3, 9), (0, 30), (29, 30), (5, 6)]:
+        expected = ARRAYS["a/b.w"][1, :, start:stop]
+        np.testing.assert_array_equal(slabs.read(start, stop), expected)
+
+
+def test_folders_of_older_versions_are_read(tmp_path):
+    """Older versions have a msgpack file, not `_METADATA`, which is not needed."""
+    folder, older = tmp_path / "tree", tmp_path / "older"
+    tree = {"a": {"b": {"c": ARRAYS["c.w"]}, "d": ARRAYS["d.w"]}}
+    (tmp_path / "checkpoint").write_text("")
+    for path in (tmp_path, tmp_path / "nowhere"):
+        assert not is_orbax(path)
+    save(folder, tree)
+    save(older, tree, use_ocdbt=False)
+    # Without `_METADATA`, the list of arrays is read from the database.
+    (folder / "_METADATA").unlink()
+    for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"):
+        (older / name).unlink(missing_ok=True)
+    assert not is_orbax(older)
+    (older / "checkpoint").write_bytes(b"\x81")
+    for path in (folder, older):
+        assert is_orbax(path)
+        assert sorted(open_arrays(path)) == ["a.b.c", "a.d"]
+        np.testing.assert_array_equal(read(path, "a.b.c"), ARRAYS["c.w"])
+
+
+@pytest.mark.parametrize("length", [None, 25])
+def test_a_chunk_is_decoded_once(tmp_path, length):
+    """Reading a large chunk in small slabs opens its file once per pass."""
+    save(tmp_path / "tree", TREE, use_ocdbt=False)
+    array = open_arrays(tmp_path / "tree")["a/b.w"]
+    assert array.chunks == array.shape
+    slabs = Slabs(array, axis=2, fixed=(1,), length=length)
+    slabs.read(0, 1)
+    shutil.rmtree(tmp_path / "tree" / "a")
+    for start in range(1, length or 30):
+        expected = ARRAYS["a/b.w"][1, :, start : start + 1]
+        np.testing.assert_array_equal(slabs.read(start, start + 1), expected)
+    # Reading the last slab ends the pass and frees the cached chunks, so the next read
+    # needs the files.
+    with pytest.raises(CheckpointError, match="'a/b.w'"):
+        slabs.read(0, 1)
+
+
+# Files that hold tensors' values: without a database, the tensors' own files; else the
+# data files of the database.
+def files_of_values(folder: Path) -> list[Path]:
+    names = [".zarray", "zarr.json", "_METADATA", "_CHECKPOINT_METADATA"]
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in names and path.stat().st_size > 2000
+    ]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, os.unlink])
+def test_damaged_values_name_the_tensor(tree, damage):
+    for path in files_of_values(tree):
+        damage(path)
+    arrays = open_arrays(tree)
+    assert sorted(arrays) == sorted(ARRAYS)
+    failures = 0
+    for name, expected in ARRAYS.items():
+        try:
+            np.testing.assert_array_equal(read(tree, name), expected)
+        except CheckpointError as error:
+            assert f"tensor {name!r} of {tree} cannot be read" in str(error)
+            failures += 1
+    # A data file of the database holds several tensors, and its first half may hold a
+    # whole one.
+    assert failures >= (1 if damage is truncate else 3)
+
+
+def describe_as(text: str, folder: Path) -> None:
+    (folder / "c.w" / ".zarray").write_text(text)
+
+
+def remove_array(folder: Path) -> None:
+    shutil.rmtree(folder / "c.w")
+
+
+def enlarge_chunks(folder: Path) -> None:
+    """Describe chunks larger than the array, which a reader must not allocate."""
+    path = folder / "c.w" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [70, 5000]}))
+
+
+def move_outside(folder: Path) -> None:
+    (folder / "c.w" / "0.0").rename(folder.parent / "elsewhere")
+    (folder / "c.w" / "0.0").symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("use_ocdbt", "damage", "message"),
+    [
+        (
+            True,
+            lambda folder: truncate(folder / "manifest.ocdbt"),
+            "tree is not a readable Orbax folder",
+        ),
+        *(
+            (True, partial(change_metadata, tree_metadata=tree), "not a description of")
+            for tree in ([1], {"x": 1}, {"x": {"key_metadata": [{}]}})
+        ),
+        *(
+            (False, partial(describe_as, text), "tensor 'c.w' of .* cannot be opened")
+            for text in ("{", '{"zarr_format": 2}', "[]")
+        ),
+        (False, enlarge_chunks, r"'c.w' .* chunks of \(70, 5000\)"),
+        (False, remove_array, "_METADATA lists tensor 'c.w'"),
+        (False, move_outside, r"c.w/0.0 is a symlink .* outside"),
+    ],
+)
+def test_damaged_descriptions_are_refused(tmp_path, use_ocdbt, damage, message):
+    save(tmp_path / "tree", TREE, use_ocdbt=use_ocdbt)
+    damage(tmp_path / "tree")
+    with pytest.raises(CheckpointError, match=message):
+        open_arrays(tmp_path / "tree")
+
+
+def with_zeros(folder: Path, store: dict[str, Any]) -> None:
+    """Write as older versions did, which leave out chunks of zeros."""
+    spec = {
+        "driver": "zarr",
+        "kvstore": store,
+        "metadata": {"shape": [4, 2000], "chunks": [2, 2000], "dtype": "<f4"},
+    }
+    array = ts.open(spec, create=True).result()
+    array[2:].write(np.ones((2, 2000), np.float32)).result()
+    (folder / "_METADATA").write_text('{"tree_metadata": {}}')
+
+
+def test_omitted_chunks_are_read_as_zeros_in_databases(tmp_path):
+    """The database's index lists its chunks, so the omitted ones are zeros."""
+    base = {"driver": "file", "path": f"{tmp_path}/"}
+    with_zeros(tmp_path, {"driver": "ocdbt", "base": base, "path": "a/"})
+    expected = np.repeat([[0.0], [1.0]], 2, axis=0) * np.ones(2000)
+    np.testing.assert_array_equal(read(tmp_path, "a"), expected)
+    change_metadata(tmp_path, store_array_data_equal_to_fill_value=True)
+    with pytest.raises(CheckpointError, match="tensor 'a' of"):
+        read(tmp_path, "a")
+    # Without an index, an omitted chunk cannot be distinguished from a lost one.
+    files = tmp_path / "files"
+    files.mkdir()
+    with_zeros(files, {"driver": "file", "path": f"{files}/a/"})
+    with pytest.raises(CheckpointError, match="tensor 'a' of"):
+        read(files, "a")
+
+
+@pytest.mark.parametrize("commit_bytes", [1, 10_000, 2**27])
+def test_orbax_restores_what_the_writer_wrote(tmp_path, monkeypatch, commit_bytes):
+    monkeypatch.setattr(storage, "_COMMIT_BYTES", commit_bytes)
+    folder = tmp_path / "tree"
+    # Chunks of zeros are stored: a reader could not distinguish them from lost ones.
+    given = {
+        ("a", "b"): ARRAYS["a/b.w"],
+        ("x.y",): ARRAYS["c.w"],
+        ("z",): np.zeros((4, 3), np.float32),
+    }
+    with ArrayWriter(folder) as writer:
+        for keys, values in given.items():
+            form: Any = dict(dtype=values.dtype, chunks=(1, *values.shape[1:]))
+            name = writer.create(keys, values.shape, **form)
+            for start in range(len(values)):
+                part = slice(start, start + 1)
+                writer.write(name, (part,), values[part])
+    tree = restore(folder)
+    assert list(tree) == ["a", "x.y", "z"]
+    np.testing.assert_array_equal(tree["a"]["b"], ARRAYS["a/b.w"])
+    np.testing.assert_array_equal(tree["x.y"], ARRAYS["c.w"])
+    assert tree["x.y"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(read(folder, "x.y"), ARRAYS["c.w"])
+    np.testing.assert_array_equal(read(folder, "z"), np.zeros((4, 3)))
+    metadata = json.loads((folder / "_METADATA").read_text())
+    assert metadata["store_array_data_equal_to_fill_value"] is True
+    monkeypatch.undo()
+    with pytest.raises(KeyboardInterrupt), ArrayWriter(tmp_path / "broken") as writer:
+        name = writer.create(("a",), (4, 3), dtype=np.dtype("f4"), chunks=(2, 3))
+        writer.write(name, (slice(None),), np.ones((4, 3), np.float32))
+        raise KeyboardInterrupt
+    assert not is_orbax(tmp_path / "broken")

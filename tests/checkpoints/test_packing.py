@@ -35,15 +35,8 @@ from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.models import tiny_config, tiny_tensors
 
 GROUP = 32
-SIZES = dict(
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    num_hidden_layers=1,
-    vocab_size=128,
-)
+SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=128)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 CONFIG = tiny_config("2b", **SIZES)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -76,7 +69,7 @@ def spread(groups: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     return groups.float().repeat_interleave(shape[1] // groups.shape[1], dim=1)
 
 
-def compressed_packed(bits: int, size: int | None, has_zeros: bool) -> Any:
+def packed(bits: int, size: int | None = None, *, has_zeros: bool = False) -> Any:
     def make(shape: tuple[int, int]) -> Parts:
         half = 1 << bits - 1
         values = whole_numbers(shape, -half, half - 1)
@@ -96,7 +89,7 @@ def compressed_packed(bits: int, size: int | None, has_zeros: bool) -> Any:
     return make
 
 
-def compressed_bytes(kind: torch.dtype, is_tensor: bool) -> Any:
+def in_bytes(kind: torch.dtype, *, is_tensor: bool = False) -> Any:
     def make(shape: tuple[int, int]) -> Parts:
         values = (torch.randn(shape) * 40).to(kind)
         if kind == torch.int8:
@@ -121,7 +114,9 @@ def awq(shape: tuple[int, int]) -> Parts:
     return parts, (values - spread(zeros, shape)) * spread(scales, shape)
 
 
-def gptq(bits: int, size: int | None, is_symmetric: bool, lacks: int) -> Any:
+def gptq(
+    bits: int, size: int | None, *, lacks: int = 1, is_symmetric: bool = True
+) -> Any:
     def make(shape: tuple[int, int]) -> Parts:
         most = (1 << bits) - 1
         form = shape[0], shape[1] // (size or shape[1])
@@ -152,65 +147,49 @@ def of_compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 
 IN_GROUPS = dict(num_bits=4, strategy="group", group_size=GROUP)
+PACKED = of_compressed("pack-quantized", **IN_GROUPS)
 AWQ = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True)
 GPTQ = dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=True)
-COMPRESSED: Any = dict(method="compressed-tensors")
 FP8 = torch.float8_e4m3fn
+
+
+def scheme(kind: str, group_size: int | None = None, **more: Any) -> Scheme:
+    return Scheme(kind=kind, group_size=group_size, **more)  # pyright: ignore[reportArgumentType]
+
+
+# Quantizations of config.json, how matrices are packed, and the scheme that is read.
 FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
-    "w8a16": (
-        of_compressed("pack-quantized"),
-        compressed_packed(8, None, has_zeros=False),
-        Scheme(kind="int8", **COMPRESSED),
-    ),
-    "w4a16": (
-        of_compressed("pack-quantized", **IN_GROUPS),
-        compressed_packed(4, GROUP, has_zeros=False),
-        Scheme(kind="int4", group_size=GROUP, **COMPRESSED),
-    ),
+    "w8a16": (of_compressed("pack-quantized"), packed(8), scheme("int8")),
+    "w4a16": (PACKED, packed(4, GROUP), scheme("int4", GROUP)),
     "w4a16 with zero points": (
         of_compressed("pack-quantized", **IN_GROUPS, symmetric=False),
-        compressed_packed(4, GROUP, has_zeros=True),
-        Scheme(kind="int4", group_size=GROUP, has_minima=True, **COMPRESSED),
+        packed(4, GROUP, has_zeros=True),
+        scheme("int4", GROUP, has_minima=True),
     ),
     "w4a16 per channel with zero points": (
         of_compressed("pack-quantized", num_bits=4, symmetric=False),
-        compressed_packed(4, None, has_zeros=True),
-        Scheme(kind="int8", **COMPRESSED),
+        packed(4, has_zeros=True),
+        scheme("int8"),
     ),
-    "w8a8": (
-        of_compressed("int-quantized"),
-        compressed_bytes(torch.int8, is_tensor=False),
-        Scheme(kind="int8", **COMPRESSED),
-    ),
+    "w8a8": (of_compressed("int-quantized"), in_bytes(torch.int8), scheme("int8")),
     "FP8": (
         of_compressed("float-quantized", type="float"),
-        compressed_bytes(FP8, is_tensor=False),
-        Scheme(kind="fp8", **COMPRESSED),
+        *(in_bytes(FP8), scheme("fp8")),
     ),
     "FP8 of whole tensors": (
         of_compressed("float-quantized", type="float", strategy="tensor"),
-        compressed_bytes(FP8, is_tensor=True),
-        Scheme(kind="fp8", **COMPRESSED),
+        *(in_bytes(FP8, is_tensor=True), scheme("fp8")),
     ),
-    "awq": (
-        AWQ,
-        awq,
-        Scheme(kind="int4", group_size=GROUP, has_minima=True, method="awq"),
-    ),
-    "gptq": (
-        GPTQ,
-        gptq(4, GROUP, is_symmetric=True, lacks=1),
-        Scheme(kind="int4", group_size=GROUP, method="gptq"),
-    ),
+    "awq": (AWQ, awq, scheme("int4", GROUP, has_minima=True)),
+    "gptq": (GPTQ, gptq(4, GROUP), scheme("int4", GROUP)),
     "gptq with zero points": (
         GPTQ | dict(sym=False, checkpoint_format="gptq_v2"),
         gptq(4, GROUP, is_symmetric=False, lacks=0),
-        Scheme(kind="int4", group_size=GROUP, has_minima=True, method="gptq"),
+        scheme("int4", GROUP, has_minima=True),
     ),
     "gptq of 8 bits": (
         GPTQ | dict(bits=8, group_size=-1),
-        gptq(8, None, is_symmetric=True, lacks=1),
-        Scheme(kind="int8", method="gptq"),
+        *(gptq(8, None), scheme("int8")),
     ),
 }
 
@@ -241,6 +220,7 @@ def write(
 @pytest.mark.parametrize("name", FORMS)
 def test_published_matrices_equal_those_dequantized_in_torch(name, tmp_path):
     given, make, scheme = FORMS[name]
+    scheme = replace(scheme, method=given["quant_method"])
     expected = write(tmp_path / "model", given, make)
     checkpoint = open_checkpoint(tmp_path / "model")
     assert scheme_of(checkpoint.config) == scheme
@@ -260,9 +240,6 @@ def test_published_matrices_equal_those_dequantized_in_torch(name, tmp_path):
     q_proj = params["layers"]["0"]["attention"]["q_proj"]
     expected_q = expected["model.layers.0.self_attn.q_proj.weight"]
     np.testing.assert_array_equal(q_proj.rows(jnp.arange(len(expected_q))), expected_q)
-
-
-PACKED = of_compressed("pack-quantized", **IN_GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -297,18 +274,17 @@ def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
         del parts["weight_scale"]
         return parts, numbers
 
+    def plain(shape: Any) -> Parts:
+        return {"weight": torch.zeros(shape)}, torch.zeros(1)
+
     for name, other, message in (
         ("lacking", lacking, "no tensor 'model.layers.0.*weight_scale"),
-        (
-            "plain",
-            lambda shape: ({"weight": torch.zeros(shape)}, torch.zeros(1)),
-            "is not quantized, but config.json says",
-        ),
-        ("coarse", compressed_packed(4, None, has_zeros=False), r"needs \(64, 4\)"),
+        ("plain", plain, "is not quantized, but config.json says"),
+        ("coarse", packed(4), r"needs \(64, 4\)"),
     ):
         with pytest.raises(CheckpointError, match=message):
             opened(name, other)
-    zeros = opened("zeros", compressed_packed(4, GROUP, has_zeros=True))
+    zeros = opened("zeros", packed(4, GROUP, has_zeros=True))
     with pytest.raises(CheckpointError, match="which int4 cannot hold"):
         zeros.tensors["model.layers.0.self_attn.q_proj.weight"].whole()
 

@@ -1,4 +1,7 @@
-"""A model is written whole, bit for bit, or not at all."""
+"""A model is written whole, bit for bit, or not at all.
+
+Values are cast as by numpy, and safetensors equal those of their library.
+"""
 
 import collections
 import json
@@ -12,11 +15,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
-from jaxspec_checkpoints import CheckpointError, open_checkpoint, writing
+from jaxspec_checkpoints import (
+    CheckpointError,
+    Sizes,
+    open_checkpoint,
+    shards,
+    tensor,
+    writing,
+)
+from jaxspec_checkpoints.casting import cast_blocks, find_dtype
+from jaxspec_checkpoints.shards import write_huggingface
+from jaxspec_checkpoints.tensor import in_memory
 from jaxspec_checkpoints.writing import FORMATS, write_checkpoint
-from tests.checkpoints.models import FAMILIES, write_tiny
+from tests.checkpoints.models import (
+    FAMILIES,
+    check_tensors,
+    tiny_config,
+    tiny_tensors,
+    write_tiny,
+)
 
 SIDE_FILES = [
     "config.json",
@@ -34,11 +54,7 @@ def convert(source: Path, destination: Path, to: str, **options: Any) -> None:
 def check(folder: Path, to: str, tensors: dict[str, np.ndarray]) -> None:
     checkpoint = open_checkpoint(folder)
     assert checkpoint.format == to
-    assert set(checkpoint.tensors) == set(tensors)
-    for name, expected in tensors.items():
-        found = checkpoint.tensors[name]
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        assert found.whole().tobytes() == expected.tobytes(), name
+    check_tensors(checkpoint.tensors, tensors)
 
 
 def check_nothing_opens(folder: Path) -> None:
@@ -60,9 +76,8 @@ def test_every_pair_of_formats_is_bit_exact(tmp_path, family, first, second):
         convert(before, tmp_path / name, to, **options)
         before, options = tmp_path / name, {}
         check(before, to, tensors)
-    shards = (tmp_path / "first").glob("*.safetensors")
     if (family, first) == ("9b", "hf"):
-        assert len(list(shards)) > 3
+        assert len(list((tmp_path / "first").glob("*.safetensors"))) > 3
     # All files other than the weights are copied byte for byte.
     for name in SIDE_FILES:
         expected = (tmp_path / "source" / name).read_bytes()
@@ -345,3 +360,127 @@ def test_killed_process_leaves_nothing_that_opens(tmp_path, source, step):
     for to in FORMATS:
         convert(source, tmp_path / to, to)
         assert open_checkpoint(tmp_path / to).format == to
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+VALUES = np.random.default_rng(0).standard_normal((37, 5), np.float32) * 100
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 36, 37, 100])
+@pytest.mark.parametrize("block_bytes", [1, 60, 2**25])
+def test_blocks_have_the_requested_rows(monkeypatch, rows, block_bytes):
+    """The rows are the same for any size of the blocks that are read at a time."""
+    monkeypatch.setattr(tensor, "BLOCK_BYTES", block_bytes)
+    (source,) = in_memory({"x": VALUES}).values()
+    blocks = list(cast_blocks("x", source, dtype=VALUES.dtype, rows=rows))
+    assert [start for start, _ in blocks] == list(range(0, 37, rows))
+    assert {len(values) for _, values in blocks[:-1]} <= {rows}
+    np.testing.assert_array_equal(np.concatenate([each for _, each in blocks]), VALUES)
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_values_are_rounded_as_numpy_does(source, target):
+    """Infinite and NaN values are kept."""
+    edges = np.full((1, 5), [np.inf, -np.inf, np.nan, 1e-30, 1])
+    values = np.concatenate([VALUES, edges])
+    values = values.astype(find_dtype(source))
+    (each,) = in_memory({"x": values}).values()
+    blocks = list(cast_blocks("x", each, dtype=find_dtype(target), rows=10))
+    found = np.concatenate([rows for _, rows in blocks])
+    assert (found.shape, found.dtype.name) == (values.shape, target)
+    expected = values.astype(find_dtype(target)).astype(np.float32)
+    np.testing.assert_array_equal(found.astype(np.float32), expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "value"),
+    [
+        ("float32", "float16", 65520.0),
+        ("bfloat16", "float16", -66000.0),
+        ("float32", "bfloat16", 3.4e38),
+    ],
+)
+def test_too_large_values_name_the_tensor(source, target, value):
+    values = np.ones((4, 3), find_dtype(source))
+    values[2, 1] = value
+    (each,) = in_memory({"x": values}).values()
+    expected = f"'x' holds {values[2, 1]}, too large for {target} .at most"
+    with pytest.raises(CheckpointError, match=expected.replace("+", r"\+")):
+        list(cast_blocks("x", each, dtype=find_dtype(target), rows=1))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "fp16", "", "BFLOAT16"])
+def test_rejects_other_types(dtype):
+    expected = f"one of float32, bfloat16, float16, got '{dtype}'"
+    with pytest.raises(CheckpointError, match=expected):
+        find_dtype(dtype)
+
+
+CONFIG = tiny_config("2b")
+TENSORS = tiny_tensors(CONFIG, dtype="bfloat16")
+INDEX = "model.safetensors.index.json"
+
+
+def write(folder: Path, tensors: dict[str, np.ndarray], **options: Any) -> int:
+    """Write a model; return the number of bytes that the writer counted."""
+    num_bytes: list[int] = []
+    settings: Any = dict(dtype=None, max_shard_bytes=shards.MAX_SHARD_BYTES) | options
+    sizes, given = Sizes.from_config(CONFIG), in_memory(tensors)
+    write_huggingface(folder, sizes, given, on_bytes=num_bytes.append, **settings)
+    return sum(num_bytes)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2**25])
+def test_small_model_is_one_file(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(shards, "BLOCK_BYTES", block_bytes)
+    num_bytes = write(tmp_path, TENSORS)
+    assert num_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    check_tensors(load_file(tmp_path / "model.safetensors"), TENSORS)
+    with safe_open(tmp_path / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers requires this
+
+
+def test_widest_types_come_first(tmp_path):
+    """Shards have the widest types first, so that each tensor is aligned."""
+    tensors = {
+        "narrow": np.arange(3, dtype=np.float16),
+        "wide": np.arange(4, dtype=np.float32),
+    }
+    write(tmp_path, tensors)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert length % 8 == 0
+    assert header["wide"]["data_offsets"] == [0, 16]
+    assert header["narrow"]["data_offsets"] == [16, 22]
+    check_tensors(load_file(tmp_path / "model.safetensors"), tensors)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("max_shard_bytes", [50_000, 150_000, 200_000])
+def test_shards_are_no_larger_than_the_limit(tmp_path, max_shard_bytes, dtype):
+    kind = None if dtype is None else np.dtype(dtype)
+    num_bytes = write(tmp_path, TENSORS, dtype=kind, max_shard_bytes=max_shard_bytes)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == num_bytes
+    files = sorted(set(index["weight_map"].values()))
+    total = len(files)
+    names = [f"model-{n:05}-of-{total:05}.safetensors" for n in range(1, total + 1)]
+    assert files == names and total > 1
+    found, sizes = {}, []
+    for file in files:
+        held = load_file(tmp_path / file)
+        assert {name: file for name in held}.items() <= index["weight_map"].items()
+        sizes.append(sum(tensor.nbytes for tensor in held.values()))
+        # A shard exceeds the limit only if it holds a single tensor.
+        assert sizes[-1] <= max_shard_bytes or len(held) == 1
+        found |= held
+    # Any two neighbouring shards together exceed half of the limit.
+    smallest = [a + b for a, b in zip(sizes, sizes[1:], strict=False)]
+    assert all(size > min(max_shard_bytes, num_bytes) / 2 for size in smallest)
+    assert sorted(found) == sorted(index["weight_map"])
+    check_tensors(
+        found, {name: one.astype(dtype or one.dtype) for name, one in TENSORS.items()}
+    )

@@ -15,23 +15,6 @@ from tests.support.oracles import (
 )
 
 
-def test_number_of_queries_is_static():
-    # The number of queries determines shapes: as a leaf of the tree, jax would trace
-    # it.
-    zeros = jnp.zeros(15, jnp.int32)
-    table, lengths = jnp.zeros((3, 3), jnp.int32), jnp.zeros(3, jnp.int32)
-    region = Region(page_table=table, kv_len=lengths, num_queries=5)
-    assert region.num_rows == 15
-    batch = TokenBatch(
-        tokens=zeros, positions=zeros, slot_mapping=zeros, regions=(region,)
-    )
-    assert len(jax.tree.leaves(batch)) == 5
-    doubled = jax.tree.map(lambda leaf: leaf * 2, batch)
-    assert doubled.regions[0].num_queries == 5
-    other = Region(page_table=table, kv_len=lengths, num_queries=4)
-    assert jax.tree.structure(region) != jax.tree.structure(other)
-
-
 def test_two_regions_in_one_pass_equal_huggingface():
     """Two sequences of 4 rows, then one of 6, over interleaved pages."""
     reference = make_hf_model(num_hidden_layers=2, sliding_window=3)

@@ -148,59 +148,45 @@ def test_strict_roles_refuse_tools_without_template():
 
 
 FIRST = "tools[0]['function']"
-MESSAGE = "messages[1]['tool_calls']"
+CALLS = "messages[1]['tool_calls']"
+INVALID_TOOLS: list[tuple[Any, str]] = [
+    *(({}, "tools"), ("f", "tools"), ([{1, 2}], "tools")),
+    ([{"function": {"name": "\udfff"}}], "tools"),
+    *(([7], "tools[0]"), ([{}], "tools[0]")),
+    ([TOOLS[0], {"function": None}], "tools[1]"),
+    ([{"type": "retrieval", "function": {"name": "f"}}], "tools[0]['type']"),
+    ([{"function": {}}], f"{FIRST}['name']"),
+    ([{"function": {"name": ""}}], f"{FIRST}['name']"),
+    ([{"function": {"name": "f", "description": 7}}], f"{FIRST}['description']"),
+    *(
+        ([{"function": {"name": "f", "parameters": one}}], f"{FIRST}['parameters']")
+        for one in (7, [], {"type": "string"}, {"type": ["object", "null"]})
+    ),
+]
+INVALID_CALLS: list[tuple[Any, str]] = [
+    *(({}, CALLS), ([7], f"{CALLS}[0]"), ([{}], f"{CALLS}[0]")),
+    ([{"function": {"name": 7}}], f"{CALLS}[0]"),
+    *(
+        (
+            [{"function": {"name": "f", "arguments": wrong}}],
+            f"{CALLS}[0]['function']['arguments']",
+        )
+        for wrong in ("{", "[]", "7", 7, ["a"])
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("tools", "name"),
+    ("tools", "calls", "name"),
     [
-        ({}, "tools"),
-        ("f", "tools"),
-        ([{1, 2}], "tools"),
-        ([{"function": {"name": "\udfff"}}], "tools"),
-        ([7], "tools[0]"),
-        ([{}], "tools[0]"),
-        ([TOOLS[0], {"function": None}], "tools[1]"),
-        ([{"type": "retrieval", "function": {"name": "f"}}], "tools[0]['type']"),
-        ([{"function": {}}], f"{FIRST}['name']"),
-        ([{"function": {"name": ""}}], f"{FIRST}['name']"),
-        ([{"function": {"name": "f", "description": 7}}], f"{FIRST}['description']"),
-        *(
-            (
-                [{"function": {"name": "f", "parameters": wrong}}],
-                f"{FIRST}['parameters']",
-            )
-            for wrong in (7, [], {"type": "string"}, {"type": ["object", "null"]})
-        ),
+        *((tools, None, name) for tools, name in INVALID_TOOLS),
+        *((None, calls, name) for calls, name in INVALID_CALLS),
     ],
 )
-def test_rejects_invalid_tools(tools: Any, name: str):
+def test_rejects_invalid_tools_and_calls(tools: Any, calls: Any, name: str):
+    answer = {"role": "assistant", "content": "x", "tool_calls": calls}
     with pytest.raises(RequestError) as refused:
-        write([asked()], tools=tools)
-    assert refused.value.parameter == name
-    assert name in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("calls", "name"),
-    [
-        ({}, MESSAGE),
-        ([7], f"{MESSAGE}[0]"),
-        ([{}], f"{MESSAGE}[0]"),
-        ([{"function": {"name": 7}}], f"{MESSAGE}[0]"),
-        *(
-            (
-                [{"function": {"name": "f", "arguments": wrong}}],
-                f"{MESSAGE}[0]['function']['arguments']",
-            )
-            for wrong in ("{", "[]", "7", 7, ["a"])
-        ),
-    ],
-)
-def test_rejects_invalid_calls(calls: Any, name: str):
-    message = {"role": "assistant", "content": "x", "tool_calls": calls}
-    with pytest.raises(RequestError) as refused:
-        write([asked(), message])
+        write([asked()] if calls is None else [asked(), answer], tools=tools)
     assert refused.value.parameter == name
     assert name in str(refused.value)
 
@@ -229,6 +215,12 @@ PLACES = {
     "required": ["place"],
     "additionalProperties": False,
 }
+
+
+def functions(**schemas: Any) -> Any:
+    """Read functions with parameters of these schemas."""
+    given = [dict(name=name, parameters=one) for name, one in schemas.items()]
+    return read_tools([{"function": function} for function in given])
 
 
 def allows(schema: dict[str, Any], text: str) -> bool:
@@ -265,13 +257,7 @@ NOW = {"name": "time", "parameters": {}}
     ],
 )
 def test_forced_calls_follow_their_grammar(answer: Any, one: bool, several: bool):
-    functions = {"where": PLACES, "time": {}}
-    tools = read_tools(
-        [
-            {"function": {"name": name, "parameters": parameters}}
-            for name, parameters in functions.items()
-        ]
-    )
+    tools = functions(where=PLACES, time={})
     for is_parallel, expected in ((False, one), (True, several)):
         schema = calls_schema(tools, is_parallel=is_parallel)
         assert allows(schema, json.dumps(answer)) == expected
@@ -316,13 +302,7 @@ LEAF = {"value": {"$ref": "#/data"}}
     ],
 )
 def test_schema_references_are_local(schema: dict[str, Any]):
-    tools = read_tools(
-        [
-            {"function": {"name": name, "parameters": schema}}
-            for name in ("where", "again")
-        ]
-    )
-    calls = calls_schema(tools, is_parallel=True)
+    calls = calls_schema(functions(where=schema, again=schema), is_parallel=True)
     for answer, expected in (
         (LEAF, True),
         (LEAF | {"next": LEAF | {"next": LEAF}}, True),

@@ -23,7 +23,7 @@ def _data(tmp_path):
     return path
 
 
-def command(method, data, tmp_path, *more):
+def command(data, tmp_path, method, *more):
     # The target is the bundled pair's smaller model, which compiles quickly.
     return [
         method,
@@ -42,80 +42,63 @@ def test_every_method_has_the_common_flags(method):
     assert (options.method, options.steps, options.loss) == (method, 1000, "lk")
 
 
+START = f"--start {bundled_draft()}"
+FEW_ROWS = "held-out text has 2 rows, but a step takes rows=8: raise tokens or held_"
+
+
 @pytest.mark.parametrize(
-    ("method", "more", "named"),
+    ("more", "named"),
     [
-        ("eagle3", ["--steps", "0"], "steps must be an integer of at least 1, got 0"),
-        ("eagle3", ["--layers", "1,2,9"], r"eagle_aux.*has 2 layers"),
-        ("eagle3", ["--draft-vocab-size", "9999"], "draft_vocab_size must be"),
-        ("dflash", ["--block-size", "1"], "block_size must be an integer of at least"),
-        ("dflash", ["--layers", "1,9"], r"after layers \[1, 9\].* has 2 layers"),
-        ("dflash", ["--mask-token", "8192"], "mask_token must be an integer from 0 to"),
-        ("medusa", ["--heads", "0"], "num_heads must be an integer of at least 1"),
-        ("pard", [], "needs start, an initial model, keep_layers, or its sizes: hid"),
+        ("eagle3 --steps 0", "steps must be an integer of at least 1, got 0"),
+        ("eagle3 --layers 1,2,9", r"eagle_aux.*has 2 layers"),
+        ("eagle3 --draft-vocab-size 9999", "draft_vocab_size must be"),
+        ("dflash --block-size 1", "block_size must be an integer of at least"),
+        ("dflash --layers 1,9", r"after layers \[1, 9\].* has 2 layers"),
+        ("dflash --mask-token 8192", "mask_token must be an integer from 0 to"),
+        ("medusa --heads 0", "num_heads must be an integer of at least 1"),
+        ("pard", "needs start, an initial model, keep_layers, or its sizes: hid"),
         (
-            "pard",
-            ["--start", str(bundled_draft()), "--export", "gguf"],
+            f"pard {START} --export gguf",
             "export must be 'safetensors' here, got 'gguf': GGUF has no key for the",
         ),
-        ("eagle3", ["--export", "gguf"], "got 'gguf': heads have no GGUF form"),
-        ("medusa", ["--export", "specforge"], "only EAGLE-3 heads are written in"),
+        ("eagle3 --export gguf", "got 'gguf': heads have no GGUF form"),
+        ("medusa --export specforge", "only EAGLE-3 heads are written in"),
         (
-            "eagle3",
-            ["--export", "specforge", "--layers", "0,1,2"],
+            "eagle3 --export specforge --layers 0,1,2",
             "layer_ids must be numbers of at least 1",
         ),
         (
-            "draft",
-            ["--keep-layers", "0,1", "--start", str(bundled_draft())],
+            f"draft --keep-layers 0,1 {START}",
             "keep_layers and start exclude each other: start sets the sizes",
         ),
-        ("draft", ["--keep-layers", "1,0"], r"keep_layers must be ascending numbers"),
-        ("draft", ["--keep-layers", "0,2"], "keep_layers must be an integer from 0 to"),
+        ("draft --keep-layers 1,0", r"keep_layers must be ascending numbers"),
+        ("draft --keep-layers 0,2", "keep_layers must be an integer from 0 to"),
+        (f"draft {START} --draft-vocab-size 9", "draft_vocab_size needs keep_layers"),
         (
-            "draft",
-            ["--start", str(bundled_draft()), "--draft-vocab-size", "9"],
-            "draft_vocab_size needs keep_layers",
-        ),
-        (
-            "draft",
-            ["--keep-layers", "0", "--draft-vocab-size", "9999"],
+            "draft --keep-layers 0 --draft-vocab-size 9999",
             "draft_vocab_size must be an integer from 1 to 8192",
         ),
         (
-            "pard",
-            ["--start", str(bundled_draft()), "--mask-token", "8192"],
+            f"pard {START} --mask-token 8192",
             r"mask_token must be an integer from 0 to 8191, got 8192",
         ),
-        ("draft", [], "needs start, an initial model, keep_layers, or its sizes: h"),
-        ("draft", ["--start", "jaxspec/none"], "start"),
-        ("eagle3", ["--held-out", "0.9"], r"held_out must be a number in \(0, 0.5\]"),
+        ("draft", "needs start, an initial model, keep_layers, or its sizes: h"),
+        ("draft --start jaxspec/none", "start"),
+        ("eagle3 --held-out 0.9", r"held_out must be a number in \(0, 0.5\]"),
+        ("eagle3 --held-out 0.1", FEW_ROWS),
+        ("eagle3 --text written --held-out 0.1", FEW_ROWS),
         (
-            "eagle3",
-            ["--held-out", "0.1"],
-            "held-out text has 2 rows, but a step takes rows=8: raise tokens or held_",
-        ),
-        (
-            "eagle3",
-            ["--text", "written", "--held-out", "0.1"],
-            "held-out text has 2 rows, but a step takes rows=8: raise tokens or held_",
-        ),
-        (
-            "eagle3",
-            ["--rows", "16", "--held-out", "0.5"],
+            "eagle3 --rows 16 --held-out 0.5",
             "The text has 12 rows, but a step takes rows=16: raise tokens",
         ),
-        ("eagle3", ["--tensor-parallel-size", "99"], "must be a divisor of the"),
-        ("eagle3", ["--data", "nothing"], "data must be a file of JSON lines"),
-        ("eagle3", ["--target", "nothing"], "target must be an existing folder"),
+        ("eagle3 --tensor-parallel-size 99", "must be a divisor of the"),
+        ("eagle3 --data nothing", "data must be a file of JSON lines"),
+        ("eagle3 --target nothing", "target must be an existing folder"),
     ],
 )
-def test_bad_arguments_fail_before_anything_runs(
-    data, tmp_path, capsys, method, more, named
-):
-    if more == ["--start", "jaxspec/none"]:
-        more = ["--start", str(tmp_path / "none")]
-    assert main(command(method, data, tmp_path, *more)) == 2
+def test_bad_arguments_fail_before_anything_runs(data, tmp_path, capsys, more, named):
+    more = more.replace("jaxspec/none", str(tmp_path / "none"))
+    assert main(command(data, tmp_path, *more.split())) == 2
     shown = capsys.readouterr().err
     assert re.search(named, shown), shown
     assert not (tmp_path / "out").exists()
@@ -123,14 +106,7 @@ def test_bad_arguments_fail_before_anything_runs(
     assert not (tmp_path / "out.work").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        ((), "held-out text has 3 rows, but a step takes rows=8: write more texts, or"),
-        (("--held-out-rows", "4"), "held_out_rows must be an integer from 1 to 3"),
-    ],
-)
-def test_few_held_out_texts_fail_before_anything_runs(tmp_path, capsys, more, named):
+def test_few_held_out_texts_fail_before_anything_runs(tmp_path, capsys):
     texts, out = tmp_path / "texts", tmp_path / "out"
     texts.mkdir()
     settings = {"format": FORMAT, "target": model_digest(bundled_draft())}
@@ -138,16 +114,20 @@ def test_few_held_out_texts_fail_before_anything_runs(tmp_path, capsys, more, na
     for name, num_rows in (("train", 16), ("held-out", 3)):
         pack([([2, 3, 4], 1)] * num_rows, 16).save(texts / f"{name}.npz")
     arguments = ["--target", str(bundled_draft()), "--texts", str(texts)]
-    assert main(["eagle3", *arguments, "--out", str(out), *more]) == 2
-    shown = capsys.readouterr().err
-    assert named in shown, shown
-    assert not (tmp_path / "out.work").exists()
+    for more, named in (
+        ([], "has 3 rows, but a step takes rows=8: write more texts, or"),
+        (["--held-out-rows", "4"], "held_out_rows must be an integer from 1 to 3"),
+    ):
+        assert main(["eagle3", *arguments, "--out", str(out), *more]) == 2
+        shown = capsys.readouterr().err
+        assert named in shown, shown
+        assert not (tmp_path / "out.work").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("relaxed_promotion")
 def test_head_is_trained_and_loaded(data, tmp_path, capsys):
-    arguments = command("medusa", data, tmp_path, "--states", "cached")
+    arguments = command(data, tmp_path, "medusa", "--states", "cached")
     assert main(arguments) == 0
     assert "medusa: 2 steps" in capsys.readouterr().out
     config, _ = read_head(tmp_path / "out")

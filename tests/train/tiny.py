@@ -64,17 +64,10 @@ def make_text(rows: int, seed: int = 0) -> Text:
     return pack(documents, LENGTH)
 
 
-LAYER: dict[str, Any] = dict(
-    target_hidden_size=HIDDEN,
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=32,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-)
+LAYER: dict[str, Any] = dict(target_hidden_size=HIDDEN, vocab_size=VOCAB)
+LAYER |= dict(hidden_size=HIDDEN, intermediate_size=32)
+LAYER |= dict(num_q_heads=4, num_kv_heads=2, head_dim=8)
+LAYER |= dict(rms_norm_eps=1e-5, rope_theta=10000.0)
 
 
 def eagle_method() -> EagleMethod:

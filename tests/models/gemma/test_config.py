@@ -144,8 +144,7 @@ def test_every_spelling_gives_the_same_config(file):
 def test_end_tokens_of_the_generation_config_count():
     file = NESTED_4B | {"eos_token_id": None}
     assert config_from_hf(file).eos_token_ids == (1,)
-    read = config_from_hf(file, {"eos_token_id": [1, 106]})
-    assert read.eos_token_ids == (1, 106)
+    assert config_from_hf(file, {"eos_token_id": [1, 106]}).eos_token_ids == (1, 106)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +171,7 @@ def test_only_layer_types_decide_which_layers_are_local():
     config = config_from_hf(flat_4b(layer_types=uneven, num_hidden_layers=5))
     windows = [config.window(layer) for layer in range(5)]
     assert windows == [1024, None, 1024, 1024, None]
-
-
-def test_other_vocabularies_are_kept():
+    # Other sizes of vocabularies are kept.
     assert config_from_hf(flat_4b(vocab_size=262209)).vocab_size == 262209
 
 
