@@ -1,5 +1,6 @@
 """GGUF files of tiny Gemma 2 models, written by llama.cpp's own library."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,9 @@ _LAYER = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
     "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 
 
@@ -173,6 +170,12 @@ def _read_back(name: str, stored: np.ndarray, kind: Q) -> np.ndarray:
         return stored.view(ml_dtypes.bfloat16)
     numbers = gguf.dequantize(stored, kind)
     return numbers - np.float32(1) if name.endswith("norm.weight") else numbers
+
+
+def golden() -> dict[str, Any]:
+    """Return what llama.cpp and HuggingFace found in files of the real Gemma 3 270M."""
+    path = Path(__file__).parent / "data" / "gemma3_270m.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def real_gguf() -> Path:

@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -49,11 +50,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def as_json(status: int, content: object, **headers: str) -> Answer:
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    return (
-        status,
-        {"Content-Type": "application/json"} | headers,
-        json.dumps(content).encode(),
-    )
+    headers["Content-Type"] = "application/json"
+    return status, headers, json.dumps(content).encode()
 
 
 @dataclass(kw_only=True)
@@ -97,7 +95,9 @@ class StandIn:
     @property
     def fetched(self) -> set[str]:
         """Return the names of the files that were downloaded."""
-        raise NotImplementedError
+        path = re.compile(rf".*/(?:resolve|storage)/(?:{COMMIT}/)?(.+)")
+        found = [path.match(one.path) for one in self.asked if one.method == "GET"]
+        return {match[1] for match in found if match}
 
 
 @contextmanager
@@ -173,16 +173,6 @@ class HubStandIn(StandIn):
     repository: ClassVar[str] = "google/tiny"
     gated: bool = False
 
-    @property
-    def fetched(self) -> set[str]:
-        marks = ("/resolve/", "/storage/")
-        return {
-            asked.path.split(mark, 1)[1].split("/", 1)[1]
-            for asked in self.asked
-            for mark in marks
-            if mark in asked.path and asked.method == "GET"
-        }
-
     def answer(self, asked: Asked) -> Answer:
         api = f"/api/models/{self.repository}"
         resolve = f"/{self.repository}/resolve/{COMMIT}/"
@@ -202,10 +192,9 @@ class HubStandIn(StandIn):
         if asked.path == f"{api}/tree/{COMMIT}":
             return self._tree(int(asked.query.get("cursor", ["0"])[0]))
         if asked.path in (f"{api}/revision/{rev}" for rev in ("main", "v1", COMMIT)):
-            names = [{"rfilename": name} for name in self.files]
-            return as_json(
-                200, {"id": self.repository, "sha": COMMIT, "siblings": names}
-            )
+            found = {"id": self.repository, "sha": COMMIT}
+            found["siblings"] = [{"rfilename": name} for name in self.files]
+            return as_json(200, found)
         code = "RevisionNotFound" if asked.path.startswith(api) else "RepoNotFound"
         return as_json(404, {"error": "not found"}, X_Error_Code=code)
 
@@ -233,10 +222,8 @@ class HubStandIn(StandIn):
         """Answer a request for the list of files, with two files per page."""
         entries: list[dict[str, Any]] = []
         for name, content in list(self.files.items())[start : start + 2]:
-            oid = hashlib.sha1(content).hexdigest()
-            entry: dict[str, Any] = dict(
-                type="file", path=name, size=len(content), oid=oid
-            )
+            entry: dict[str, Any] = dict(type="file", path=name, size=len(content))
+            entry["oid"] = hashlib.sha1(content).hexdigest()
             if self._is_large(name):
                 sha256 = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = dict(oid=sha256, size=len(content), pointerSize=134)
@@ -262,14 +249,6 @@ class KaggleStandIn(StandIn):
     handle: ClassVar[str] = "google/tiny/flax/tiny-2b"
     needs_consent: bool = False
     accepted: bool = True
-
-    @property
-    def fetched(self) -> set[str]:
-        return {
-            asked.path.removeprefix("/storage/")
-            for asked in self.asked
-            if asked.path.startswith("/storage/")
-        }
 
     def answer(self, asked: Asked) -> Answer:
         if asked.path.startswith("/storage/"):
@@ -318,16 +297,17 @@ def only_here(
     lookup, connect = socket.getaddrinfo, socket.socket.connect
     error = error or socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    def guarded_lookup(host: Any, *args: Any, **kwargs: Any) -> Any:
-        if host not in ("127.0.0.1", "localhost"):
+    def check(host: Any) -> None:
+        if host not in ("127.0.0.1", "::1", "localhost"):
             refused.append(str(host))
             raise error
+
+    def guarded_lookup(host: Any, *args: Any, **kwargs: Any) -> Any:
+        check(host)
         return lookup(host, *args, **kwargs)
 
     def guarded_connect(self: socket.socket, address: Any) -> None:
-        if address[0] not in ("127.0.0.1", "::1"):
-            refused.append(str(address[0]))
-            raise error
+        check(address[0])
         connect(self, address)
 
     monkeypatch.setattr(socket, "getaddrinfo", guarded_lookup)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.gguf import file as gguf_file
 from jaxspec_checkpoints.gguf.file import read_gguf
-from tests.checkpoints.gguf_files import real_gguf, write_gguf
+from tests.checkpoints.gguf_files import golden, real_gguf, write_gguf
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 
@@ -155,19 +155,13 @@ BAD: list[tuple[bytes, str]] = [
     (build([], [], num_tensors=10**9), "1,000,000,000 tensors, but at most"),
     (build([], [], num_entries=2**63), "metadata keys, but at most"),
     (build([], [], num_entries=9, data=b""), "within its header"),
-    (
-        build([struct.pack("<Q", 2**60)], [], num_entries=1),
-        "a metadata key has 1,152,921,504,606,846,976 bytes, but at most 65,536",
-    ),
+    (build([struct.pack("<Q", 2**60)], [], num_entries=1), "has 1,152,.* at most 65"),
     (with_value(b"\xff\xfe", U8, b"\0"), "a metadata key is not UTF-8"),
     (with_value("k", STRING, text(b"\xff")), "value of 'k' is not UTF-8"),
     (with_array(STRING, 2, text("a") + text(b"\xc3")), "'k', string 1, is not UTF-8"),
     (with_value("k" * 2**20, U8, b"\0"), "a metadata key has 1,048,576 bytes, but at"),
     (with_tensor("k" * 2**20, [8]), "a tensor's name has 1,048,576 bytes"),
-    (
-        with_value("general.alignment", STRING, text("k" * 2**18)),
-        "must be a power of two, got 'k{60}'$",
-    ),
+    (with_value("general.alignment", STRING, text("k" * 2**18)), "got 'k{60}'$"),
     (build([ALIGN, ALIGN], []), "'general.alignment' appears twice"),
     (build([], [tensor("a", [8])] * 2), "tensor 'a' appears twice"),
     (with_value("k", 13, b""), "type 13, which does not exist"),
@@ -189,18 +183,12 @@ BAD: list[tuple[bytes, str]] = [
     (with_tensor("a", [8], 0, 2**40), "tensor 'a' ends at byte"),
     (with_tensor("a", [8], 0, 2**64 - 32), "ends at byte"),
     (with_tensor("a", [8], 0, 4), "has offset 4, no multiple of the alignment 32"),
-    (
-        with_tensor("a", [256], 16),
-        "'a' is of type IQ2_XXS, which is not supported. Choose .*F32, F16, Q4_0",
-    ),
+    (with_tensor("a", [256], 16), "IQ2_XXS, .* Choose .*F32, F16, Q4_0"),
     (with_tensor("a", [256], 999), "is of type number 999"),
     (with_value("split.count", STRING, text("x")), "count must be an integer, got 'x'"),
     (with_value("split.count", U16, b"\3\0"), "is one of 3 shards"),
     (with_value("split.tensors.count", I32, b"\3\0\0\0"), "hold 0 tensors, not 3"),
-    (
-        with_value("split.count", ARRAY, array(U8, 2, b"\1\1")),
-        "count must be an integer",
-    ),
+    (with_value("split.count", ARRAY, array(U8, 2, b"\1\1")), "must be an integer"),
 ]
 
 
@@ -290,9 +278,9 @@ def test_changed_bytes_never_crash_the_parser(small, tmp_path_factory, data):
     assert peak_bytes < 16 * 2**20
 
 
-def test_real_file_is_read(golden):
+def test_real_file_is_read():
     """Check names, offsets and numbers of the real Gemma 3 270M, and the time."""
-    path = real_gguf()
+    path, recorded = real_gguf(), golden()
     start = time.process_time()
     file = read_gguf(path)
     # Reading takes 0.12 s of processor time; the limit is for slower processors.
@@ -302,14 +290,17 @@ def test_real_file_is_read(golden):
     assert min(one.offset for one in file.tensors.values()) == 6_525_120
     checkpoint = open_checkpoint(path)
     config, generation = checkpoint.config, checkpoint.generation_config
-    names = golden["config"].keys() & config.keys() - {"rms_norm_eps", "architectures"}
+    names = recorded["config"].keys() & config.keys() - {
+        "rms_norm_eps",
+        "architectures",
+    }
     for name in names - {"model_type", "dtype", "torch_dtype"}:
-        assert config[name] == golden["config"][name], name
+        assert config[name] == recorded["config"][name], name
     assert len(names) >= 14 and generation["eos_token_id"] == 1
     tensors = checkpoint.tensors.values()
     by_place = {each.source.rpartition(":")[2]: each for each in tensors}
-    assert len(golden["tensor_checks"]) == 6
-    for check in golden["tensor_checks"]:
+    assert len(recorded["tensor_checks"]) == 6
+    for check in recorded["tensor_checks"]:
         digest = hashlib.sha256()
         for _, rows in by_place[check["name"]].blocks():
             if check["name"].endswith("norm.weight"):

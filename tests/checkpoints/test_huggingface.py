@@ -161,10 +161,7 @@ def only(names: str, tensors: dict[str, Any], folder: Path) -> None:
             for name in ("model.safetensors", FIRST, SECOND)
             for kept in (0, 4, 60, -1)
         ),
-        (
-            lambda folder: (folder / SECOND).unlink(),
-            f"{SECOND}, which is not in the fo",
-        ),
+        (lambda folder: (folder / SECOND).unlink(), f"{SECOND}, which is not"),
         *(
             (partial(indexed, first=file), f"points outside its folder: '{file}'")
             for file in ("../outside.safetensors", "sub/x.safetensors")
@@ -180,10 +177,7 @@ def only(names: str, tensors: dict[str, Any], folder: Path) -> None:
         ),
         (partial(indexed, third=None), "holds tensor 'third', which .* not list"),
         (partial(indexed, third=SECOND), "00002.* holds tensor 'third', but it does"),
-        (
-            partial(only, "", {"first": np.zeros(2, np.int8)}),
-            "'first' has type I8, expected one of",
-        ),
+        (partial(only, "", {"first": np.zeros(2, np.int8)}), "'first' has type I8"),
         (
             partial(only, "pytorch_model.bin config.json", {}),
             "neither model.safetensors nor .*found: config.json, pytorch_model.bin",
@@ -214,10 +208,7 @@ def test_symlink_to_elsewhere_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"intermediate_size": 289},
-            r"mlp.down_proj.weight' has shape \(72, 288\), .* requires \(72, 289\)",
-        ),
+        ({"intermediate_size": 289}, r"shape \(72, 288\), .* \(72, 289\)"),
         *(
             ({"hidden_size": size}, "hidden_size must be an integer of at")
             for size in (None, 0, "72", True, 7.5)

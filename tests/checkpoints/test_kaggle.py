@@ -48,12 +48,18 @@ def check_tree(folder: Path, expected: Any) -> None:
     check_tensors(*(dict(enumerate(jax.tree.leaves(one))) for one in (tree, expected)))
 
 
+VISION = {
+    "SigLiPFromPatches_0/siglip_encoder/pos_embedding": np.ones((1, 2, 3), np.float32),
+    "embedder/mm_input_projection/w": np.ones((3, 40), np.float32),
+    "embedder/mm_soft_embedding_norm/scale": np.ones(3, np.float32),
+}
+
+
 def write_mount(
     root: Path,
     *,
     family: str = "2b",
     form: str = "flat",
-    dtype: str = "bfloat16",
     is_model_first: bool = True,
     num_stacks: int = 0,
     num_layers: int = 2,
@@ -62,15 +68,18 @@ def write_mount(
     """Make the folders that a notebook mounts; return the canonical weights.
 
     The tree is in `root / "variant"`. `root` also gets a `config.json`, which published
-    trees lack.
+    trees lack. The tree of "gemma3" has arrays for images and no pad rows.
     """
-    config = tiny_config(family, num_hidden_layers=num_layers)
-    tensors = tiny_tensors(config, dtype=dtype)
-    shape: Any = dict(is_model_first=is_model_first, num_stacks=num_stacks)
+    shape: dict[str, Any] = dict(num_stacks=num_stacks, is_model_first=is_model_first)
+    if family == "gemma3":
+        config, shape = tiny_gemma3(), shape | dict(is_model_first=False, pad_rows=0)
+    else:
+        config = tiny_config(family, num_hidden_layers=num_layers)
+    tensors = tiny_tensors(config, dtype="bfloat16")
+    leaves = flax_leaves(tensors, config, **shape)
+    leaves |= VISION if family == "gemma3" else {}
     root.mkdir(exist_ok=True)
-    save(
-        root / "variant", FORMS[form](flax_leaves(tensors, config, **shape)), **options
-    )
+    save(root / "variant", FORMS[form](leaves), **options)
     (root / "config.json").write_text(json.dumps(config))
     (root / "tokenizer.model").write_bytes(b"pieces")
     return tensors
@@ -93,46 +102,22 @@ def check(folder: Path, tensors: dict[str, np.ndarray]) -> None:
             for is_model_first in (True, False)
         ),
         *(("2b", dict(num_stacks=2, num_layers=count)) for count in (2, 5)),
+        # Eight layers in six stacks: two of the stacks have one layer more.
+        *(("gemma3", dict(num_stacks=num_stacks)) for num_stacks in (0, 6)),
     ],
 )
 def test_trees_of_every_layout_are_read(tmp_path, family, form, options):
     check(tmp_path, write_mount(tmp_path, family=family, form=form, **options))
-
-
-@pytest.mark.parametrize("num_stacks", [0, 6])
-@pytest.mark.parametrize("form", FORMS)
-def test_gemma_3_is_read_in_every_form(tmp_path, form, num_stacks):
-    """Eight layers in six stacks: two of the stacks have one layer more."""
-    config = tiny_gemma3()
-    tensors, leaves = gemma3_leaves(config, num_stacks)
-    save(tmp_path / "variant", FORMS[form](leaves))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check(tmp_path, tensors)
-    assert open_kaggle(tmp_path, LAYOUTS).layout is GEMMA3
-
-
-VISION = {
-    "SigLiPFromPatches_0/siglip_encoder/pos_embedding": np.ones((1, 2, 3), np.float32),
-    "embedder/mm_input_projection/w": np.ones((3, 40), np.float32),
-    "embedder/mm_soft_embedding_norm/scale": np.ones(3, np.float32),
-}
-
-
-def gemma3_leaves(
-    config: dict[str, Any], num_stacks: int = 0
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return canonical weights of a Gemma 3, and its Flax arrays and the vision's."""
-    tensors = tiny_tensors(config, dtype="bfloat16")
-    form: Any = dict(is_model_first=False, num_stacks=num_stacks, pad_rows=0)
-    return tensors, flax_leaves(tensors, config, **form) | VISION
+    layout = GEMMA3 if family == "gemma3" else GEMMA2
+    assert open_kaggle(tmp_path, LAYOUTS).layout is layout
 
 
 def test_gemma_3_is_written_and_read_again(tmp_path):
     config = tiny_gemma3()
-    tensors, leaves = gemma3_leaves(config)
+    tensors = tiny_tensors(config, dtype="bfloat16")
     write(tmp_path, config, tensors, layout=GEMMA3)
-    text = {name: leaf for name, leaf in leaves.items() if name not in VISION}
-    check_tree(tmp_path / "gemma3", FORMS["flat"](text))
+    leaves = flax_leaves(tensors, config, is_model_first=False, pad_rows=0)
+    check_tree(tmp_path / "gemma3", FORMS["flat"](leaves))
     (tmp_path / "config.json").write_text(json.dumps(config))
     check(tmp_path, tensors)
 
@@ -146,18 +131,25 @@ def open_without_values(folder: Path, patch: Any, shapes: dict[str, Any]) -> Any
     return open_kaggle(folder, LAYOUTS)
 
 
-@pytest.mark.parametrize("size", GEMMA3.published)
-def test_published_gemma_3_is_found_by_its_shapes(tmp_path, monkeypatch, size):
+@pytest.mark.parametrize(
+    ("size", "billions"),
+    [
+        *(("270m", 0.268098176), ("1b", 0.999885952), ("4b", 3.880)),
+        *(("12b", 11.766), ("27b", 27.009)),
+    ],
+)
+def test_published_gemma_3_is_found_by_its_shapes(
+    tmp_path, monkeypatch, size, billions
+):
+    assert len(GEMMA3.published) == 5
     sizes = GEMMA3.published[size]
     form: Any = dict(is_model_first=False, has_qk_norm=True)
     shapes = flax_layout.leaf_shapes(sizes, num_rows=262144, **form)
     shapes = {f"transformer/{path}": shape for path, shape in shapes.items()}
     checkpoint = open_without_values(tmp_path, monkeypatch, shapes)
     assert (checkpoint.layout, checkpoint.sizes) == (GEMMA3, sizes)
-    billions = {"4b": 3.880, "12b": 11.766, "27b": 27.009}
-    billions |= {"270m": 0.268098176, "1b": 0.999885952}
-    digits = 9 if billions[size] < 1 else 3
-    assert round(checkpoint.num_parameters / 1e9, digits) == billions[size]
+    digits = 9 if billions < 1 else 3
+    assert round(checkpoint.num_parameters / 1e9, digits) == billions
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,13 @@ from jaxspec_checkpoints import bundled_target
 
 # The recipes are scripts, not a package: they import each other by bare names.
 sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoints" / "recipes"))
-card, corpus, decode, distill, evaluate, export = map(
-    importlib.import_module, "card corpus decode distill evaluate export".split()
+card, corpus, decode, distill, drafter_prompts, evaluate = map(
+    importlib.import_module,
+    "card corpus decode distill drafter_prompts evaluate".split(),
 )
-loops, network, sample, train_pair, training = map(
-    importlib.import_module, "loops network sample train_pair training".split()
+export, loops, network, sample, train_pair, training = map(
+    importlib.import_module, "export loops network sample train_pair training".split()
 )
-
-drafter_prompts = importlib.import_module("drafter_prompts")
 
 slow = pytest.mark.slow
 
@@ -47,16 +46,9 @@ def relaxed_promotion() -> Iterator[None]:
 
 
 def micro_config(**changes: Any) -> dict[str, Any]:
-    sizes = dict(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=8,
-    )
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    sizes |= dict(query_pre_attn_scalar=16, sliding_window=8)
     return network.target_config(VOCAB) | sizes | changes
 
 

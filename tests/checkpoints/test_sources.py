@@ -1,4 +1,7 @@
-"""Models of the hub and of Kaggle are fetched whole and open; errors have a remedy."""
+"""Models of the hub and of Kaggle are fetched whole and open; errors have a remedy.
+
+A tiny model is behind stand-ins of the services, and there is no network.
+"""
 
 import errno
 import io
@@ -8,6 +11,7 @@ import socket
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +25,7 @@ from huggingface_hub import constants, file_download
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.sources import fetch, is_remote
+from tests.checkpoints.models import write_tiny
 from tests.checkpoints.stand_ins import (
     COMMIT,
     KAGGLE_TOKEN,
@@ -32,6 +37,8 @@ from tests.checkpoints.stand_ins import (
     StandIn,
     fetch_message,
     files_of,
+    hub_alone,
+    kaggle_alone,
     only_here,
     point_hub_to,
     point_kaggle_to,
@@ -43,6 +50,48 @@ HANDLE = "google/gemma-2/flax/gemma2-2b-it"
 # Models of the stand-ins.
 NAME, TINY_HANDLE = HubStandIn.repository, KaggleStandIn.handle
 SHARD = "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    with hub_alone(monkeypatch, tmp_path) as refused:
+        yield refused
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Path:
+    write_tiny(tmp_path / "origin", family="2b", shards=3)
+    return tmp_path / "origin"
+
+
+@pytest.fixture
+def hub(
+    origin: Path, refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HubStandIn]:
+    stand_in = HubStandIn(files=files_of(origin))
+    with serve(stand_in):
+        point_hub_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
+        yield stand_in
+    assert refused == []
+
+
+@pytest.fixture
+def refused_by_kaggle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[str]]:
+    with kaggle_alone(monkeypatch, tmp_path) as refused:
+        yield refused
+
+
+@pytest.fixture
+def kaggle(
+    origin: Path, refused_by_kaggle: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[KaggleStandIn]:
+    stand_in = KaggleStandIn(files=files_of(origin))
+    with serve(stand_in):
+        point_kaggle_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
+        yield stand_in
+    assert refused_by_kaggle == []
 
 
 NOT_REMOTE = (

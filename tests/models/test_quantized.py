@@ -96,10 +96,21 @@ def test_values_are_rounded_to_the_nearest():
     ).all()
 
 
+def product(values: Any, scales: Any) -> tuple[jax.Array, np.ndarray]:
+    """Return inputs, and their products with the dequantized matrix in float64."""
+    expected = dequantize(values, scales)
+    inputs = np.random.default_rng(2).normal(size=(5, expected.shape[1]))
+    inputs = inputs.astype(np.float32)
+    return jnp.asarray(inputs), np.float64(inputs) @ np.float64(expected).T
+
+
+def random_matrix(scheme: Scheme, shape: Any = (64, 64)) -> tuple[Any, Any]:
+    return quantize(np.random.default_rng(1).normal(size=shape), scheme)
+
+
 @pytest.mark.parametrize(("form", "scheme"), FORMS)
 def test_every_form_equals_its_dequantized_values(form, scheme):
-    matrix = np.random.default_rng(1).normal(size=(70, 48))
-    values, scales = quantize(matrix, scheme)
+    values, scales = random_matrix(scheme, (70, 48))
     if scheme.has_minima:  # few bits, as in files: products of values are exact
         scales = scales.astype(np.float16).astype(np.float32)
     placement = jax.NamedSharding(make_mesh(1), jax.P(None, None))
@@ -114,8 +125,7 @@ def test_every_form_equals_its_dequantized_values(form, scheme):
     assert one.nbytes == rows * (48 * item + scale_bytes * scheme.num_groups(48))
     index = jnp.array([3, 69, 500])
     np.testing.assert_allclose(one.rows(index), expected[[3, 69, 69]], rtol=1e-7)
-    inputs = jnp.asarray(np.random.default_rng(2).normal(size=(5, 48)), FLOAT32)
-    products = np.asarray(inputs, np.float64) @ expected.T.astype(np.float64)
+    inputs, products = product(values, scales)
     np.testing.assert_allclose(one.multiply(inputs), products, atol=1e-4)
     # Engines compile programs before they call them, from shapes and placement.
     program = jax.jit(form.multiply).lower(one, inputs).compile()
@@ -161,13 +171,10 @@ def test_four_bits_with_a_scale_per_output_are_one_group_on_gpus():
 
 def test_a_group_is_split_if_devices_split_the_features():
     """Else each GPU would have the whole matrix."""
-    matrix = np.random.default_rng(1).normal(size=(64, 64))
-    values, scales = quantize(matrix, Scheme(kind=INT4))
+    values, scales = random_matrix(Scheme(kind=INT4))
     placement = jax.NamedSharding(make_mesh(2), jax.P(None, TARGET_MESH_AXES))
-    held = [
-        jax.device_put(values, placement),
-        jax.device_put(scales, scales_sharding(placement, 1)),
-    ]
+    by_output = scales_sharding(placement, 1)
+    held = [jax.device_put(values, placement), jax.device_put(scales, by_output)]
     known = [
         jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding)
         for one in held
@@ -177,9 +184,8 @@ def test_a_group_is_split_if_devices_split_the_features():
         for one in (held, known)
     )
     assert placed.values.sharding.shard_shape(placed.values.shape) == (1, 32, 64)
-    inputs = jnp.asarray(np.random.default_rng(2).normal(size=(5, 64)), FLOAT32)
+    inputs, products = product(values, scales)
     program = jax.jit(GroupedMatrix.multiply).lower(described, inputs).compile()
-    products = np.asarray(inputs, np.float64) @ dequantize(values, scales).T
     np.testing.assert_allclose(program(placed, inputs), products, atol=1e-4)
 
 
@@ -190,20 +196,18 @@ def test_kernels_of_several_devices_multiply_their_parts(scheme, spec):
 
     The reference runs in place of the kernel.
     """
-    matrix = np.random.default_rng(1).normal(size=(64, 64))
-    values, scales = quantize(matrix, scheme)
+    values, scales = random_matrix(scheme)
     placement = jax.NamedSharding(make_mesh(2), jax.P(*spec))
     held = [jax.device_put(one, placement) for one in (values, scales)]
     split = GroupedMatrix.of(Quantized(values=held[0], scales=held[1], dtype=FLOAT32))
     kind = jnp.uint4 if scheme.has_minima else jnp.int4
     on_gpus = abstract_groups("h100-2", kind, spec=jax.P(*spec))
     split = replace(split, placement=on_gpus.placement)
-    inputs = jnp.asarray(np.random.default_rng(2).normal(size=(5, 64)), FLOAT32)
+    inputs, products = product(values, scales)
     multiply = jax.jit(lambda one, rows: one.multiply(rows))
     text = multiply.lower(split, inputs).compile().as_text()
     assert text is not None
     assert ("all-reduce" in text) == (spec[0] is None)
-    products = np.asarray(inputs, np.float64) @ dequantize(values, scales).T
     np.testing.assert_allclose(multiply(split, inputs), products, atol=1e-4)
 
 

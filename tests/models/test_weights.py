@@ -14,7 +14,6 @@ from jaxspec.models import weights
 from jaxspec.models.cpu import NativeMatrix, PanelMatrix
 from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.matrices import Matrix
-from jaxspec.models.network import build_network
 from jaxspec.models.weights import load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh
 from jaxspec_checkpoints import CheckpointError, in_memory
@@ -52,47 +51,6 @@ def make_random(config: ModelConfig, **options: Any) -> Any:
 UNTIED = make_config(tie_word_embeddings=False)
 ZEROS = np.zeros((2, 2), np.float32)
 HEAD = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
-
-
-def test_every_tensor_is_read_to_its_parameter():
-    params = load_params(CONFIG, in_memory(TENSORS), dtype=FLOAT32, mesh=make_mesh(1))
-    network: Any = build_network(CONFIG, params)
-    assert network.params is params and network.config is CONFIG
-    params = values_of(params)
-    backwards = load(CONFIG, dict(reversed(TENSORS.items())))
-    jax.tree.map(np.testing.assert_array_equal, backwards, params)
-    assert sorted(params) == ["embedding", "final_norm", "layers"]
-    assert sorted(params["layers"]) == ["0", "1"]
-    placed = set()
-    for path, spec in param_specs(CONFIG).items():
-        found = params
-        for key in path:
-            found = found[key]
-        placed |= set(spec.tensors)
-        if path[-1] not in ("kv_proj", "gate_up_proj"):
-            np.testing.assert_array_equal(found, TENSORS[spec.tensors[0]])
-    assert placed == TENSORS.keys()
-
-
-def test_key_and_value_rows_alternate_by_head():
-    params = load(CONFIG, TENSORS)
-    for layer in "01":
-        fused = np.asarray(params["layers"][layer]["attention"]["kv_proj"])
-        heads = fused.reshape(2, 2, 8, 48)  # axes: head, key or value, row
-        for place, name in enumerate(("k_proj", "v_proj")):
-            expected = TENSORS[f"model.layers.{layer}.self_attn.{name}.weight"]
-            np.testing.assert_array_equal(heads[:, place], expected.reshape(2, 8, 48))
-
-
-@pytest.mark.parametrize(("hidden", "block"), [(64, 64), (320, 64), (384, 128)])
-def test_gate_and_up_rows_alternate_by_block(hidden, block):
-    config = make_config(intermediate_size=hidden)
-    tensors = make_tensors(config)
-    fused = load(config, tensors)["layers"]["1"]["feed_forward"]["gate_up_proj"]
-    blocks = np.asarray(fused).reshape(-1, 2, block, 48)
-    for place, name in enumerate(("gate_proj", "up_proj")):
-        expected = tensors[f"model.layers.1.mlp.{name}.weight"]
-        np.testing.assert_array_equal(blocks[:, place].reshape(-1, 48), expected)
 
 
 @pytest.mark.parametrize("name", TENSORS)

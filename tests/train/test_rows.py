@@ -110,12 +110,6 @@ def test_attention_over_rows_has_a_gradient():
     assert np.isfinite(first).all() and np.abs(first).max() > 0
 
 
-def test_shifted_rows_end_with_zeros():
-    found = rows.shifted(jnp.arange(1, 9).reshape(2, 4), 2)
-    np.testing.assert_array_equal(found, [[3, 4, 0, 0], [7, 8, 0, 0]])
-    assert rows.shifted(jnp.ones((2, 4, 3)), 5).sum() == 0
-
-
 LAYERS = (1, 4)
 
 

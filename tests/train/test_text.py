@@ -80,18 +80,24 @@ def test_wrong_data_is_named(tmp_path, content, named):
 
 
 class Echo:
-    """An engine that repeats the first token, at most four times.
+    """Stands for `LLM`: repeats a prompt's first token, at most three times.
 
     It fails for prompts that begin with token 0.
     """
 
-    def __init__(self):
+    def __init__(self, model=None, **options):
         self.params = []
 
-    def generate(self, prompts, sampling_params):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def generate(self, prompts, sampling_params, *, use_tqdm=False):
         self.params += sampling_params
         return [
-            self.answer(prompt[0], min(4, params.max_tokens))
+            self.answer(prompt[0], min(3, params.max_tokens))
             for prompt, params in zip(prompts, sampling_params, strict=True)
         ]
 
@@ -141,7 +147,7 @@ def test_written_text_is_continued(tmp_path):
         return write_text(writer, prompts, draw=draw, **sizes)
 
     class Interrupted(Echo):
-        def generate(self, prompts, sampling_params):
+        def generate(self, prompts, sampling_params, **options):
             if self.params:
                 raise KeyboardInterrupt
             return super().generate(prompts, sampling_params)
@@ -181,28 +187,9 @@ def test_frequent_tokens_are_ordered_for_a_map():
 PROMPTS = [f"Once upon a time, {number} dogs" for number in range(6)]
 
 
-class Writer:
-    """Stands for `LLM`: continues every prompt with three tokens."""
-
-    def __init__(self, model, **options):
-        self.options = options
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
-    def generate(self, prompts, sampling_params, *, use_tqdm):
-        output = SimpleNamespace(
-            token_ids=[7, 8, 9], finish_reason="length", stop_reason=None
-        )
-        return [SimpleNamespace(outputs=[output]) for _ in prompts]
-
-
 @pytest.fixture(name="arguments")
 def _arguments(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LLM", Writer)
+    monkeypatch.setattr(module, "LLM", Echo)
     files = {"data": PROMPTS[:4], "held-out-data": PROMPTS[4:]}
     found = ["text", "--target", str(bundled_draft()), "--out", str(tmp_path / "out")]
     for name, prompts in files.items():

@@ -140,14 +140,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (dict(projector_type="domino"), "projector_type must be 'dflash', got 'domino'"),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
-    (
-        dict(dflash_config=dict(target_layer_ids=[1])),
-        "mask_token_id, or dflash_config.mask_token_id, must be the id of a token",
-    ),
-    (
-        dict(dflash_config=dict(target_layer_ids=[1], mask_token_id=50)),
-        "mask_token_id must be an integer from 0 to 49, got 50",
-    ),
+    (dict(dflash_config=dict(target_layer_ids=[1])), "must be the id of a token"),
+    (dict(dflash_config=dict(target_layer_ids=[1], mask_token_id=50)), "from 0 to 49"),
     (
         dict(dflash_config=dict(mask_token_id=1)),
         "target_layer_ids must be a list of layer numbers, got None",
@@ -160,25 +154,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "layer_types must be .*, got None. use_sliding_window is true",
     ),
     *(
-        (
-            dict(input_embedding_scale=scale),
-            "input_embedding_scale must be a finite number above 0",
-        )
+        (dict(input_embedding_scale=scale), "scale must be a finite number above 0")
         for scale in ("a", 0, False)
     ),
-    (
-        dict(num_target_layers="6"),
-        "num_target_layers must be an integer of at least 1, got '6'",
-    ),
-    (
-        dict(aux_hidden_state_layer_ids=[1, 2, 4]),
-        r"target_layer_ids must be \[0, 1, 3\], one lower than aux_.*\[1, 2, 4\]",
-    ),
+    (dict(num_target_layers="6"), "num_target_layers must be an integer.*got '6'"),
+    (dict(aux_hidden_state_layer_ids=[1, 2, 4]), r"\[0, 1, 3\], one lower than"),
     (dict(sliding_window=None), "sliding_window must be an integer"),
-    (
-        dict(num_target_layers=18),
-        "another target: it has num_target_layers=18, and the target has 6 layers",
-    ),
+    (dict(num_target_layers=18), "num_target_layers=18, and .* has 6 layers"),
     (
         dict(
             num_target_layers=None,

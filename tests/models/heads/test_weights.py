@@ -61,21 +61,12 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (dict(norm_before_fc=True), "norm_before_fc must be False, got True"),
     (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
     (dict(num_hidden_layers=2), "num_hidden_layers must be 1, got 2"),
-    (
-        dict(model_type="gemma3_text"),
-        "model_type must be 'llama' or 'qwen3', got 'gemma3_text'",
-    ),
+    (dict(model_type="gemma3_text"), "'llama' or 'qwen3', got 'gemma3_text'"),
     (dict(partial_rotary_factor=0.25), "partial_rotary_factor must be 1.0"),
     (dict(rope_scaling=dict(rope_type="llama3")), "rope_type must be 'default'"),
-    (
-        dict(rope_parameters=dict(partial_rotary_factor=0.25)),
-        "partial_rotary_factor must be 1.0, got 0.25",
-    ),
+    (dict(rope_parameters=dict(partial_rotary_factor=0.25)), "must be 1.0, got 0.25"),
     *(
-        (
-            dict(rope_parameters={kind: dict(rope_theta=1e6)}),
-            "rope_parameters must be one object for all layers",
-        )
+        (dict(rope_parameters={kind: {}}), "must be one object for all layers")
         for kind in ("full_attention", "sliding_attention")
     ),
     (
@@ -90,12 +81,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "layer_types must be .*, got None. use_sliding_window is true",
     ),
     (dict(layer_types=5), "layer_types must be a list of .*, got 5"),
-    (
-        dict(rms_norm_eps="a"),
-        "rms_norm_eps must be a finite number of at least 0, got 'a'",
-    ),
+    (dict(rms_norm_eps="a"), "rms_norm_eps must be a finite number.*, got 'a'"),
     (dict(head_dim="a"), "head_dim must be an integer"),
-    (dict(hidden_size=None), "hidden_size must be an integer"),
+    # Files of other writers than speculators need all sizes.
+    *(
+        ({name: None}, f"{name} must be an integer.*got None")
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    ),
+    (dict(vocab_size=None), "vocab_size must be an integer.*got None"),
     (dict(draft_vocab_size=51), "draft_vocab_size must be an integer from 1 to 50"),
     *(
         (dict(eagle_aux_hidden_state_layer_ids=layers), "3 numbers of layers")
@@ -144,16 +137,6 @@ def test_sizes_that_transformers_leaves_out_have_its_defaults():
     assert found == (32, 16, 128)
     assert config.rope_theta == 10000
     assert config.rms_norm_eps == 1e-6
-
-
-@pytest.mark.parametrize(
-    "name", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"]
-)
-def test_files_of_other_writers_need_all_sizes(name):
-    content = theirs.specforge_config()
-    del content[name]
-    with pytest.raises(ConfigError, match=f"{name} must be an integer.*got None"):
-        Eagle3Config.from_file(content, ())
 
 
 def test_errors_name_the_folder(tmp_path):
@@ -247,31 +230,15 @@ D2T = torch.zeros(19, dtype=torch.int64)
     [
         ("d2t", None, "no tensor 'd2t', which maps its 20"),
         ("norm.weight", None, "the head has no tensor 'norm.weight'"),
-        (
-            "fc.weight",
-            torch.zeros(24, 48),
-            r"'fc.weight' has shape \(24, 48\), but config.json requires \(24, 72\)",
-        ),
-        (
-            "lm_head.weight",
-            torch.zeros(50, 24),
-            r"requires \(20, 24\) \(a vocabulary trimmed to 20\)",
-        ),
+        ("fc.weight", torch.zeros(24, 48), r"has shape \(24, 48\), but .* \(24, 72\)"),
+        ("lm_head.weight", torch.zeros(50, 24), r"\(20, 24\) .* trimmed to 20"),
         (
             "layers.1.mlp.up_proj.weight",
             torch.zeros(2, 2),
             "'layers.1.mlp.up_proj.weight' is not part of a eagle3 head",
         ),
-        (
-            "norm.weight",
-            torch.zeros(24, dtype=torch.int64),
-            "'norm.weight' has type int64, expected a float type",
-        ),
-        (
-            "d2t",
-            torch.full((20,), 40),
-            "'d2t' has token id 50, but ids go from 0 to vocab_size=50 - 1",
-        ),
+        ("norm.weight", torch.zeros(24, dtype=torch.int64), "int64, expected a float"),
+        ("d2t", torch.full((20), 40), "'d2t' has token id 50, but .*vocab_size=50 - 1"),
         ("d2t", -torch.arange(20), "'d2t' has a token id of the target twice"),
         ("d2t", D2T, r"'d2t' has type int64 and shape \(19,\)"),
     ],
