@@ -112,6 +112,7 @@ TESTED_ELSEWHERE = {
     ),
     "tests/support/heads.py": ("program/propose/hidden_cache",),
     "tests/program/test_step.py": ("program/step_context",),
+    "tests/program/test_token_batch.py": ("models/batch",),
     "tests/program/propose/test_draft_model.py": ("program/propose/proposal",),
 }
 

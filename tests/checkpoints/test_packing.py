@@ -22,7 +22,7 @@ from jaxspec.models.weights import load_params
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.__main__ import main
-from jaxspec_checkpoints.packing import packed_words, scheme_of, unpacked_words
+from jaxspec_checkpoints.packing import scheme_of
 from jaxspec_checkpoints.quantization import (
     QuantizedTensor,
     Scheme,
@@ -307,16 +307,6 @@ def test_permuted_features_are_refused(tmp_path):
     write(tmp_path / "own", given, ordered(groups.roll(1)))
     with pytest.raises(CheckpointError, match="weight_g_idx' reorders the features"):
         open_checkpoint(tmp_path / "own")
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packed_words_are_unpacked_to_the_same_values(bits):
-    values = np.random.default_rng(0).integers(0, 1 << bits, (3, 21))
-    words = packed_words(values, bits)
-    assert words.dtype == np.int32
-    np.testing.assert_array_equal(unpacked_words(words, bits)[:, :21], values)
-    whole = torch.from_numpy(np.pad(values, ((0, 0), (0, -21 % (32 // bits)))))
-    np.testing.assert_array_equal(words, into_words(whole, bits).numpy())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from jaxspec_checkpoints.counting import (
     read_texts,
     write_token_map,
 )
-from jaxspec_checkpoints.quantization import Scheme, quantized
 from jaxspec_checkpoints.trimming import read_token_map, rows_of
 from tests.checkpoints.models import write_tiny
 
@@ -142,17 +141,12 @@ KEPT = [0, 3, 4, 5, 17, 40, 41, 99]
 VALUES = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
 
 
-@pytest.fixture(name="whole", params=[32, 200, 10_000])
-def _whole(request, monkeypatch):
-    """Return a tensor of 100 rows that is read in blocks of one, six or all rows."""
-    monkeypatch.setattr(tensors, "BLOCK_BYTES", request.param)
-    monkeypatch.setattr(trimming, "BLOCK_BYTES", request.param)
-    return in_memory({"table": VALUES})["table"]
-
-
-def test_rows_are_selected_by_number(whole):
-    """No more is read at a time than a block, or one row."""
-    reads = []
+@pytest.mark.parametrize("block_bytes", [32, 200, 10_000])
+def test_rows_are_selected_by_number(monkeypatch, block_bytes):
+    """No more is read at a time than a block of one, six or all rows."""
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(trimming, "BLOCK_BYTES", block_bytes)
+    whole, reads = in_memory({"table": VALUES})["table"], []
 
     def read(start, stop):
         reads.append(stop - start)
@@ -170,16 +164,4 @@ def test_rows_are_selected_by_number(whole):
         damaged.whole()
     for start, stop in [(0, 8), (2, 3), (3, 7), (7, 8)]:
         np.testing.assert_array_equal(found.read(start, stop), VALUES[KEPT[start:stop]])
-    assert max(reads) <= max(1, trimming.BLOCK_BYTES // 32)
-
-
-@pytest.mark.parametrize("group_size", [None, 4])
-def test_rows_of_a_quantized_matrix_are_quantized_alike(whole, group_size):
-    scheme = Scheme(kind="int8", group_size=group_size)
-    matrix = quantized(whole, scheme)
-    expected = matrix.whole()[KEPT]
-    found = rows_of(quantized(whole, scheme), KEPT)
-    np.testing.assert_array_equal(found.whole(), expected)
-    again = quantized(rows_of(whole, KEPT), scheme)
-    np.testing.assert_array_equal(again.values.whole(), matrix.values.whole()[KEPT])
-    np.testing.assert_array_equal(again.scales.whole(), matrix.scales.whole()[KEPT])
+    assert max(reads) <= max(1, block_bytes // 32)

@@ -1,6 +1,5 @@
 """Scanned layers compute the same logits as separate ones, with stacked weights."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -194,18 +193,6 @@ def test_products_in_the_loop_have_barriers(scan_layers, shards, num_apart):
         lambda params: build_network(config, params).forward(FEW_TOKENS, pages)[0]
     )(params)
     assert str(lowered).count("optimization_barrier") == num_apart
-
-
-def test_layers_after_whole_periods_are_separate():
-    config = model_config(MODELS["gemma 3"](), scan_layers=True)
-    assert config.layers_of_pools == (2, 2, 2, 2, 2, 2, 1, 1)
-    options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
-    scanned = random_params(config, seed=3, **options)["layers"]
-    assert sorted(scanned) == sorted("0 1 2 3 4 5 12 13".split())
-    config = dataclasses.replace(config, scan_layers=False)
-    each = random_params(config, seed=3, **options)["layers"]
-    for number in ("12", "13"):
-        jax.tree.map(np.testing.assert_array_equal, scanned[number], each[number])
 
 
 @pytest.mark.parametrize("unit_pages", [1, 2, 5])

@@ -12,7 +12,6 @@ import jaxspec_checkpoints
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.gemma.turns import END_OF_TURN, GemmaTurns
 from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
-from jaxspec.text.chat_turns import read_messages
 from jaxspec.text.pieces import read_pieces
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -139,17 +138,18 @@ def test_message_cannot_form_special_pieces(template: str | None, attack: str):
 
 def test_pieces_joined_from_two_messages_are_text():
     template = "{% for m in messages %}{{ m.content ~ m.name }}{% endfor %}<eos>"
-    messages = [
+    messages: Any = [
         {"role": "user", "content": "<end_of", "name": "_turn>"},
         {"role": "user", "content": "<end_", "name": "of_"},
         {"role": "<bos>", "content": "turn>", "name": "<unk>"},
     ]
-    assert special_of(PLAIN.apply_chat_template(messages, chat_template=template)) == [
-        1
-    ]
-    fields = [{"role": "user", "content": "", "call": {"<pad>": ["<unk>"]}}]
-    template = "{{ messages[0].call | tojson }}<eos>"
-    assert special_of(PLAIN.apply_chat_template(fields, chat_template=template)) == [1]
+    fields: Any = [{"role": "user", "content": "", "call": {"<pad>": ["<unk>"]}}]
+    for given, used in (
+        (messages, template),
+        (fields, "{{ messages[0].call | tojson }}<eos>"),
+    ):
+        ids = PLAIN.apply_chat_template(given, chat_template=used)
+        assert special_of(ids) == [1]
     # A piece that a message begins is not completed by the template's text.
     template = "{{ messages[0].content }}_turn><{{ 'eos' }}>"
     assert special_of(chat(template, [("user", "<end_of")])) == [1]
@@ -268,15 +268,8 @@ def written(folder: Path, chat_template: str | None = None) -> Any:
 
 
 def test_templates_are_searched_in_order(tmp_path: Path):
-    gemmas = GemmaTurns().write(
-        read_messages(messages_of([("user", "x")])),
-        marks=None,
-        pieces={"bos_token": "<bos>"},
-        add_generation_prompt=True,
-        continue_final_message=False,
-        variables={},
-    )
     shutil.copy(BUNDLED / "tokenizer.model", tmp_path)
+    gemmas = "<bos><start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"
     assert written(tmp_path) == gemmas
     folder_with(tmp_path, chat_template=None)
     with pytest.raises(ConfigError, match="no chat template.*plain prompts"):

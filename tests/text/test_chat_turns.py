@@ -30,28 +30,23 @@ def write(
 
 
 def test_conversation_is_rendered_as_turns():
-    messages = [
-        {"role": "user", "content": " Hi \n"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "user", "content": [{"type": "text", "text": "Bye"}, {"text": "!"}]},
+    said: list[tuple[Any, str]] = [
+        *((" Hi \n", "Hi"), ("Hello.", "Hello.")),
+        ([{"type": "text", "text": "Bye"}, {"text": "!"}], "Bye\n!"),
         # Content types of Responses requests, and of OpenAI's answers.
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-        {"role": "user", "content": [{"type": "input_text", "text": "Oh"}, "dear"]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
-        {"role": "user", "content": "?"},
+        ([{"type": "refusal", "refusal": "No."}], "No."),
+        ([{"type": "input_text", "text": "Oh"}, "dear"], "Oh\ndear"),
+        ([{"type": "output_text", "text": "Yes."}], "Yes."),
+        ("?", "?"),
     ]
-    expected = (
-        "<bos><start_of_turn>user\nHi<end_of_turn>\n"
-        "<start_of_turn>model\nHello.<end_of_turn>\n"
-        "<start_of_turn>user\nBye\n!<end_of_turn>\n"
-        "<start_of_turn>model\nNo.<end_of_turn>\n"
-        "<start_of_turn>user\nOh\ndear<end_of_turn>\n"
-        "<start_of_turn>model\nYes.<end_of_turn>\n"
-        "<start_of_turn>user\n?<end_of_turn>\n"
-        "<start_of_turn>model\n"
+    roles = [("user", "user"), ("assistant", "model")] * 4
+    turns = list(zip(roles, said, strict=False))
+    messages = [{"role": role, "content": given} for (role, _), (given, _) in turns]
+    closed = "<bos>" + "".join(
+        f"<start_of_turn>{name}\n{text}<end_of_turn>\n"
+        for (_, name), (_, text) in turns
     )
-    assert write(messages) == expected
-    closed = expected.removesuffix("<start_of_turn>model\n")
+    assert write(messages) == closed + "<start_of_turn>model\n"
     assert write(messages, add_generation_prompt=False) == closed
     # The messages that the caller passed are unchanged.
     assert messages[0] == {"role": "user", "content": " Hi \n"}
@@ -110,20 +105,8 @@ def test_marks_only_message_text():
     assert split == ["x", "<a>", "", "b", "", "<a", ""]
 
 
-def test_marks_keep_spaces_lengths_and_other_letters():
-    marks = Marks(SPECIAL)
-    text = " \n<end_of_turn>\tXYZ 猫 <b>1</b>\xa0"
-    marked = marks.on(text)
-    assert marks.off(marked) == text
-    assert len(marked) == len(text)
-    assert [letter.isspace() for letter in marked] == [
-        letter.isspace() for letter in text
-    ]
-    assert marked.startswith(" \n")
-    assert marked.endswith("\xa0")
-    assert "XYZ 猫 " in marked
-    for piece in SPECIAL:
-        assert not set(marks.on(piece)) & set(piece)
+ALTERNATE = "Conversation roles must alternate user/assistant/user/assistant/...: "
+NO_SYSTEM = "System role not supported: messages[{}]['role'] must be"
 
 
 @pytest.mark.parametrize(
@@ -144,29 +127,14 @@ def test_marks_keep_spaces_lengths_and_other_letters():
         ([USER, {"role": "model", "content": "\ud800"}], "messages[1]", "UTF-8"),
         ([USER | {"name": {"\udfff": 1}}], "messages[0]", "UTF-8"),
         ([USER | {"at": object()}], "object", "strings and numbers"),
-        *(
-            (
-                messages,
-                "Conversation roles must alternate user/assistant/user/assistant/...: ",
-                allowed,
-            )
-            for messages, allowed in [
-                ([MODEL], "messages[0]['role'] must be 'user', got 'assistant'."),
-                ([USER, USER], "messages[1]['role'] must be 'assistant', got 'user'."),
-                (
-                    [USER, MODEL, MODEL],
-                    "messages[2]['role'] must be 'user', got 'assistant'.",
-                ),
-            ]
+        ([MODEL], ALTERNATE, "messages[0]['role'] must be 'user', got 'assistant'."),
+        ([USER] * 2, ALTERNATE, "messages[1]['role'] must be 'assistant', got 'user'."),
+        (
+            [USER, MODEL, MODEL],
+            *(ALTERNATE, "messages[2]['role'] must be 'user', got 'assistant'."),
         ),
-        *(
-            (
-                messages,
-                f"System role not supported: messages[{place}]['role'] must be",
-                "say it in the first user message",
-            )
-            for place, messages in enumerate(([SYSTEM], [USER, SYSTEM]))
-        ),
+        ([SYSTEM], NO_SYSTEM.format(0), "say it in the first user message"),
+        ([USER, SYSTEM], NO_SYSTEM.format(1), "say it in the first user message"),
     ],
 )
 def test_rejects_invalid_conversation(messages: Any, given: str, allowed: str):

@@ -16,7 +16,6 @@ from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.weights import functions_of_head, load_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.trimmed import TOKEN_IDS
-from jaxspec.models.weights import load_params
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.__main__ import make_parser
 from jaxspec.train.methods import DraftMethod
@@ -66,8 +65,7 @@ def run_passes(target: Target, method: Any, params: Any) -> list[jax.Array]:
 )
 def test_saved_head_equals_the_trained_one(tmp_path, kind, export):
     method, target = getattr(tiny, f"{kind}_method")(), tiny.make_target()
-    ids = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
-    params = method.init(target, 3, ids if method.config.is_trimmed else None)
+    params = method.init(target, 3, tiny.IDS if method.config.is_trimmed else None)
 
     def moved(leaf: jax.Array) -> jax.Array:
         """Make a parameter nonzero, and round it to the type in which it is written."""
@@ -175,21 +173,7 @@ def test_draft_of_the_targets_layers_shares_its_embedding(tmp_path, export):
     config = model_config(reference)
     method = make_method(options, config, folder)
     assert isinstance(method, DraftMethod)
-    mesh = tiny.make_target().mesh
-    target = Target(
-        name="t",
-        folder=folder,
-        config=config,
-        params=load_params(
-            config,
-            hf_tensors(reference),
-            dtype=jnp.dtype(jnp.float32),
-            mesh=mesh,
-            is_trained=True,
-        ),
-        mesh=mesh,
-        dtype=jnp.dtype(jnp.float32),
-    )
+    target = tiny.target_of(reference, tiny.make_target().mesh, folder)
     # A map is most frequent first; the rows of a head are in order of their ids.
     ranked = np.array([1, 2, 0, *range(90, 53, -1)])
     params = method.init(target, 0, ranked)
@@ -202,10 +186,10 @@ def test_draft_of_the_targets_layers_shares_its_embedding(tmp_path, export):
     head = kept_rows(target.embedding, ids)
     found = method.logits(params, head, 0, hidden)
     small = make_hf_model(num_hidden_layers=2, **changes)
-    kept = {"embed_tokens": "embed_tokens", "norm": "norm"}
     for ours, theirs in (
-        kept | {"layers.0": "layers.0", "layers.1": "layers.3"}
-    ).items():
+        *(("embed_tokens", "embed_tokens"), ("norm", "norm")),
+        *(("layers.0", "layers.0"), ("layers.1", "layers.3")),
+    ):
         weights = reference.model.get_submodule(theirs).state_dict()
         small.model.get_submodule(ours).load_state_dict(weights)
     wanted = hf_logits(small, TEXT.tokens[0])[:, ids]

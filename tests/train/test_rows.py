@@ -45,7 +45,7 @@ def run_rows(method: Any, param_specs: Any) -> tuple[Any, ...]:
     embedding, the states of the row, and its tokens.
     """
     target, count = tiny.make_target(), tiny.LENGTH
-    params = method.init(target, 1, np.arange(0, 2 * tiny.DRAFT_VOCAB, 2))
+    params = method.init(target, 1, tiny.IDS)
     random = np.random.default_rng(2)
     streams = random.normal(size=(1, count, 3, tiny.HIDDEN)).astype(np.float32)
     tokens = random.integers(0, tiny.VOCAB, (1, count)).astype(np.int32)

@@ -12,11 +12,10 @@ from jaxspec.models.heads.weights import load_head
 from jaxspec.train.rows import shifted
 from jaxspec.train.start import STREAM_SCALE, Examples, fit_next_states
 from jaxspec.train.target import States, logits_of
-from jaxspec.train.trainer import Schedule, Trainer
+from jaxspec.train.trainer import Trainer
 from tests.train import tiny
 
 pytestmark = pytest.mark.usefixtures("relaxed_promotion")
-IDS = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
 # Sizes like those of Gemma 3 270M: some dimensions of the stream are thousands of times
 # larger than others, and the weights of the last norm are larger where hidden states
 # are smaller. The logits of random hidden states have the standard deviation 40.
@@ -49,15 +48,8 @@ def make_trainer(method: Any) -> Trainer:
             best=jnp.max(logits, axis=-1)[tokens],
         )
 
-    return Trainer(
-        method,
-        target,
-        tiny.make_text(40),
-        tiny.make_text(8, seed=1),
-        schedule=Schedule(steps=2, rows=4, warmup_steps=1, loss="kl"),
-        read_states=(read, read),
-        token_ids=IDS,
-    )
+    sizes: dict[str, Any] = dict(num_rows=40, num_held_out=8, steps=2, loss="kl")
+    return tiny.make_trainer(method, target, read=read, **sizes)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])

@@ -13,41 +13,22 @@ from scipy.stats import entropy
 from jaxspec.errors import ConfigError
 from jaxspec.train import trainer as trainer_module
 from jaxspec.train.losses import LOSSES, compare, loss_of
-from jaxspec.train.methods import DFlashMethod, DraftMethod, Eagle3Method
+from jaxspec.train.methods import DraftMethod
 from jaxspec.train.target import logits_of
-from jaxspec.train.trainer import Schedule, Trainer
+from jaxspec.train.trainer import Trainer
 from tests.support.oracles import hf_tensors
 from tests.train import tiny
 
 pytestmark = pytest.mark.usefixtures("relaxed_promotion")
 slow = pytest.mark.slow
 STEPS, ROWS = 4, 4
-IDS = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
 
 
-def make_trainer(
-    method=None, target=None, work=None, num_rows=10, num_held_out=ROWS, **changes
-) -> Trainer:
+def make_trainer(method=None, target=None, **changes) -> Trainer:
     """Return a trainer, by default of a Medusa head, which compiles quickly."""
-    given: dict[str, Any] = dict(steps=STEPS, rows=ROWS, warmup_steps=1)
-    given |= dict(eval_every=100, save_every=2) | changes
-    target = target or tiny.make_target()
     method = method or tiny.medusa_method(lm_heads=1)
-    run = target.reader(method.layers)
-
-    def read(numbers, tokens):
-        return run(tokens)
-
-    return Trainer(
-        method,
-        target,
-        tiny.make_text(num_rows),
-        tiny.make_text(num_held_out, seed=1),
-        schedule=Schedule(**given),
-        read_states=(read, read),
-        token_ids=IDS if isinstance(method, (DFlashMethod, Eagle3Method)) else None,
-        work=work,
-    )
+    options: dict[str, Any] = dict(steps=STEPS, eval_every=100, save_every=2) | changes
+    return tiny.make_trainer(method, target or tiny.make_target(), **options)
 
 
 def leaves(trainer):
@@ -127,7 +108,7 @@ def test_training_improves_the_linear_fit(kind, max_loss, min_rise, monkeypatch)
     rises = np.subtract(last["sampled"], first["sampled"])
     assert rises.min() > min_rise, rises
     if kind in ("eagle3", "dflash"):
-        np.testing.assert_array_equal(trainer.params["token_ids"], IDS)
+        np.testing.assert_array_equal(trainer.params["token_ids"], tiny.IDS)
 
 
 class Oracle:

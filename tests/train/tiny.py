@@ -25,10 +25,12 @@ from jaxspec.train.methods import (
 )
 from jaxspec.train.target import Target
 from jaxspec.train.text import Text, pack
+from jaxspec.train.trainer import Schedule, Trainer
 from tests.support.oracles import TINY, hf_tensors, make_hf_model, model_config
 
 VOCAB, HIDDEN = int(TINY["vocab_size"]), int(TINY["hidden_size"])
 DRAFT_VOCAB, LENGTH = 40, 12
+IDS = np.arange(0, 2 * DRAFT_VOCAB, 2)
 
 
 @cache
@@ -41,16 +43,40 @@ def make_target(data: int = 1, model: int = 1, *, is_tied: bool = True) -> Targe
     """Return the target on `data * model` devices."""
     devices = np.array(jax.devices()[: data * model])
     mesh = Mesh(devices.reshape(data, 1, model), MESH_AXES)
-    source = reference(is_tied=is_tied)
+    return target_of(reference(is_tied=is_tied), mesh)
+
+
+def target_of(source: Any, mesh: Mesh, folder: Path = Path("nowhere")) -> Target:
+    """Return a HuggingFace model as a target."""
     config, tensors = model_config(source), hf_tensors(source)
-    dtype = jnp.dtype(jnp.float32)
-    return Target(
-        name="tiny",
-        folder=Path("nowhere"),
-        config=config,
-        params=load_params(config, tensors, dtype=dtype, mesh=mesh, is_trained=True),
-        mesh=mesh,
-        dtype=dtype,
+    options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=mesh)
+    params = load_params(config, tensors, is_trained=True, **options)
+    return Target(name="tiny", folder=folder, config=config, params=params, **options)
+
+
+def make_trainer(
+    method: Any,
+    target: Target,
+    *,
+    read: Any = None,
+    num_rows: int = 10,
+    num_held_out: int = 4,
+    work: Path | None = None,
+    **schedule: Any,
+) -> Trainer:
+    """Return a trainer with rows of 4 texts; `read` may replace the target's pass."""
+    run = target.reader(method.layers)
+    read = read or (lambda numbers, tokens: run(tokens))
+    is_trimmed = isinstance(method, DFlashMethod | Eagle3Method)
+    return Trainer(
+        method,
+        target,
+        make_text(num_rows),
+        make_text(num_held_out, seed=1),
+        schedule=Schedule(**dict(rows=4, warmup_steps=1) | schedule),
+        read_states=(read, read),
+        token_ids=IDS if is_trimmed else None,
+        work=work,
     )
 
 
