@@ -25,7 +25,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.network import build_network
 from jaxspec.sharding import TARGET_MESH_AXES
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, packaged_gemma3
-from tests.accuracy.golden import FOLDER, logits_of, losses_of
+from tests.accuracy.golden import FOLDER, logits_of
 from tests.support.oracles import PagedModel
 
 GOLDEN = json.loads((FOLDER / "gemma3_270m.json").read_text(encoding="utf-8"))
@@ -110,10 +110,14 @@ def logits(model: LLM, tokens: Sequence[int], first: int) -> np.ndarray:
     return logits_of(paged, tokens, first, chunk=CHUNK)
 
 
-def ids_of(model: LLM, prompts: Sequence[str], **params: Any) -> list[list[int]]:
-    given: dict[str, Any] = dict(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    sampling = SamplingParams(**(given | params))
-    outputs = model.generate(list(prompts), sampling, use_tqdm=False)
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **changes
+    )
+
+
+def ids_of(model: LLM, prompts: Sequence[str]) -> list[list[int]]:
+    outputs = model.generate(list(prompts), greedy(), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -140,20 +144,12 @@ def test_top_logits_are_within_a_thousandth(name):
 
 
 @pytest.mark.slow
-def test_perplexity_equals_the_record():
-    (case,) = GOLDEN["perplexity"]
-    tokens = plain().get_tokenizer().encode(case["text"])[: case["n_tokens"]]
-    losses = losses_of(logits(plain(), tokens[:-1], 0), tokens[1:])
-    assert abs(np.exp(losses.mean()) - case["perplexity"]) < 0.01
-
-
-@pytest.mark.slow
 def test_greedy_texts_in_chunks_batches_and_after_preemption():
     """All prompts at once, with too few pages, then again with prefix hits."""
     engine = plain().llm_engine
     prompts = sorted(PROMPTS.values(), key=lambda prompt: -prompt["n"])
     expected = {str(number): one["greedy_ids"] for number, one in enumerate(prompts)}
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = greedy()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt["text"], params)
     pool, taken, found = engine.scheduler.pool, list[int](), dict[str, list[int]]()
@@ -242,13 +238,6 @@ def test_greedy_texts_equal_transformers():
 LONG = 4000
 
 
-def long_prompt() -> list[int]:
-    """Return the first token ids of our documentation."""
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    return llm(**LOCAL).get_tokenizer().encode(text)[:LONG]
-
-
 # An engine whose layers with a sliding window keep their window only.
 LOCAL: dict[str, Any] = dict(
     max_model_len=LONG + NUM_TOKENS,
@@ -258,28 +247,18 @@ LOCAL: dict[str, Any] = dict(
 )
 
 
-def greedy_logprobs(model: LLM, tokens: list[int]) -> tuple[list[int], Any]:
-    """Return a continuation, and the most likely tokens with their logprobs."""
-    params = SamplingParams(
-        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5
-    )
-    given: Any = {"prompt_token_ids": tokens}
-    (output,) = model.generate(given, params, use_tqdm=False)
-    (completion,) = output.outputs
-    assert completion.logprobs is not None
-    found = [
-        {token: one.logprob for token, one in row.items()}
-        for row in completion.logprobs
-    ]
-    return list(completion.token_ids), found
-
-
 @pytest.mark.slow
 def test_transformers_agrees_after_several_windows():
     """Compare the largest logprobs of a continuation of 4,000 tokens."""
-    tokens = long_prompt()
-    assert llm(**LOCAL).llm_engine.config.local_window == 512
-    ours, found = greedy_logprobs(llm(**LOCAL), tokens)
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    model = llm(**LOCAL)
+    assert model.llm_engine.config.local_window == 512
+    tokens = model.get_tokenizer().encode(text)[:LONG]
+    given: Any = {"prompt_token_ids": tokens}
+    (output,) = model.generate(given, greedy(logprobs=5), use_tqdm=False)
+    (completion,) = output.outputs
+    ours, found = completion.token_ids, completion.logprobs or []
     with torch.inference_mode():
         given = torch.tensor([[*tokens, *ours[:-1]]])
         rows = huggingface()(given, logits_to_keep=NUM_TOKENS).logits[0]
@@ -287,10 +266,8 @@ def test_transformers_agrees_after_several_windows():
     assert len(found) == len(theirs) == NUM_TOKENS
     for token, row, expected in zip(ours, found, theirs, strict=True):
         assert expected.max() - expected[token] < 1e-3
-        ids = list(row)
-        np.testing.assert_allclose(
-            [row[one] for one in ids], expected[ids], rtol=0, atol=1e-3
-        )
+        said = [one.logprob for one in row.values()]
+        np.testing.assert_allclose(said, expected[list(row)], rtol=0, atol=1e-3)
 
 
 def write_unpacked(source: Path, target: Path) -> None:

@@ -89,11 +89,6 @@ def reference(size: str) -> Any:
     return model
 
 
-def tensors_of(model: Any) -> dict[str, np.ndarray]:
-    """Return the weights by canonical name, as host arrays."""
-    return {name: value.detach().numpy() for name, value in model.named_parameters()}
-
-
 def _write_shards(model: Any, size: str, folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size=200_000)
     assert len(list(folder.glob("model-*.safetensors"))) > 2
@@ -188,9 +183,9 @@ def make_network(size: str, config: Mapping[str, Any], **changes: Any) -> Any:
 
 def to_tree(model: Any, size: str, **options: Any) -> dict[str, Any]:
     """Return a model's weights as the gemma library's parameters."""
-    config = model.config.to_dict()
-    options |= dict(is_model_first=size == "2b")
-    return nested(flax_leaves(tensors_of(model), config, **options))
+    tensors = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    config, options = model.config.to_dict(), options | {"is_model_first": size == "2b"}
+    return nested(flax_leaves(tensors, config, **options))
 
 
 def _write_nested(model: Any, size: str, folder: Path) -> None:

@@ -178,8 +178,9 @@ def read(folder: Path, name: str, axis: int = 0) -> np.ndarray:
     return Slabs(array, axis).read(0, array.shape[axis])
 
 
-def change_metadata(folder: Path, **changes: Any) -> None:
-    path = folder / "_METADATA"
+def change(name: str, folder: Path, **changes: Any) -> None:
+    """Change the content of a JSON file."""
+    path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -236,29 +237,20 @@ def test_a_chunk_is_decoded_once(tmp_path, length):
         slabs.read(0, 1)
 
 
-# Files that hold tensors' values: without a database, the tensors' own files; else the
-# data files of the database.
-def files_of_values(folder: Path) -> list[Path]:
-    names = [".zarray", "zarr.json", "_METADATA", "_CHECKPOINT_METADATA"]
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in names and path.stat().st_size > 2000
-    ]
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [truncate, empty, os.unlink])
+@pytest.mark.parametrize(
+    "damage", [truncate, lambda path: path.write_text(""), os.unlink]
+)
 def test_damaged_values_name_the_tensor(tree, damage):
-    for path in files_of_values(tree):
-        damage(path)
+    # Without a database, damage the tensors' own files; else the database's data files.
+    descriptions = [".zarray", "zarr.json", "_METADATA", "_CHECKPOINT_METADATA"]
+    for path in sorted(tree.rglob("*")):
+        is_file = path.is_file() and path.name not in descriptions
+        if is_file and path.stat().st_size > 2000:
+            damage(path)
     arrays = open_arrays(tree)
     assert sorted(arrays) == sorted(ARRAYS)
     failures = 0
@@ -273,18 +265,7 @@ def test_damaged_values_name_the_tensor(tree, damage):
     assert failures >= (1 if damage is truncate else 3)
 
 
-def describe_as(text: str, folder: Path) -> None:
-    (folder / "c.w" / ".zarray").write_text(text)
-
-
-def remove_array(folder: Path) -> None:
-    shutil.rmtree(folder / "c.w")
-
-
-def enlarge_chunks(folder: Path) -> None:
-    """Describe chunks larger than the array, which a reader must not allocate."""
-    path = folder / "c.w" / ".zarray"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [70, 5000]}))
+ZARRAY = "c.w/.zarray"
 
 
 def move_outside(folder: Path) -> None:
@@ -295,21 +276,30 @@ def move_outside(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("use_ocdbt", "damage", "message"),
     [
-        (
-            True,
-            lambda folder: truncate(folder / "manifest.ocdbt"),
-            "tree is not a readable Orbax folder",
-        ),
+        (True, lambda tree: truncate(tree / "manifest.ocdbt"), "is not a readable Orb"),
         *(
-            (True, partial(change_metadata, tree_metadata=tree), "not a description of")
+            (
+                True,
+                partial(change, "_METADATA", tree_metadata=tree),
+                "not a description of",
+            )
             for tree in ([1], {"x": 1}, {"x": {"key_metadata": [{}]}})
         ),
         *(
-            (False, partial(describe_as, text), "tensor 'c.w' of .* cannot be opened")
+            (
+                False,
+                lambda tree, text=text: (tree / ZARRAY).write_text(text),
+                "tensor 'c.w' of .* cannot be opened",
+            )
             for text in ("{", '{"zarr_format": 2}', "[]")
         ),
-        (False, enlarge_chunks, r"'c.w' .* chunks of \(70, 5000\)"),
-        (False, remove_array, "_METADATA lists tensor 'c.w'"),
+        # A reader must not allocate chunks larger than the array.
+        (False, partial(change, ZARRAY, chunks=[70, 5000]), r"'c.w' .* \(70, 5000\)"),
+        (
+            False,
+            lambda tree: shutil.rmtree(tree / "c.w"),
+            "_METADATA lists tensor 'c.w'",
+        ),
         (False, move_outside, r"c.w/0.0 is a symlink .* outside"),
     ],
 )
@@ -338,7 +328,7 @@ def test_omitted_chunks_are_read_as_zeros_in_databases(tmp_path):
     with_zeros(tmp_path, {"driver": "ocdbt", "base": base, "path": "a/"})
     expected = np.repeat([[0.0], [1.0]], 2, axis=0) * np.ones(2000)
     np.testing.assert_array_equal(read(tmp_path, "a"), expected)
-    change_metadata(tmp_path, store_array_data_equal_to_fill_value=True)
+    change("_METADATA", tmp_path, store_array_data_equal_to_fill_value=True)
     with pytest.raises(CheckpointError, match="tensor 'a' of"):
         read(tmp_path, "a")
     # Without an index, an omitted chunk cannot be distinguished from a lost one.

@@ -7,6 +7,7 @@ torch from the numbers before they were packed.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,38 +70,40 @@ def spread(groups: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     return groups.float().repeat_interleave(shape[1] // groups.shape[1], dim=1)
 
 
-def packed(bits: int, size: int | None = None, *, has_zeros: bool = False) -> Any:
-    def make(shape: tuple[int, int]) -> Parts:
-        half = 1 << bits - 1
-        values = whole_numbers(shape, -half, half - 1)
-        form = shape[0], shape[1] // (size or shape[1])
-        scales, zeros = scales_of(*form).to(torch.bfloat16), torch.zeros(form)
-        parts = {
-            "weight_packed": into_words(values + half, bits),
-            "weight_scale": scales,
-            "weight_shape": torch.tensor(shape),
-        }
-        if has_zeros:
-            zeros = whole_numbers(form, -half, half - 1)
-            words = into_words((zeros + half).T, bits).T.contiguous()
-            parts["weight_zero_point"] = words
-        return parts, (values - spread(zeros, shape)) * spread(scales, shape)
+def packed(
+    shape: tuple[int, int],
+    *,
+    bits: int,
+    size: int | None = None,
+    has_zeros: bool = False,
+) -> Parts:
+    half = 1 << bits - 1
+    values = whole_numbers(shape, -half, half - 1)
+    form = shape[0], shape[1] // (size or shape[1])
+    scales, zeros = scales_of(*form).to(torch.bfloat16), torch.zeros(form)
+    parts = {
+        "weight_packed": into_words(values + half, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(shape),
+    }
+    if has_zeros:
+        zeros = whole_numbers(form, -half, half - 1)
+        words = into_words((zeros + half).T, bits).T.contiguous()
+        parts["weight_zero_point"] = words
+    return parts, (values - spread(zeros, shape)) * spread(scales, shape)
 
-    return make
 
-
-def in_bytes(kind: torch.dtype, *, is_tensor: bool = False) -> Any:
-    def make(shape: tuple[int, int]) -> Parts:
-        values = (torch.randn(shape) * 40).to(kind)
-        if kind == torch.int8:
-            values = whole_numbers(shape, -128, 127).to(kind)
-        scales = scales_of(1) if is_tensor else scales_of(shape[0], 1)
-        parts = {"weight": values, "weight_scale": scales}
-        if is_tensor:
-            parts["input_scale"] = torch.tensor(0.5)
-        return parts, values.float() * scales.float()
-
-    return make
+def in_bytes(
+    shape: tuple[int, int], *, kind: torch.dtype, is_tensor: bool = False
+) -> Parts:
+    values = (torch.randn(shape) * 40).to(kind)
+    if kind == torch.int8:
+        values = whole_numbers(shape, -128, 127).to(kind)
+    scales = scales_of(1) if is_tensor else scales_of(shape[0], 1)
+    parts = {"weight": values, "weight_scale": scales}
+    if is_tensor:
+        parts["input_scale"] = torch.tensor(0.5)
+    return parts, values.float() * scales.float()
 
 
 def awq(shape: tuple[int, int]) -> Parts:
@@ -115,24 +118,26 @@ def awq(shape: tuple[int, int]) -> Parts:
 
 
 def gptq(
-    bits: int, size: int | None, *, lacks: int = 1, is_symmetric: bool = True
-) -> Any:
-    def make(shape: tuple[int, int]) -> Parts:
-        most = (1 << bits) - 1
-        form = shape[0], shape[1] // (size or shape[1])
-        zeros = torch.full(form, 1 << bits - 1, dtype=torch.int32)
-        if not is_symmetric:
-            zeros = whole_numbers(form, 1, most)
-        values, scales = whole_numbers(shape, 0, most), scales_of(*form)
-        parts = {
-            "qweight": into_words(values, bits).T.contiguous(),
-            "qzeros": into_words((zeros - lacks).T, bits),
-            "scales": scales.T.contiguous(),
-            "g_idx": (torch.arange(shape[1]) // (size or shape[1])).to(torch.int32),
-        }
-        return parts, (values - spread(zeros, shape)) * spread(scales, shape)
-
-    return make
+    shape: tuple[int, int],
+    *,
+    bits: int = 4,
+    size: int | None = GROUP,
+    lacks: int = 1,
+    is_symmetric: bool = True,
+) -> Parts:
+    most = (1 << bits) - 1
+    form = shape[0], shape[1] // (size or shape[1])
+    zeros = torch.full(form, 1 << bits - 1, dtype=torch.int32)
+    if not is_symmetric:
+        zeros = whole_numbers(form, 1, most)
+    values, scales = whole_numbers(shape, 0, most), scales_of(*form)
+    parts = {
+        "qweight": into_words(values, bits).T.contiguous(),
+        "qzeros": into_words((zeros - lacks).T, bits),
+        "scales": scales.T.contiguous(),
+        "g_idx": (torch.arange(shape[1]) // (size or shape[1])).to(torch.int32),
+    }
+    return parts, (values - spread(zeros, shape)) * spread(scales, shape)
 
 
 def of_compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -157,39 +162,44 @@ def scheme(kind: str, group_size: int | None = None, **more: Any) -> Scheme:
     return Scheme(kind=kind, group_size=group_size, **more)  # pyright: ignore[reportArgumentType]
 
 
+in_groups = partial(packed, bits=4, size=GROUP)
 # Quantizations of config.json, how matrices are packed, and the scheme that is read.
 FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
-    "w8a16": (of_compressed("pack-quantized"), packed(8), scheme("int8")),
-    "w4a16": (PACKED, packed(4, GROUP), scheme("int4", GROUP)),
+    "w8a16": (of_compressed("pack-quantized"), partial(packed, bits=8), scheme("int8")),
+    "w4a16": (PACKED, in_groups, scheme("int4", GROUP)),
     "w4a16 with zero points": (
         of_compressed("pack-quantized", **IN_GROUPS, symmetric=False),
-        packed(4, GROUP, has_zeros=True),
+        partial(in_groups, has_zeros=True),
         scheme("int4", GROUP, has_minima=True),
     ),
     "w4a16 per channel with zero points": (
         of_compressed("pack-quantized", num_bits=4, symmetric=False),
-        packed(4, has_zeros=True),
+        partial(packed, bits=4, has_zeros=True),
         scheme("int8"),
     ),
-    "w8a8": (of_compressed("int-quantized"), in_bytes(torch.int8), scheme("int8")),
+    "w8a8": (
+        of_compressed("int-quantized"),
+        partial(in_bytes, kind=torch.int8),
+        scheme("int8"),
+    ),
     "FP8": (
         of_compressed("float-quantized", type="float"),
-        *(in_bytes(FP8), scheme("fp8")),
+        *(partial(in_bytes, kind=FP8), scheme("fp8")),
     ),
     "FP8 of whole tensors": (
         of_compressed("float-quantized", type="float", strategy="tensor"),
-        *(in_bytes(FP8, is_tensor=True), scheme("fp8")),
+        *(partial(in_bytes, kind=FP8, is_tensor=True), scheme("fp8")),
     ),
     "awq": (AWQ, awq, scheme("int4", GROUP, has_minima=True)),
-    "gptq": (GPTQ, gptq(4, GROUP), scheme("int4", GROUP)),
+    "gptq": (GPTQ, gptq, scheme("int4", GROUP)),
     "gptq with zero points": (
         GPTQ | dict(sym=False, checkpoint_format="gptq_v2"),
-        gptq(4, GROUP, is_symmetric=False, lacks=0),
+        partial(gptq, is_symmetric=False, lacks=0),
         scheme("int4", GROUP, has_minima=True),
     ),
     "gptq of 8 bits": (
         GPTQ | dict(bits=8, group_size=-1),
-        *(gptq(8, None), scheme("int8")),
+        *(partial(gptq, bits=8, size=None), scheme("int8")),
     ),
 }
 
@@ -280,11 +290,11 @@ def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
     for name, other, message in (
         ("lacking", lacking, "no tensor 'model.layers.0.*weight_scale"),
         ("plain", plain, "is not quantized, but config.json says"),
-        ("coarse", packed(4), r"needs \(64, 4\)"),
+        ("coarse", partial(packed, bits=4), r"needs \(64, 4\)"),
     ):
         with pytest.raises(CheckpointError, match=message):
             opened(name, other)
-    zeros = opened("zeros", packed(4, GROUP, has_zeros=True))
+    zeros = opened("zeros", partial(in_groups, has_zeros=True))
     with pytest.raises(CheckpointError, match="which int4 cannot hold"):
         zeros.tensors["model.layers.0.self_attn.q_proj.weight"].whole()
 

@@ -112,17 +112,11 @@ def pairs_of(tokens: np.ndarray, segments: np.ndarray) -> Counter[tuple[int, int
     return Counter(zip(before.tolist(), after.tolist(), strict=True))
 
 
-def numbered_documents() -> tuple[list[np.ndarray], set[tuple[int, int]]]:
-    """Return documents that share no number, and the pairs of adjacent numbers."""
-    ends = np.cumsum([3, 40, 5, 17, 2, 64, 9]).tolist()
-    starts = [0, *ends[:-1]]
-    documents = [np.arange(*ends_) for ends_ in zip(starts, ends, strict=True)]
-    pairs = {(i, i + 1) for i in range(ends[-1] - 1) if i + 1 not in ends}
-    return documents, pairs
-
-
 def test_packing_keeps_every_token_and_joins_no_documents(monkeypatch):
-    documents, pairs = numbered_documents()
+    # The documents share no number; the pairs are those of adjacent numbers.
+    ends = np.cumsum([3, 40, 5, 17, 2, 64, 9]).tolist()
+    documents = [np.arange(*both) for both in zip([0, *ends[:-1]], ends, strict=True)]
+    pairs = {(i, i + 1) for i in range(ends[-1] - 1) if i + 1 not in ends}
     rows = corpus.PackedRows({"math": documents}, length=16, seed=3)
     counts = pairs_of(*rows.batch(40))
     assert set(counts) == pairs
@@ -150,11 +144,6 @@ def test_packed_documents_do_not_see_each_other() -> None:
     np.testing.assert_allclose(packed, np.concatenate(alone), atol=2e-3)
 
 
-def training_arguments(**changes: Any) -> argparse.Namespace:
-    settings = dict(steps=15, cooldown=5, rows=4, micro_rows=2, rate=0.02, save_every=3)
-    return argparse.Namespace(**(settings | changes))
-
-
 class CountingRows:
     """Generates rows that count up by one from a random start, and may stop early."""
 
@@ -172,12 +161,13 @@ class CountingRows:
 
 def train_micro(state: Path, rows: CountingRows, **changes: Any) -> None:
     config = micro_config(num_hidden_layers=1)
+    settings = dict(steps=15, cooldown=5, rows=4, micro_rows=2, rate=0.02, save_every=3)
     training.train(
         lambda params, *batch: training.text_loss(params, config, *batch),
         state,
         lambda: network.init_params(config, seed=0),
         rows,
-        args=training_arguments(**changes),
+        args=argparse.Namespace(**settings | changes),
     )
 
 

@@ -1,6 +1,6 @@
 """`inspect` reports sizes and replicated weights; the bundled pair is complete."""
 
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,9 @@ from jaxspec_checkpoints.trimming import read_token_map
 from tests.checkpoints.models import FAMILIES, tiny_config, write_tiny
 
 
-def fields(folder: Path) -> dict[str, str]:
-    lines = describe(open_checkpoint(folder)).splitlines()
-    return {line[:12].strip(): line[14:] for line in lines}
-
-
 def test_bundled_target_is_described():
-    found = fields(bundled_target())
+    lines = describe(open_checkpoint(bundled_target())).splitlines()
+    found = {line[:12].strip(): line[14:] for line in lines}
     assert found["format"] == "hf (HuggingFace safetensors)"
     assert found["layers"] == "6, sliding window 128"
     assert found["heads"] == "6 query, 2 KV, of 64"
@@ -56,12 +52,8 @@ def test_reported_replication_equals_the_engines(tmp_path, family, num_devices, 
     write_tiny(tmp_path, family=family, num_hidden_layers=1, **shape)
     checkpoint = open_checkpoint(tmp_path)
     config = config_from_hf(checkpoint.config)
-    params = load_params(
-        config,
-        checkpoint.tensors,
-        dtype=jnp.dtype(jnp.float32),
-        mesh=make_mesh(num_devices),
-    )
+    form: Any = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(num_devices))
+    params = load_params(config, checkpoint.tensors, **form)
     whole = replicated(checkpoint.sizes, num_devices)
     for path, spec in param_specs(config).items():
         node = params

@@ -23,7 +23,7 @@ from jaxspec.models.quantized import (
 )
 from jaxspec.models.weights import abstract_params, declare, load_params, random_params
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
-from jaxspec_checkpoints import CheckpointError, Tensor, in_memory
+from jaxspec_checkpoints import CheckpointError, in_memory
 from jaxspec_checkpoints.quantization import (
     FP8,
     GGUF_SCHEMES,
@@ -341,19 +341,14 @@ MIXED = MixedScheme(
 )
 
 
-def mixed_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    tensors = in_memory(make_tensors(config))
-    for name, kind in MIXED.types:
-        if kind in GGUF_SCHEMES:
-            tensors[name] = quantized(tensors[name], GGUF_SCHEMES[kind])
-    return tensors
-
-
 @pytest.mark.parametrize(("devices", "is_scanned"), [(1, False), (4, False), (4, True)])
 def test_mixed_types_keep_every_tensors_values(devices, is_scanned):
     sizes: Any = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
     config = replace(config_of(MIXED, **sizes), scan_layers=is_scanned)
-    tensors = mixed_tensors(config)
+    tensors: Any = in_memory(make_tensors(config))
+    for name, kind in MIXED.types:
+        if kind in GGUF_SCHEMES:
+            tensors[name] = quantized(tensors[name], GGUF_SCHEMES[kind])
     options: Any = dict(dtype=FLOAT32, mesh=make_mesh(devices))
     params = load_params(config, tensors, **options)
     assert forms_of(params) == forms_of(abstract_params(config, **options))

@@ -32,7 +32,6 @@ OUTER_4B: dict[str, Any] = {
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
 }
 NESTED_4B = OUTER_4B | {"text_config": TEXT_4B}
-NAMES = ("270m", "1b", "4b", "12b", "27b")
 
 
 def published(size: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import torch
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.families import config_from_hf
-from jaxspec.models.heads import eagle, eagle3
 from jaxspec.models.heads.config import (
     DFlashConfig,
     Eagle3Config,
@@ -28,16 +27,10 @@ from tests.support.oracles import sequence_batch
 
 
 def target_config(**changes: Any) -> Any:
-    sizes = dict(
-        model_type="gemma2",
-        vocab_size=theirs.VOCAB,
-        hidden_size=theirs.HIDDEN,
-        intermediate_size=32,
-        num_hidden_layers=theirs.LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+    sizes: dict[str, Any] = dict(model_type="gemma2", vocab_size=theirs.VOCAB)
+    sizes |= dict(hidden_size=theirs.HIDDEN, intermediate_size=32)
+    sizes |= dict(num_hidden_layers=theirs.LAYERS, head_dim=8)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2)
     return config_from_hf(sizes | changes)
 
 
@@ -68,20 +61,13 @@ def rows_at(first: int, count: int) -> TokenBatch:
     return sequence_batch(zeros, [5, 2, 7, 0], page_size=PAGE_SIZE, start=first)
 
 
-@partial(jax.jit, static_argnums=0)
-def eagle_pass(config, params, batch, tokens, target, hidden, pages):
-    embedded = eagle.embed(params, tokens, target)
+@partial(jax.jit, static_argnums=(0, 1))
+def head_pass(module, config, params, batch, tokens, target, hidden, pages):
+    """Run a pass of the functions in `eagle` or `eagle3`."""
+    embedded = module.embed(params, tokens, target)
     given = batch, embedded, hidden, pages, Backend()
-    hidden, pages = eagle.forward(config, params, *given)
-    return hidden, pages, eagle.logits(config, params, hidden, target)
-
-
-@partial(jax.jit, static_argnums=0)
-def eagle3_pass(config, params, batch, tokens, target, hidden, pages):
-    embedded = eagle3.embed(params, tokens, target)
-    given = batch, embedded, hidden, pages, Backend()
-    hidden, pages = eagle3.forward(config, params, *given)
-    logits = eagle3.logits(config, params, hidden, target)
+    hidden, pages = module.forward(config, params, *given)
+    logits = module.logits(config, params, hidden, target)
     return hidden, pages, to_target_vocab(params, logits, theirs.VOCAB)
 
 

@@ -30,8 +30,7 @@ from tests.models.heads.targets import (
     HEADS,
     RANDOM,
     check_passes,
-    eagle3_pass,
-    eagle_pass,
+    head_pass,
     load,
     target_config,
 )
@@ -65,7 +64,7 @@ def test_prompt_and_later_passes_equal_torch(tmp_path, form, has_bias, has_embed
     assert (config.has_bias, config.has_embedding) == (has_bias, has_embedding)
     wanted_hidden = torch.randn(COUNT, theirs.HIDDEN, generator=RANDOM)
     check_passes(
-        partial(eagle_pass, config, params),
+        partial(head_pass, eagle, config, params),
         eagle.fuse(config, params, [jnp.asarray(wanted_hidden.numpy())]),
         wanted_hidden,
         own_embedding,
@@ -108,7 +107,7 @@ def test_passes_of_eagle3_equal_torch(
     assert config.layers_of(target_config()) == (2, 3, 5)
     streams = torch.randn(3, COUNT, theirs.HIDDEN, generator=RANDOM)
     check_passes(
-        partial(eagle3_pass, config, params),
+        partial(head_pass, eagle3, config, params),
         eagle3.fuse(config, params, [jnp.asarray(one.numpy()) for one in streams]),
         torch.cat(list(streams), -1) @ tensors["fc.weight"].T,
         own_embedding,
@@ -161,7 +160,7 @@ def test_specforge_head_reads_hidden_states_of_gemma3(tmp_path, pad_rows, is_tri
         return theirs.rms_norm(wanted, tensors["norm.weight"]) @ EMBEDDING.T
 
     check_passes(
-        partial(eagle3_pass, config, params),
+        partial(head_pass, eagle3, config, params),
         eagle3.fuse(config, params, [streams[layer] for layer in layers]),
         wanted @ tensors["fc.weight"].T,
         EMBEDDING,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.models.heads import eagle3, medusa
+from jaxspec.models.heads import eagle, eagle3, medusa
 from jaxspec.models.heads.module import Eagle, Eagle3, Medusa
 from jaxspec.models.heads.weights import init_head
 from jaxspec.models.matrices import DenseMatrix
@@ -15,8 +15,7 @@ from tests.models.heads import torch_heads as theirs
 from tests.models.heads.targets import (
     HEADS,
     PAGE_SIZE,
-    eagle3_pass,
-    eagle_pass,
+    head_pass,
     rows_at,
 )
 
@@ -58,10 +57,9 @@ def test_eagle_module_equals_the_function(kind):
     found, after = nnx.jit(type(module).__call__)(
         module, batch, hidden, pages, EMBEDDING
     )
-    one_pass = {"eagle": eagle_pass, "eagle3": eagle3_pass}[kind]
-    wanted, _, logits = one_pass(
-        config, params, batch, batch.tokens, target, hidden, pages
-    )
+    functions = {"eagle": eagle, "eagle3": eagle3}[kind]
+    given = batch, batch.tokens, target, hidden, pages
+    wanted, _, logits = head_pass(functions, config, params, *given)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert isinstance(after, jax.Array) and jnp.abs(after).max() > 0
     if kind == "eagle":
