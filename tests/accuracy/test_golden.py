@@ -32,6 +32,24 @@ BUNDLED: dict[str, Callable[[], Path]] = {
     "draft": bundled_draft,
 }
 PUBLISHED = golden.read_cases("published")
+PROMPTS = ("I love to", "Once upon a time, there was")
+TEXT = "The capital of Hungary is Budapest which is located in Europe."
+QUESTION = "Tell me a short story about a dragon."
+TURN = f"<start_of_turn>user\n{QUESTION}<end_of_turn>\n<start_of_turn>model\n"
+TEXTS = (
+    *("This is a test", "", " ", "  ", "Hi  Hello", " Hello", "生活的真谛是"),
+    *("A dragon, 1066 and 3.5!", "naïve\n\n\tcafé 🐉"),
+)
+IDS = ([869], [4000, 869], [2000, 3000, 5000])
+GREEDY: dict[str, Any] = dict(
+    kind="greedy", prompt=PROMPTS[1], num_tokens=24, exact_in=["float32"], margin=1e-3
+)
+# Longer than the window of 128.
+LONG: dict[str, Any] = dict(
+    prefix="The sun was warm and the sky was blue. ", num_prefixes=20
+)
+LONG |= {name: GREEDY[name] for name in GREEDY} | dict(prompt="In the morning")
+Change = tuple[str, Any]  # path of an entry, and its new value or a function of the old
 
 
 def cases_of(model: str) -> list[Case]:
@@ -74,25 +92,6 @@ def real(request: pytest.FixtureRequest) -> Iterator[GoldenModel]:
 )
 def test_published_outputs_are_reproduced(real: GoldenModel, case: Case) -> None:
     golden.CHECKS[case["kind"]](real, case)
-
-
-PROMPTS = ("I love to", "Once upon a time, there was")
-TEXT = "The capital of Hungary is Budapest which is located in Europe."
-QUESTION = "Tell me a short story about a dragon."
-TURN = f"<start_of_turn>user\n{QUESTION}<end_of_turn>\n<start_of_turn>model\n"
-TEXTS = (
-    *("This is a test", "", " ", "  ", "Hi  Hello", " Hello", "生活的真谛是"),
-    *("A dragon, 1066 and 3.5!", "naïve\n\n\tcafé 🐉"),
-)
-IDS = ([869], [4000, 869], [2000, 3000, 5000])
-GREEDY: dict[str, Any] = dict(
-    kind="greedy", prompt=PROMPTS[1], num_tokens=24, exact_in=["float32"], margin=1e-3
-)
-# Longer than the window of 128.
-LONG: dict[str, Any] = dict(
-    prefix="The sun was warm and the sky was blue. ", num_prefixes=20
-)
-LONG |= {name: GREEDY[name] for name in GREEDY} | dict(prompt="In the morning")
 
 
 class Reference:
@@ -206,9 +205,6 @@ def test_bfloat16_has_its_own_bounds() -> None:
             with pytest.raises(AssertionError, match="the published text has token"):
                 golden.CHECKS["greedy"](model, other)
     model.shutdown()
-
-
-Change = tuple[str, Any]  # path of an entry, and its new value or a function of the old
 
 
 def changed(case: Case, *changes: Change) -> Case:

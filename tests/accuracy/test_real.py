@@ -49,6 +49,21 @@ try:
     packaged_gemma3()
 except CheckpointError as error:
     pytest.skip(str(error), allow_module_level=True)
+ROOT = Path(__file__).parents[2]
+# The questions of Spec-Bench if available, else the bundled ones.
+TEXTS = ROOT.parent / "shared" / "prompts" / "spec_bench_dev.jsonl"
+NUM_TEXTS, TEXT_LENGTH = 12, 400
+# Tolerance for llama.cpp's GELU, a table of float16 values.
+LLAMA_TOLERANCE = 0.02
+# Tokens of a prompt with several windows of 512.
+LONG = 4000
+# An engine whose layers with a sliding window keep their window only.
+LOCAL: dict[str, Any] = dict(
+    max_model_len=LONG + NUM_TOKENS,
+    max_num_batched_tokens=512,
+    max_num_seqs=1,
+    disable_hybrid_kv_cache_manager=False,
+)
 
 
 @functools.lru_cache(maxsize=2)
@@ -178,14 +193,6 @@ def test_bfloat16_has_the_same_first_token():
         assert found.argmax() == PROMPTS[name]["top5_last"][0]["id"], name
 
 
-ROOT = Path(__file__).parents[2]
-# The questions of Spec-Bench if available, else the bundled ones.
-TEXTS = ROOT.parent / "shared" / "prompts" / "spec_bench_dev.jsonl"
-NUM_TEXTS, TEXT_LENGTH = 12, 400
-# Tolerance for llama.cpp's GELU, a table of float16 values.
-LLAMA_TOLERANCE = 0.02
-
-
 @functools.cache
 def continued_texts() -> list[tuple[list[int], list[int]]]:
     """Return token ids of texts, with our continuations."""
@@ -232,19 +239,6 @@ def test_greedy_texts_equal_transformers():
         theirs = output[len(tokens) :].tolist()
         num_equal += assert_equal_or_tied(tokens, ours, theirs, 1e-3)
     assert num_equal >= len(continued_texts()) - 1
-
-
-# Tokens of a prompt with several windows of 512.
-LONG = 4000
-
-
-# An engine whose layers with a sliding window keep their window only.
-LOCAL: dict[str, Any] = dict(
-    max_model_len=LONG + NUM_TOKENS,
-    max_num_batched_tokens=512,
-    max_num_seqs=1,
-    disable_hybrid_kv_cache_manager=False,
-)
 
 
 @pytest.mark.slow

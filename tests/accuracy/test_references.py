@@ -66,6 +66,11 @@ SIZE_CHANGES: dict[str, dict[str, int]] = {
     "9b": {},
     "27b": dict(hidden_size=160, intermediate_size=1280),
 }
+INSTALL = "pip install --no-deps -r tests/accuracy/gemma_requirements.txt"
+CLASSES = {"2b": "Gemma2_2B", "9b": "Gemma2_9B", "27b": "Gemma2_27B"}
+TOLERANCE = 1e-4
+# The window is 8: most queries of a local layer do not see the first tokens.
+TOKENS = np.random.default_rng(1).integers(3, 160, 60)
 
 
 @functools.cache
@@ -98,10 +103,6 @@ def _convert(to: str, model: Any, size: str, folder: Path) -> None:
     source = folder.with_name(f"{folder.name}-source")
     model.save_pretrained(source)
     write_checkpoint(open_checkpoint(source), folder, to=to, progress=False)
-
-
-INSTALL = "pip install --no-deps -r tests/accuracy/gemma_requirements.txt"
-CLASSES = {"2b": "Gemma2_2B", "9b": "Gemma2_9B", "27b": "Gemma2_27B"}
 
 
 @functools.cache
@@ -212,11 +213,6 @@ def write(model: Any, size: str, folder: Path, *, kind: str) -> Path:
     WRITERS[kind](model, size, folder)
     shutil.copyfile(bundled_target() / "tokenizer.model", folder / "tokenizer.model")
     return folder
-
-
-TOLERANCE = 1e-4
-# The window is 8: most queries of a local layer do not see the first tokens.
-TOKENS = np.random.default_rng(1).integers(3, 160, 60)
 
 
 @functools.cache

@@ -25,6 +25,15 @@ from tests.checkpoints.models import (
     tiny_tensors,
 )
 
+EMBEDDING = "embedder/input_embedding"
+CONFIG = tiny_config("2b")
+SIZES = Sizes.from_config(CONFIG)
+PAIRED = ("mlp/gating_einsum", "mlp/linear")
+LINEAR = "layer_1/mlp/linear"
+ROWS = r"'transformer/embedder/input_embedding' has {} rows, expected vocab_size=512"
+SHAPE = r"has shape \(72, 288\).* requires \(288, 72\)"
+UNKNOWN = "is not part of the model"
+
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_published_trees_have_views_of_all_tensors_and_small_chunks(name):
@@ -89,11 +98,6 @@ def test_any_other_number_is_no_published_size(field):
     assert not GEMMA2.is_model_first(other)
 
 
-EMBEDDING = "embedder/input_embedding"
-CONFIG = tiny_config("2b")
-SIZES = Sizes.from_config(CONFIG)
-
-
 def shapes_of(config: dict[str, Any], **form: Any) -> dict[str, tuple[int, ...]]:
     leaves = flax_leaves(tiny_tensors(config), config, **form)
     return {path: array.shape for path, array in leaves.items()}
@@ -103,7 +107,6 @@ LEAVES = shapes_of(CONFIG, is_model_first=True)
 STACKS = shapes_of(
     tiny_config("2b", num_hidden_layers=5), is_model_first=False, num_stacks=2
 )
-PAIRED = ("mlp/gating_einsum", "mlp/linear")
 
 
 def flat_name(path: str) -> str:
@@ -148,12 +151,6 @@ def test_sizes_follow_from_the_shapes(spelling):
     for count in (512, 513, 640):  # rows of padding are left out
         found = changed(LEAVES, {EMBEDDING: (count, 72)}, spelling).tensors(SIZES, 128)
         assert found["model.embed_tokens.weight"].shape == (512, 72)
-
-
-LINEAR = "layer_1/mlp/linear"
-ROWS = r"'transformer/embedder/input_embedding' has {} rows, expected vocab_size=512"
-SHAPE = r"has shape \(72, 288\).* requires \(288, 72\)"
-UNKNOWN = "is not part of the model"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,14 @@ SIZES |= {"feed_forward_length": 2048, "rope.freq_base": 1e6}
 SIZES |= {"attention.head_count": 4, "attention.head_count_kv": 1}
 SIZES |= {"attention.key_length": 256, "attention.value_length": 256}
 SIZES |= {"attention.layer_norm_rms_epsilon": 1e-6, "attention.sliding_window": 512}
+BUNDLED = bundled_target()
+# Gemma 3's own template, shortened.
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + ('model' if "
+    "message['role'] == 'assistant' else message['role']) + '\n' + message['content'] "
+    "| trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<start_of_turn>model\n' }}{% endif %}"
+)
 
 
 def config_of(
@@ -172,16 +180,6 @@ def test_values_for_each_layer_must_agree():
 def test_unusable_metadata_are_an_error(changes, message):
     with pytest.raises(CheckpointError, match=message):
         config_of(**changes)
-
-
-BUNDLED = bundled_target()
-# Gemma 3's own template, shortened.
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + ('model' if "
-    "message['role'] == 'assistant' else message['role']) + '\n' + message['content'] "
-    "| trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<start_of_turn>model\n' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")

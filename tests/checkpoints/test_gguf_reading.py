@@ -43,6 +43,8 @@ from tests.checkpoints.models import tiny_config, tiny_tensors, write_tiny
 WRITABLE = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
 PACKED = {Q.Q4_0: "int4", Q.Q5_0: "int8", Q.Q8_0: "int8"}
 PACKED |= {Q.Q4_1: "uint4", Q.Q5_1: "int8"}  # with minima
+Q = gguf.GGMLQuantizationType
+QUANTIZED = {n: kind for n, kind in TYPES.items() if kind.dequantize is not None}
 
 
 @pytest.mark.parametrize("kind", [Q.F16, Q.Q8_0], ids=lambda kind: kind.name)
@@ -241,10 +243,6 @@ def test_types_are_mixed_in_one_file(tmp_path):
         np.testing.assert_array_equal(tensors[name].whole(), values)
     assert tensors["model.embed_tokens.weight"].dtype == np.float16
     assert tensors["model.layers.0.self_attn.v_proj.weight"].dtype == ml_dtypes.bfloat16
-
-
-Q = gguf.GGMLQuantizationType
-QUANTIZED = {n: kind for n, kind in TYPES.items() if kind.dequantize is not None}
 
 
 def random_blocks(kind: BlockType, count: int) -> np.ndarray:

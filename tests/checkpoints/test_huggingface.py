@@ -22,6 +22,16 @@ from tests.checkpoints.models import (
     write_tiny,
 )
 
+INDEX = "model.safetensors.index.json"
+TENSORS = {
+    "first": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "second": np.arange(4, dtype=np.float32).astype(jnp.bfloat16),
+    "third": np.array([[1.5]], np.float16),
+}
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+SHARDS = {"first": FIRST, "second": SECOND, "third": FIRST}
+NESTED = "text_config"
+
 
 def test_format_is_detected(tmp_path, monkeypatch):
     folder = tmp_path / "model"
@@ -84,16 +94,6 @@ def test_unfinished_folders_are_refused(tmp_path, depth):
     ([folder, *above][depth] / INCOMPLETE).touch()
     with pytest.raises(CheckpointError, match="is left from an unfinished conversion"):
         open_checkpoint(folder)
-
-
-INDEX = "model.safetensors.index.json"
-TENSORS = {
-    "first": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "second": np.arange(4, dtype=np.float32).astype(jnp.bfloat16),
-    "third": np.array([[1.5]], np.float16),
-}
-FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
-SHARDS = {"first": FIRST, "second": SECOND, "third": FIRST}
 
 
 def write_index(folder: Path, weight_map: dict[str, str]) -> None:
@@ -224,9 +224,6 @@ def test_config_that_does_not_fit_is_refused(tmp_path, changes, expected):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=expected):
         open_huggingface(tmp_path, LAYOUTS)
-
-
-NESTED = "text_config"
 
 
 def write_gemma3(

@@ -31,6 +31,12 @@ from tests.checkpoints.models import (
     tiny_tensors,
 )
 
+VISION = {
+    "SigLiPFromPatches_0/siglip_encoder/pos_embedding": np.ones((1, 2, 3), np.float32),
+    "embedder/mm_input_projection/w": np.ones((3, 40), np.float32),
+    "embedder/mm_soft_embedding_norm/scale": np.ones(3, np.float32),
+}
+
 
 def write(
     folder: Path, config: Any, tensors: dict[str, np.ndarray], layout: Layout = GEMMA2
@@ -46,13 +52,6 @@ def check_tree(folder: Path, expected: Any) -> None:
     tree = restore(folder)
     assert jax.tree.structure(tree) == jax.tree.structure(expected)
     check_tensors(*(dict(enumerate(jax.tree.leaves(one))) for one in (tree, expected)))
-
-
-VISION = {
-    "SigLiPFromPatches_0/siglip_encoder/pos_embedding": np.ones((1, 2, 3), np.float32),
-    "embedder/mm_input_projection/w": np.ones((3, 40), np.float32),
-    "embedder/mm_soft_embedding_norm/scale": np.ones(3, np.float32),
-}
 
 
 def write_mount(

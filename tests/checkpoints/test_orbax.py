@@ -23,6 +23,22 @@ from tests.checkpoints.models import check_tensors, tiny_config, tiny_tensors
 CONFIG = tiny_config("27b", num_hidden_layers=1)
 TENSORS = tiny_tensors(CONFIG, dtype="bfloat16")
 NAME = "model.layers.0.self_attn.k_proj.weight"
+RANDOM = np.random.default_rng(0)
+# Larger than what Orbax puts into its index instead of a file.
+TREE = {
+    "a/b": {"w": RANDOM.standard_normal((2, 40, 30), np.float32)},
+    "c": {"w": RANDOM.standard_normal((70, 50)).astype(ml_dtypes.bfloat16)},
+    "d": {"w": RANDOM.standard_normal(3000).astype(np.float16)},
+}
+ARRAYS = {f"{key}.w": inner["w"] for key, inner in TREE.items()}
+STORES = {
+    "database": dict(use_ocdbt=True),
+    "files": dict(use_ocdbt=False),
+    "database of zarr 3": dict(use_ocdbt=True, use_zarr3=True),
+    "files of zarr 3": dict(use_ocdbt=False, use_zarr3=True),
+    "not compressed": dict(use_ocdbt=True, use_compression=False),
+}
+ZARRAY = "c.w/.zarray"
 
 
 def write(folder: Path) -> None:
@@ -150,23 +166,6 @@ def test_missing_or_linked_parts_are_named(folder, tmp_path):
         open_own(folder, LAYOUTS)
 
 
-RANDOM = np.random.default_rng(0)
-# Larger than what Orbax puts into its index instead of a file.
-TREE = {
-    "a/b": {"w": RANDOM.standard_normal((2, 40, 30), np.float32)},
-    "c": {"w": RANDOM.standard_normal((70, 50)).astype(ml_dtypes.bfloat16)},
-    "d": {"w": RANDOM.standard_normal(3000).astype(np.float16)},
-}
-ARRAYS = {f"{key}.w": inner["w"] for key, inner in TREE.items()}
-STORES = {
-    "database": dict(use_ocdbt=True),
-    "files": dict(use_ocdbt=False),
-    "database of zarr 3": dict(use_ocdbt=True, use_zarr3=True),
-    "files of zarr 3": dict(use_ocdbt=False, use_zarr3=True),
-    "not compressed": dict(use_ocdbt=True, use_compression=False),
-}
-
-
 @pytest.fixture(params=STORES)
 def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     save(tmp_path / "tree", TREE, **STORES[request.param])
@@ -263,9 +262,6 @@ def test_damaged_values_name_the_tensor(tree, damage):
     # A data file of the database holds several tensors, and its first half may hold a
     # whole one.
     assert failures >= (1 if damage is truncate else 3)
-
-
-ZARRAY = "c.w/.zarray"
 
 
 def move_outside(folder: Path) -> None:

@@ -41,6 +41,10 @@ SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 CONFIG = tiny_config("2b", **SIZES)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
+IN_GROUPS = dict(num_bits=4, strategy="group", group_size=GROUP)
+AWQ = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True)
+GPTQ = dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=True)
+FP8 = torch.float8_e4m3fn
 
 
 def into_words(
@@ -151,11 +155,7 @@ def of_compressed(form: str, **weights: Any) -> dict[str, Any]:
     )
 
 
-IN_GROUPS = dict(num_bits=4, strategy="group", group_size=GROUP)
 PACKED = of_compressed("pack-quantized", **IN_GROUPS)
-AWQ = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True)
-GPTQ = dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=True)
-FP8 = torch.float8_e4m3fn
 
 
 def scheme(kind: str, group_size: int | None = None, **more: Any) -> Scheme:

@@ -50,6 +50,26 @@ HANDLE = "google/gemma-2/flax/gemma2-2b-it"
 # Models of the stand-ins.
 NAME, TINY_HANDLE = HubStandIn.repository, KaggleStandIn.handle
 SHARD = "model-00002-of-00003.safetensors"
+NOT_REMOTE = (
+    *("", "gemma", "./google/gemma", "/google/gemma", "google/", "a/b/c", "./a/b/c"),
+    *("google/gemma 2", "google/..", "C:\\google\\gemma"),
+    *(HANDLE + "/latest", HANDLE + "/0", HANDLE + "/3/4"),
+)
+NO_HUB = "does not respond like the Hugging Face Hub: check HF_ENDPOINT"
+GGUFS = (
+    *("m-Q4_0.gguf", "m-q4_k_m.gguf", "m-Q4_K_M_L.gguf", "mmproj-Q4_K_M.gguf"),
+    *("sub/m.Q8_0.gguf", "big/m-BF16-00001-of-00002.gguf"),
+    *("big/m-BF16-00002-of-00002.gguf", "config.json", "a-F16.gguf", "b-F16.gguf"),
+)
+# Files of published folders: `below` them, and in every layout of Orbax.
+ORBAX = (
+    *("_METADATA", "_sharding", "checkpoint", "manifest.ocdbt", "d/fa0b"),
+    *("ocdbt.process_0/manifest.ocdbt", "ocdbt.process_0/d/fa0b"),
+    *("array_metadatas/process_0", "params.transformer.layer_0.mlp/.zarray"),
+    *("params.transformer.layer_0.mlp/0.0", "params/zarr.json", "params/c/0/0"),
+)
+# kagglehub fetches up to this many files one by one, and more of them as one archive.
+MAX_FILES = 25
 
 
 @pytest.fixture
@@ -92,13 +112,6 @@ def kaggle(
         point_kaggle_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
         yield stand_in
     assert refused_by_kaggle == []
-
-
-NOT_REMOTE = (
-    *("", "gemma", "./google/gemma", "/google/gemma", "google/", "a/b/c", "./a/b/c"),
-    *("google/gemma 2", "google/..", "C:\\google\\gemma"),
-    *(HANDLE + "/latest", HANDLE + "/0", HANDLE + "/3/4"),
-)
 
 
 @pytest.mark.parametrize("name", NOT_REMOTE)
@@ -292,9 +305,6 @@ class MirrorStandIn(HubStandIn):
         return status, headers, content
 
 
-NO_HUB = "does not respond like the Hugging Face Hub: check HF_ENDPOINT"
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -364,13 +374,6 @@ def test_only_needed_files_are_fetched(hub: HubStandIn, tmp_path: Path):
     assert hub.fetched == set(files_of(folder)) == wanted
 
 
-GGUFS = (
-    *("m-Q4_0.gguf", "m-q4_k_m.gguf", "m-Q4_K_M_L.gguf", "mmproj-Q4_K_M.gguf"),
-    *("sub/m.Q8_0.gguf", "big/m-BF16-00001-of-00002.gguf"),
-    *("big/m-BF16-00002-of-00002.gguf", "config.json", "a-F16.gguf", "b-F16.gguf"),
-)
-
-
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
@@ -404,15 +407,6 @@ def test_gguf_type_must_match_one_file(hub: HubStandIn, kind: str, words: str):
     with pytest.raises(CheckpointError, match=words):
         fetch(f"{NAME}:{kind}")
     assert hub.fetched == set()
-
-
-# Files of published folders: `below` them, and in every layout of Orbax.
-ORBAX = (
-    *("_METADATA", "_sharding", "checkpoint", "manifest.ocdbt", "d/fa0b"),
-    *("ocdbt.process_0/manifest.ocdbt", "ocdbt.process_0/d/fa0b"),
-    *("array_metadatas/process_0", "params.transformer.layer_0.mlp/.zarray"),
-    *("params.transformer.layer_0.mlp/0.0", "params/zarr.json", "params/c/0/0"),
-)
 
 
 @pytest.mark.parametrize("below", ["", "weights/"])
@@ -481,10 +475,6 @@ def test_interrupted_download_is_resumed(hub, origin, monkeypatch, fault, expect
     check_same(fetch(NAME), origin)
     assert SHARD in hub.fetched
     assert "config.json" not in hub.fetched
-
-
-# kagglehub fetches up to this many files one by one, and more of them as one archive.
-MAX_FILES = 25
 
 
 def calls_of(kaggle: KaggleStandIn) -> list[str]:

@@ -30,6 +30,8 @@ from tests.checkpoints.models import write_tiny
 
 SPECIAL = [0, 1, 2, 3, 106, 107]
 TEXTS = ["a quick fox\nand a dog", "<start_of_turn>user\nhi<end_of_turn>", "a a a"]
+KEPT = [0, 3, 4, 5, 17, 40, 41, 99]
+VALUES = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
 
 
 def count(tmp_path, checkpoint=None):
@@ -135,10 +137,6 @@ def test_a_tokenizer_of_another_model_or_none_is_refused(tmp_path):
         change()
         with pytest.raises(CheckpointError, match=message):
             count(tmp_path, open_checkpoint(tmp_path / "small"))
-
-
-KEPT = [0, 3, 4, 5, 17, 40, 41, 99]
-VALUES = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize("block_bytes", [32, 200, 10_000])

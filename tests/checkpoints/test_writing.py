@@ -43,6 +43,17 @@ from tests.checkpoints.models import (
 SIDE_FILES = ["config.json", "generation_config.json"]
 SIDE_FILES += ["tokenizer.model", "tokenizer_config.json"]
 AFTER_THE_WEIGHTS = ("_write_side_files", "_sync")
+ERRORS = {
+    "interrupt": (KeyboardInterrupt(), KeyboardInterrupt, None),
+    "full disk": (OSError(28, "No space left"), CheckpointError, "not written.*No sp"),
+    "value error": (ValueError("RESOURCE"), CheckpointError, "not written: RESOURCE"),
+    "our bug": (AssertionError("bug"), AssertionError, "bug"),
+}
+DTYPES = ("float32", "bfloat16", "float16")
+VALUES = np.random.default_rng(0).standard_normal((37, 5), np.float32) * 100
+CONFIG = tiny_config("2b")
+TENSORS = tiny_tensors(CONFIG, dtype="bfloat16")
+INDEX = "model.safetensors.index.json"
 
 
 def convert(source: Path, destination: Path, to: str, **options: Any) -> None:
@@ -185,14 +196,6 @@ def test_bar_counts_bytes_to_its_end(tmp_path, source, monkeypatch, to, dtype):
     assert counted == options["total"] == written
 
 
-ERRORS = {
-    "interrupt": (KeyboardInterrupt(), KeyboardInterrupt, None),
-    "full disk": (OSError(28, "No space left"), CheckpointError, "not written.*No sp"),
-    "value error": (ValueError("RESOURCE"), CheckpointError, "not written: RESOURCE"),
-    "our bug": (AssertionError("bug"), AssertionError, "bug"),
-}
-
-
 def raising(error: BaseException) -> Callable[..., Any]:
     def fail(*arguments: Any) -> None:
         raise error
@@ -328,10 +331,6 @@ def test_killed_process_leaves_nothing_that_opens(tmp_path, source, step):
         assert open_checkpoint(tmp_path / to).format == to
 
 
-DTYPES = ("float32", "bfloat16", "float16")
-VALUES = np.random.default_rng(0).standard_normal((37, 5), np.float32) * 100
-
-
 @pytest.mark.parametrize("rows", [1, 2, 7, 36, 37, 100])
 @pytest.mark.parametrize("block_bytes", [1, 60, 2**25])
 def test_blocks_have_the_requested_rows(monkeypatch, rows, block_bytes):
@@ -374,11 +373,6 @@ def test_too_large_values_name_the_tensor(source, target, value):
     expected = f"'x' holds {values[2, 1]}, too large for {target} .at most"
     with pytest.raises(CheckpointError, match=expected.replace("+", r"\+")):
         list(cast_blocks("x", each, dtype=find_dtype(target), rows=1))
-
-
-CONFIG = tiny_config("2b")
-TENSORS = tiny_tensors(CONFIG, dtype="bfloat16")
-INDEX = "model.safetensors.index.json"
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray], **options: Any) -> int:

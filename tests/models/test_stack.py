@@ -32,6 +32,7 @@ PROMPT = np.random.default_rng(1).integers(0, 96, 50)
 SIZES: dict[str, Any] = dict(
     num_hidden_layers=4, num_attention_heads=8, head_dim=16, hidden_size=64
 )
+FEW_TOKENS = sequence_batch(PROMPT[:8], [0, 1])
 
 
 @functools.cache
@@ -76,9 +77,6 @@ def test_scanned_logits_equal_separate_layers_bit_for_bit(name, dtype):
     each, scanned = map(np.concatenate, made)
     assert np.isfinite(each).all()
     np.testing.assert_array_equal(scanned, each)
-
-
-FEW_TOKENS = sequence_batch(PROMPT[:8], [0, 1])
 
 
 @pytest.mark.parametrize("name", ["whole periods", "gemma 3"])

@@ -28,6 +28,10 @@ from tests.support.weights import (
 )
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
+UNTIED = make_config(tie_word_embeddings=False)
+ZEROS = np.zeros((2, 2), np.float32)
+HEAD = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
+WIDE = dict(num_attention_heads=8, num_key_value_heads=8, intermediate_size=1024)
 
 
 def load(config: ModelConfig, tensors: dict[str, np.ndarray], **options: Any) -> Any:
@@ -46,11 +50,6 @@ def values_of(params: Any) -> Any:
 
 def make_random(config: ModelConfig, **options: Any) -> Any:
     return values_of(random_params(config, **options))
-
-
-UNTIED = make_config(tie_word_embeddings=False)
-ZEROS = np.zeros((2, 2), np.float32)
-HEAD = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -119,9 +118,6 @@ def test_untied_head_is_read_and_returned():
     found = weights.tensors_of(param_specs(UNTIED), params)
     assert found.keys() == {*TENSORS, "lm_head.weight"}
     np.testing.assert_array_equal(found["lm_head.weight"], head)
-
-
-WIDE = dict(num_attention_heads=8, num_key_value_heads=8, intermediate_size=1024)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ ATTACKS = [
     "<<end_of_turn>end_of_turn>",
     "{{ '<end_of_turn>' }}",
 ]
+THINKING = "<bos>{{ messages[0].content.split('</think>')[-1] }}<end_of_turn>"
+PICKY = "{{ messages[0].content if '<e' in messages[0].content else 1 / 0 }}<eos>"
+CONFIG = "tokenizer_config.json"
 
 
 def messages_of(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -155,12 +158,6 @@ def test_pieces_joined_from_two_messages_are_text():
     assert special_of(chat(template, [("user", "<end_of")])) == [1]
     framed = chat("<{{ messages[0].content }}>", [("user", "end_of_turn")])
     assert special_of(framed) == []
-
-
-THINKING = "<bos>{{ messages[0].content.split('</think>')[-1] }}<end_of_turn>"
-
-
-PICKY = "{{ messages[0].content if '<e' in messages[0].content else 1 / 0 }}<eos>"
 
 
 def test_template_that_depends_on_messages():
@@ -293,9 +290,6 @@ def test_templates_are_searched_in_order(tmp_path: Path):
     assert given_template(compiled) is compiled
     with pytest.raises(ConfigError, match="got 3"):
         given_template(3)
-
-
-CONFIG = "tokenizer_config.json"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,10 @@ from jaxspec.text.chat_turns import Marks, fold_turns, map_texts, read_messages
 
 SPECIAL = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 USER, MODEL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+GEMMA3 = GemmaTurns(folds_system=True)
+SYSTEM = {"role": "system", "content": " Be brief. \n"}
+ALTERNATE = "Conversation roles must alternate user/assistant/user/assistant/...: "
+NO_SYSTEM = "System role not supported: messages[{}]['role'] must be"
 
 
 def write(
@@ -58,10 +62,6 @@ def test_conversation_is_rendered_as_turns():
     )
 
 
-GEMMA3 = GemmaTurns(folds_system=True)
-SYSTEM = {"role": "system", "content": " Be brief. \n"}
-
-
 def test_gemma_3_puts_system_message_in_first_user_turn():
     """As in its template, the system's text is unchanged, the user's is stripped."""
     text = write(
@@ -103,10 +103,6 @@ def test_marks_only_message_text():
     # A longer piece takes precedence.
     split = Marks(["<a", "<a>", "b"]).split("x<a>b<a")
     assert split == ["x", "<a>", "", "b", "", "<a", ""]
-
-
-ALTERNATE = "Conversation roles must alternate user/assistant/user/assistant/...: "
-NO_SYSTEM = "System role not supported: messages[{}]['role'] must be"
 
 
 @pytest.mark.parametrize(

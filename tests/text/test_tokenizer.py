@@ -23,6 +23,7 @@ from tests.support.texts import SPECIAL, is_alike, texts
 BUNDLED = jaxspec_checkpoints.bundled_target()
 MARKERS = DEFAULT_TURNS.markers
 MODEL = (BUNDLED / "tokenizer.model").read_bytes()
+USER = {"role": "user", "content": "a"}
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +66,6 @@ def test_decode_skips_or_shows_special_ids(tokenizer: Tokenizer):
     assert tokenizer.decode([2, last, -1, last + 128]) == ""
     assert tokenizer.convert_ids_to_tokens([last, -1]) == ["", ""]
     assert not tokenizer.is_byte(last) and not tokenizer.is_byte(-1)
-
-
-USER = {"role": "user", "content": "a"}
 
 
 def test_conversation_has_one_bos(tokenizer: Tokenizer):

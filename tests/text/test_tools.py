@@ -32,6 +32,16 @@ READS_TOOLS = (
     "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}"
     "|{% endfor %}{{ tools | length if tools else 'none' }}"
 )
+FIRST = "tools[0]['function']"
+CALLS = "messages[1]['tool_calls']"
+ROM = {"name": "where", "parameters": {"place": "Rom"}}
+DEEP = {"name": "where", "parameters": {"place": "Rom", "more": [{"place": "Oslo"}]}}
+NOW = {"name": "time", "parameters": {}}
+LEAF = {"value": {"$ref": "#/data"}}
+NONE = '{"name": "time", "parameters": {}}'
+ROME = '{"name": "weather", "parameters": {"city": "Rom"}}'
+BOTH = [("weather", '{"city": "Rom"}'), ("time", "{}")]
+PRETTY = json.dumps([json.loads(ROME)], indent=2)
 
 
 def asked(text: str = "Hi") -> dict[str, Any]:
@@ -147,8 +157,6 @@ def test_strict_roles_refuse_tools_without_template():
             write(messages, strict_roles=True, **options)
 
 
-FIRST = "tools[0]['function']"
-CALLS = "messages[1]['tool_calls']"
 INVALID_TOOLS: list[tuple[Any, str]] = [
     *(({}, "tools"), ("f", "tools"), ([{1, 2}], "tools")),
     ([{"function": {"name": "\udfff"}}], "tools"),
@@ -233,11 +241,6 @@ def allows(schema: dict[str, Any], text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-ROM = {"name": "where", "parameters": {"place": "Rom"}}
-DEEP = {"name": "where", "parameters": {"place": "Rom", "more": [{"place": "Oslo"}]}}
-NOW = {"name": "time", "parameters": {}}
-
-
 @pytest.mark.parametrize(
     ("answer", "one", "several"),
     [
@@ -279,7 +282,6 @@ INNER = NODE | {
     "$id": "http://example.org/inner",
     "properties": {**NODE["properties"], "next": {"$ref": "#"}},
 }
-LEAF = {"value": {"$ref": "#/data"}}
 
 
 @pytest.mark.parametrize(
@@ -338,10 +340,6 @@ def read(text: str, step: int = 10**6) -> tuple[str, list[tuple[str, str]]]:
     return words, calls
 
 
-NONE = '{"name": "time", "parameters": {}}'
-ROME = '{"name": "weather", "parameters": {"city": "Rom"}}'
-BOTH = [("weather", '{"city": "Rom"}'), ("time", "{}")]
-PRETTY = json.dumps([json.loads(ROME)], indent=2)
 FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
     # Plain text.
     ("", "", []),

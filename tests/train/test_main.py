@@ -13,6 +13,8 @@ from jaxspec.train.texts import FORMAT, SETTINGS, model_digest
 from jaxspec_checkpoints import bundled_draft
 
 WORDS = "the cat sat on the mat and then the dog ran to the house because it was late"
+START = f"--start {bundled_draft()}"
+FEW_ROWS = "held-out text has 2 rows, but a step takes rows=8: raise tokens or held_"
 
 
 @pytest.fixture(name="data")
@@ -40,10 +42,6 @@ def test_every_method_has_the_common_flags(method):
         [method, "--target", "t", "--data", "d", "--out", "o"]
     )
     assert (options.method, options.steps, options.loss) == (method, 1000, "lk")
-
-
-START = f"--start {bundled_draft()}"
-FEW_ROWS = "held-out text has 2 rows, but a step takes rows=8: raise tokens or held_"
 
 
 @pytest.mark.parametrize(

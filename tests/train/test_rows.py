@@ -17,6 +17,8 @@ from jaxspec.train.target import StateFiles, States, kept_rows, logits_of, targe
 from tests.models.heads import torch_heads as theirs
 from tests.train import tiny
 
+LAYERS = (1, 4)
+
 
 def test_rows_of_the_target_equal_huggingface(monkeypatch):
     monkeypatch.setattr(rows, "BLOCK", 5)  # smaller than a row, and not a divisor of it
@@ -108,9 +110,6 @@ def test_attention_over_rows_has_a_gradient():
     gradient = jax.jit(jax.grad(total))(target.params)
     first = gradient["layers"]["0"]["attention"]["kv_proj"].values
     assert np.isfinite(first).all() and np.abs(first).max() > 0
-
-
-LAYERS = (1, 4)
 
 
 def test_cached_states_are_read_in_any_order(tmp_path, monkeypatch):

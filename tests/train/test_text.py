@@ -32,6 +32,7 @@ from jaxspec_checkpoints import bundled_draft, bundled_target
 TOKENIZER = Tokenizer.from_folder(str(bundled_target()))
 CHAT = f"<start_of_turn>user\nHi there<end_of_turn>\n{ANSWER}Hello."
 LONG = "Once upon a time there was a small dragon who could not sleep at night. " * 12
+PROMPTS = [f"Once upon a time, {number} dogs" for number in range(6)]
 
 
 def write(path, *documents):
@@ -182,9 +183,6 @@ def test_frequent_tokens_are_ordered_for_a_map():
     np.testing.assert_array_equal(frequent_tokens(text, 5, 20), [5, 3, 9, 0, 1])
     found = frequent_tokens(text, 5, 20, first=[1, 9, 1, 30])
     np.testing.assert_array_equal(found, [1, 9, 5, 3, 0])
-
-
-PROMPTS = [f"Once upon a time, {number} dogs" for number in range(6)]
 
 
 @pytest.fixture(name="arguments")

@@ -22,6 +22,11 @@ from tests.train import tiny
 pytestmark = pytest.mark.usefixtures("relaxed_promotion")
 slow = pytest.mark.slow
 STEPS, ROWS = 4, 4
+RANDOM = np.random.default_rng(0)
+TARGET, DRAFT = RANDOM.normal(0, 2, (2, 6, 9)).astype(np.float32)
+LOG_SUM = np.log(np.exp(TARGET).sum(-1))
+KEPT = np.array([1, 2, 5, 8])
+COUNTED = np.array([True, False, True, True, True, False])
 
 
 def make_trainer(method=None, target=None, **changes) -> Trainer:
@@ -184,13 +189,6 @@ def test_every_epoch_has_every_row_once():
 def test_wrong_schedules_are_named(change, named):
     with pytest.raises(ConfigError, match=named):
         make_trainer(**change)
-
-
-RANDOM = np.random.default_rng(0)
-TARGET, DRAFT = RANDOM.normal(0, 2, (2, 6, 9)).astype(np.float32)
-LOG_SUM = np.log(np.exp(TARGET).sum(-1))
-KEPT = np.array([1, 2, 5, 8])
-COUNTED = np.array([True, False, True, True, True, False])
 
 
 def compared(draft, target=TARGET):

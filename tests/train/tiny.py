@@ -31,6 +31,10 @@ from tests.support.oracles import TINY, hf_tensors, make_hf_model, model_config
 VOCAB, HIDDEN = int(TINY["vocab_size"]), int(TINY["hidden_size"])
 DRAFT_VOCAB, LENGTH = 40, 12
 IDS = np.arange(0, 2 * DRAFT_VOCAB, 2)
+LAYER: dict[str, Any] = dict(target_hidden_size=HIDDEN, vocab_size=VOCAB)
+LAYER |= dict(hidden_size=HIDDEN, intermediate_size=32)
+LAYER |= dict(num_q_heads=4, num_kv_heads=2, head_dim=8)
+LAYER |= dict(rms_norm_eps=1e-5, rope_theta=10000.0)
 
 
 @cache
@@ -88,12 +92,6 @@ def make_text(rows: int, seed: int = 0) -> Text:
         ids = (random.integers(VOCAB) + 7 * np.arange(random.integers(8, 16))) % VOCAB
         documents.append((ids.tolist(), int(random.integers(0, 3))))
     return pack(documents, LENGTH)
-
-
-LAYER: dict[str, Any] = dict(target_hidden_size=HIDDEN, vocab_size=VOCAB)
-LAYER |= dict(hidden_size=HIDDEN, intermediate_size=32)
-LAYER |= dict(num_q_heads=4, num_kv_heads=2, head_dim=8)
-LAYER |= dict(rms_norm_eps=1e-5, rope_theta=10000.0)
 
 
 def eagle_method() -> EagleMethod:

@@ -25,6 +25,10 @@ from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
 from tests.support.oracles import sequence_batch
 
+PAGE_SIZE, PASSES, COUNT = 4, 3, 7
+RANDOM = torch.Generator().manual_seed(2)
+EMBEDDING = torch.randn(theirs.VOCAB, theirs.HIDDEN, generator=RANDOM)
+
 
 def target_config(**changes: Any) -> Any:
     sizes: dict[str, Any] = dict(model_type="gemma2", vocab_size=theirs.VOCAB)
@@ -45,9 +49,6 @@ HEADS = {
     ),
     "dflash": DFlashConfig.from_file(theirs.dflash_speculators_config(), ()),
 }
-PAGE_SIZE, PASSES, COUNT = 4, 3, 7
-RANDOM = torch.Generator().manual_seed(2)
-EMBEDDING = torch.randn(theirs.VOCAB, theirs.HIDDEN, generator=RANDOM)
 
 
 def load(folder: Path, **options: Any) -> Any:

@@ -42,6 +42,10 @@ from tests.support.oracles import (
     sequence_batch,
 )
 
+NUM_HEADS, BLOCKS = 3, 2
+MEDUSA_RANDOM = torch.Generator().manual_seed(3)
+ROWS = torch.randn(5, theirs.HIDDEN, generator=MEDUSA_RANDOM)
+
 
 @pytest.mark.parametrize(
     ("form", "has_bias", "has_embedding"),
@@ -203,11 +207,6 @@ def test_head_needs_the_targets_width_and_vocabulary(changes, message):
     wide = dict(target_hidden_size=32, hidden_size=32, has_embedding=True)
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **wide | changes)
-
-
-NUM_HEADS, BLOCKS = 3, 2
-MEDUSA_RANDOM = torch.Generator().manual_seed(3)
-ROWS = torch.randn(5, theirs.HIDDEN, generator=MEDUSA_RANDOM)
 
 
 def medusa_logits(folder) -> tuple[MedusaConfig, list[np.ndarray]]:

@@ -24,6 +24,10 @@ from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
 from tests.models.heads.targets import HEADS, load, target_config
 
+FLOAT32 = jnp.dtype(jnp.float32)
+NAMES: dict[str, Any] = {"target_name": "tiny", "architecture": "Gemma2ForCausalLM"}
+D2T = torch.zeros(19, dtype=torch.int64)
+
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_another_target_is_rejected(kind):
@@ -150,11 +154,6 @@ def test_errors_name_the_folder(tmp_path):
         read_head(tmp_path / "nowhere")
 
 
-FLOAT32 = jnp.dtype(jnp.float32)
-
-NAMES: dict[str, Any] = {"target_name": "tiny", "architecture": "Gemma2ForCausalLM"}
-
-
 @pytest.fixture(name="folder")
 def _folder(tmp_path):
     tensors = theirs.eagle3_tensors()
@@ -220,9 +219,6 @@ def test_a_head_is_split_over_devices(folder):
     assert split["lm_head"].values.addressable_shards[0].data.shape == (10, 24)
     for name in ("fc", "lm_head"):
         np.testing.assert_array_equal(split[name].values, whole[name].values)
-
-
-D2T = torch.zeros(19, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
