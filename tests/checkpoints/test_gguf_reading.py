@@ -251,15 +251,15 @@ def random_blocks(kind: BlockType, count: int) -> np.ndarray:
     return random.integers(0, 256, (count, kind.num_bytes), np.uint8)
 
 
-@pytest.mark.parametrize("number", TYPES, ids=lambda number: TYPES[number].name)
-def test_names_and_sizes_are_those_of_ggml(number):
-    kind = TYPES[number]
-    assert Q(number).name == kind.name
-    sizes = gguf.GGML_QUANT_SIZES[Q(number)]
-    assert sizes == (kind.num_elements, kind.num_bytes)
-
-
-def test_other_types_are_not_read_or_not_split():
+def test_names_and_sizes_of_types_are_those_of_ggml():
+    for number, kind in TYPES.items():
+        sizes = gguf.GGML_QUANT_SIZES[Q(number)]
+        assert (Q(number).name, *sizes) == (
+            kind.name,
+            kind.num_elements,
+            kind.num_bytes,
+        )
+    # Other types are not read, or not split.
     theirs = {kind.value: kind.name for kind in Q}
     assert {n: OTHER_TYPES.get(n, name) for n, name in theirs.items()} == theirs
     assert not OTHER_TYPES.keys() & TYPES.keys()

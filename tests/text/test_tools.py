@@ -114,6 +114,9 @@ def test_calls_and_results_are_turns():
     for arguments in ("", None, {}, "{}"):
         (_, turn) = rendered([asked(), called(arguments)])
         assert turn == ("assistant", '[{"name": "weather", "parameters": {}}]')
+    # Calls of earlier turns are rendered in the format of generated calls.
+    (_, (_, text)) = rendered([asked(), called('{"city": "}\\"{"}')])
+    assert read(text) == ("", [("weather", '{"city": "}\\"{"}')])
 
 
 def test_only_assistant_messages_may_lack_content():
@@ -402,12 +405,6 @@ FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
 def test_parses_text_and_calls(text: str, words: str, calls: Any):
     for step in (1, 2, 3, 7, 10**6):
         assert read(text, step) == (words, calls), step
-
-
-def test_rendered_calls_can_be_parsed():
-    """Calls of earlier turns are rendered in the format of generated calls."""
-    (_, (_, text)) = rendered([asked(), called('{"city": "}\\"{"}')])
-    assert read(text) == ("", [("weather", '{"city": "}\\"{"}')])
 
 
 def test_parsing_is_independent_of_pieces(unchecked_types: None):
