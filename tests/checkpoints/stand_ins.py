@@ -99,6 +99,14 @@ class StandIn:
         found = [path.match(one.path) for one in self.asked if one.method == "GET"]
         return {match[1] for match in found if match}
 
+    @property
+    def sent(self) -> dict[str, set[str]]:
+        """Return the authorizations that were sent, by host."""
+        found: dict[str, set[str]] = {}
+        for asked in self.asked:
+            found.setdefault(asked.host.split(":")[0], set()).add(asked.authorization)
+        return found
+
 
 @contextmanager
 def serve(stand_in: StandIn) -> Iterator[None]:

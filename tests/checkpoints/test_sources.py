@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,17 +181,25 @@ def stand_in(request: pytest.FixtureRequest, service: str) -> StandIn:
     return request.getfixturevalue(service)
 
 
-def test_wrong_arguments_of_the_hub(hub: HubStandIn):
+def test_wrong_names_and_arguments_are_errors(hub: HubStandIn, kaggle: KaggleStandIn):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"name": "google/none"}, "no such repository, or it is private (404)"),
         ({"revision": "v7"}, "no revision 'v7'"),
         ({"token": "hf_wrong"}, "the token is not valid"),
         ({"token": True}, "run `hf auth login`"),
         ({"name": "google/a--b"}, "cannot be the id of a repository"),
+        ({"name": "google/tiny/flax/other"}, "no such model"),
+        ({"name": "google/none/flax/tiny-2b"}, "no such model"),
+        ({"name": f"{TINY_HANDLE}/7"}, "framework, variation or version (404)"),
+        (
+            {"name": "google/tiny/keras/tiny-2b"},
+            "one of flax, jax, transformers, other",
+        ),
+        ({"name": "no/such/folder/here"}, "one of flax, jax, transformers, other"),
     ]
     for arguments, expected in cases:
         assert expected in fetch_message(**{"name": NAME} | arguments)
-    assert hub.fetched == set()
+    assert hub.fetched == kaggle.fetched == set()
 
 
 @pytest.mark.parametrize("call", [0, 1])
@@ -273,54 +282,43 @@ def test_disk_errors_are_reported(monkeypatch, tmp_path, service):
         assert caught.value is error
 
 
-class XetStandIn(HubStandIn):
-    """A hub whose weights are in Xet storage; the storage refuses to send them."""
-
-    def answer(self, asked: Asked) -> Answer:
-        here = f"http://127.0.0.1:{self.port}"
-        if "xet-read-token" in asked.path:
-            expiry = str(int(time.time()) + 3600)
-            headers = {"X-Xet-Cas-Url": here, "X-Xet-Access-Token": "short-lived"}
-            return 200, headers | {"X-Xet-Token-Expiration": expiry}, b"{}"
-        status, headers, content = super().answer(asked)
-        if "X-Linked-Etag" in headers:
-            route = f"{here}/api/models/{NAME}/xet-read-token/{COMMIT}"
-            headers |= {"X-Xet-Hash": "ab" * 32, "X-Xet-Refresh-Route": route}
-        return status, headers, content
+def xet_answer(hub: HubStandIn, asked: Asked) -> Answer:
+    """Answer like a hub with weights in Xet storage, which refuses to send them."""
+    here = f"http://127.0.0.1:{hub.port}"
+    if "xet-read-token" in asked.path:
+        expiry = str(int(time.time()) + 3600)
+        headers = {"X-Xet-Cas-Url": here, "X-Xet-Access-Token": "short-lived"}
+        return 200, headers | {"X-Xet-Token-Expiration": expiry}, b"{}"
+    status, headers, content = HubStandIn.answer(hub, asked)
+    if "X-Linked-Etag" in headers:
+        route = f"{here}/api/models/{NAME}/xet-read-token/{COMMIT}"
+        headers |= {"X-Xet-Hash": "ab" * 32, "X-Xet-Refresh-Route": route}
+    return status, headers, content
 
 
-class PortalStandIn(HubStandIn):
-    """A network that answers every request with its login page."""
-
-    def answer(self, asked: Asked) -> Answer:
-        return 200, {"Content-Type": "text/html"}, b"<html>Please log in</html>"
+def portal_answer(hub: HubStandIn, asked: Asked) -> Answer:
+    """Answer every request with a login page."""
+    return 200, {"Content-Type": "text/html"}, b"<html>Please log in</html>"
 
 
-class MirrorStandIn(HubStandIn):
-    """A mirror whose answers lack the header that names the commit."""
-
-    def answer(self, asked: Asked) -> Answer:
-        status, headers, content = super().answer(asked)
-        headers.pop("X-Repo-Commit", None)
-        return status, headers, content
+def mirror_answer(hub: HubStandIn, asked: Asked) -> Answer:
+    """Answer without the header that names the commit."""
+    status, headers, content = HubStandIn.answer(hub, asked)
+    headers.pop("X-Repo-Commit", None)
+    return status, headers, content
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("answer", "expected"),
     [
-        (XetStandIn, "the download broke off (Task error"),
-        (PortalStandIn, NO_HUB),
-        (MirrorStandIn, NO_HUB),
+        (xet_answer, "the download broke off (Task error"),
+        (portal_answer, NO_HUB),
+        (mirror_answer, NO_HUB),
     ],
 )
-def test_answers_of_other_servers_are_reported(
-    origin: Path, refused: list[str], monkeypatch, kind, expected
-):
-    stand_in = kind(files=files_of(origin))
-    with serve(stand_in):
-        point_hub_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
-        assert expected in fetch_message(NAME)
-    assert refused == []
+def test_answers_of_other_servers_are_reported(hub, monkeypatch, answer, expected):
+    monkeypatch.setattr(hub, "answer", partial(answer, hub))
+    assert expected in fetch_message(NAME)
 
 
 @pytest.mark.parametrize("names", [["config.json", "pytorch_model.bin"], ["a.gguf"]])
@@ -339,7 +337,11 @@ def check_same(folder: Path, origin: Path) -> None:
     assert open_checkpoint(folder).config == open_checkpoint(origin).config
 
 
-def test_downloaded_model_opens(hub: HubStandIn, origin: Path, tmp_path: Path):
+def test_downloaded_model_opens(hub: HubStandIn, origin, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    message = fetch_message(NAME)
+    assert "HF_HUB_OFFLINE is set and the cache has no whole copy" in message
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     folder = fetch(NAME)
     assert folder.is_relative_to(tmp_path / "cache")
     assert (folder / "config.json").is_symlink()
@@ -347,6 +349,12 @@ def test_downloaded_model_opens(hub: HubStandIn, origin: Path, tmp_path: Path):
     hub.asked.clear()
     assert fetch(NAME) == folder
     assert hub.fetched == set()
+    hub.asked.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert fetch(NAME) == folder
+    check_same(folder, origin)
+    assert hub.asked == []
     # Move the blobs to a folder that models share, as the library does with all files
     # from Xet storage.
     for blob in (folder.parents[1] / "blobs").iterdir():
@@ -436,24 +444,9 @@ def test_the_token_goes_to_the_hub_only(hub, origin, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     hub.asked.clear()
     check_same(fetch(NAME, token=TOKEN), origin)
-    sent = {}
-    for asked in hub.asked:
-        sent.setdefault(asked.host.split(":")[0], set()).add(asked.authorization)
+    sent = hub.sent
     sent["127.0.0.1"].discard("")  # the library's requests about itself
     assert sent == {"127.0.0.1": {f"Bearer {TOKEN}"}, "localhost": {""}}
-
-
-def test_offline_mode_uses_a_cached_copy_or_is_an_error(hub, origin, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    message = fetch_message(NAME)
-    assert "HF_HUB_OFFLINE is set and the cache has no whole copy" in message
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    folder = fetch(NAME)
-    hub.asked.clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch(NAME) == folder
-    check_same(folder, origin)
-    assert hub.asked == []
 
 
 @pytest.mark.parametrize(
@@ -481,9 +474,7 @@ def calls_of(kaggle: KaggleStandIn) -> list[str]:
     return [asked.path.rsplit("/", 1)[-1] for asked in kaggle.asked]
 
 
-def test_downloaded_model_of_kaggle_opens(
-    kaggle: KaggleStandIn, origin: Path, tmp_path: Path
-):
+def test_downloaded_model_of_kaggle_opens(kaggle, origin, tmp_path):
     folder = fetch(TINY_HANDLE)
     assert folder == tmp_path / "cache/models" / TINY_HANDLE / "2"
     check_same(folder, origin)
@@ -547,22 +538,7 @@ def test_a_login_is_used_and_sent_to_kaggle_only(kaggle, origin, monkeypatch):
     kaggle.accepted = True
     kaggle.asked.clear()
     check_same(fetch(TINY_HANDLE, token="of the other service"), origin)
-    sent: dict[str, set[str]] = {}
-    for asked in kaggle.asked:
-        sent.setdefault(asked.host.split(":")[0], set()).add(asked.authorization)
-    assert sent == {"127.0.0.1": {f"Bearer {KAGGLE_TOKEN}"}, "localhost": {""}}
-
-
-def test_wrong_names_are_errors(kaggle: KaggleStandIn):
-    for name, expected in (
-        ("google/tiny/flax/other", "no such model"),
-        ("google/none/flax/tiny-2b", "no such model"),
-        (f"{TINY_HANDLE}/7", "no such model, framework, variation or version (404)"),
-        ("google/tiny/keras/tiny-2b", "one of flax, jax, transformers, other"),
-        ("no/such/folder/here", "one of flax, jax, transformers, other"),
-    ):
-        assert expected in fetch_message(name)
-    assert kaggle.fetched == set()
+    assert kaggle.sent == {"127.0.0.1": {f"Bearer {KAGGLE_TOKEN}"}, "localhost": {""}}
 
 
 @pytest.mark.parametrize(
