@@ -99,19 +99,6 @@ def test_blocks_over_rows_equal_blocks_after_every_token(monkeypatch):
         np.testing.assert_allclose(ours, wanted[1:], atol=1e-4)
 
 
-@pytest.mark.slow
-def test_attention_over_rows_has_a_gradient():
-    target = tiny.make_target()
-    tokens = jnp.asarray(tiny.make_text(1).tokens)
-
-    def total(params):
-        return target_states(target, params, tokens, ()).rows.sum()
-
-    gradient = jax.jit(jax.grad(total))(target.params)
-    first = gradient["layers"]["0"]["attention"]["kv_proj"].values
-    assert np.isfinite(first).all() and np.abs(first).max() > 0
-
-
 def test_cached_states_are_read_in_any_order(tmp_path, monkeypatch):
     target, text = tiny.make_target(), tiny.make_text(5)
     files = StateFiles(tmp_path / "states", target, LAYERS)

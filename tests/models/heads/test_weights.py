@@ -70,7 +70,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (dict(rope_scaling=dict(rope_type="llama3")), "rope_type must be 'default'"),
     (dict(rope_parameters=dict(partial_rotary_factor=0.25)), "must be 1.0, got 0.25"),
     *(
-        (dict(rope_parameters={kind: {}}), "must be one object for all layers")
+        (dict(rope_parameters={kind: dict(rope_theta=9)}), "be one object for all")
         for kind in ("full_attention", "sliding_attention")
     ),
     (
