@@ -45,10 +45,8 @@ GREEDY: dict[str, Any] = dict(
     kind="greedy", prompt=PROMPTS[1], num_tokens=24, exact_in=["float32"], margin=1e-3
 )
 # Longer than the window of 128.
-LONG: dict[str, Any] = dict(
-    prefix="The sun was warm and the sky was blue. ", num_prefixes=20
-)
-LONG |= {name: GREEDY[name] for name in GREEDY} | dict(prompt="In the morning")
+LONG = GREEDY | dict(prompt="In the morning", num_prefixes=20)
+LONG |= dict(prefix="The sun was warm and the sky was blue. ")
 Change = tuple[str, Any]  # path of an entry, and its new value or a function of the old
 
 
