@@ -1,6 +1,13 @@
-"""Limits on the number of waiting requests, beyond which others are refused."""
+"""Limits on the number of waiting requests, beyond which others are refused.
+
+Under overload, admitted requests get correct answers and others are refused.
+"""
 
 import asyncio
+import random
+import statistics
+import time
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -9,7 +16,8 @@ import pytest
 from jaxspec.serve.admission import MAX_RETRY_S, Admission
 from jaxspec.serve.errors import OverloadedError
 from jaxspec.serve.settings import ServerSettings
-from tests.support.serving import COMPLETIONS, PROMPT, error_of, serve_http
+from tests.support.fake_engines import letters, said
+from tests.support.serving import COMPLETIONS, PROMPT, error_of, serve_http, site_of
 
 
 def admission(**limits: Any) -> Admission:
@@ -75,3 +83,107 @@ def test_refuses_excess_and_serves_admitted(is_stream: bool):
         assert f"{name}{{{labels}}} 5.0" in metrics
 
     serve_http(ask, settings={"max_num_queued_reqs": 2}, delay_s=0.02)
+
+
+PLACES = 4
+ENGINE = {"max_num_seqs": PLACES, "num_pages": 96}
+QUEUE_LENGTH = 6
+# Numbers of tokens of the prompts.
+LENGTHS = (3, 6, 15)
+NUM_TOKENS = 12
+# Requests are sent at this multiple of the server's capacity.
+FACTOR = 5.0
+GOAL_RECOVERY_S = 10.0
+# The server has recovered once a request takes at most this multiple of the usual time.
+NORMAL = 2.0
+
+
+class Load:
+    """A client of one server that records the outcomes of its requests.
+
+    Attributes:
+        took_s: Seconds of each answered request.
+        refused_s: Seconds of each refused request.
+        others: Counts of all other outcomes, by name.
+        max_inside: Maximum number of running and waiting requests at one time.
+    """
+
+    def __init__(self, client: httpx.AsyncClient):
+        self._client = client
+        self._random = random.Random(0)
+        self.took_s, self.refused_s = list[float](), list[float]()
+        self.others = Counter[str]()
+        self.max_inside = 0
+
+    async def ask(self) -> float:
+        """Send one request, and record its outcome; return its seconds."""
+        length = self._random.choice(LENGTHS)
+        body = {"prompt": letters([2, 3, 4] * (length // 3)), "max_tokens": NUM_TOKENS}
+        body |= {"temperature": 0, "ignore_eos": True}
+        start = time.monotonic()
+        try:
+            response = await self._client.post(COMPLETIONS, json=body)
+        except httpx.TransportError as error:
+            self.others[type(error).__name__] += 1
+            return 0.0
+        took_s, status = time.monotonic() - start, response.status_code
+        text = letters(said(length + NUM_TOKENS - 3)[length - 3 :])
+        if status == 503 and "retry-after" in response.headers:
+            self.refused_s.append(took_s)
+        elif status != 200:
+            self.others[str(status)] += 1
+        elif response.json()["choices"][0]["text"] != text:
+            self.others["wrong text"] += 1
+        else:
+            self.took_s.append(took_s)
+        return took_s
+
+    async def flood(self, rate: float, seconds: float) -> None:
+        """Send requests at a rate, with Poisson gaps, without waiting for responses."""
+        start, due = time.monotonic(), 0.0
+        watching = asyncio.create_task(self._watch())
+        async with asyncio.TaskGroup() as group:
+            while (due := due + self._random.expovariate(rate)) < seconds:
+                await asyncio.sleep(start + due - time.monotonic())
+                group.create_task(self.ask())
+        watching.cancel()
+
+    async def _watch(self) -> None:
+        names = ("vllm:num_requests_waiting{", "vllm:num_requests_running{")
+        while True:
+            lines = (await self._client.get("/metrics")).text.splitlines()
+            counts = [
+                float(line.split()[-1]) for line in lines if line.startswith(names)
+            ]
+            self.max_inside = max(self.max_inside, int(sum(counts)))
+            await asyncio.sleep(0.5)
+
+    async def recovery_s(self, usual_s: float) -> float:
+        """Return the number of seconds until requests take no longer than usual."""
+        start, normal_since = time.monotonic(), 0.0
+        while time.monotonic() < start + 50 * usual_s:
+            if await self.ask() > NORMAL * usual_s:
+                normal_since = time.monotonic() - start
+        return normal_since
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [2, 24])
+def test_server_survives_overload_by_factor_five(seconds: int):
+    async def overload(url: str) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=300) as http:
+            load = Load(http)
+            usual_s = statistics.median([await load.ask() for _ in range(10)])
+            await load.flood(FACTOR * PLACES / usual_s, seconds)
+            median_s = statistics.median(load.took_s)
+            assert len(load.refused_s) > len(load.took_s) > seconds * 4
+            assert statistics.median(load.refused_s) < median_s
+            assert QUEUE_LENGTH <= load.max_inside <= QUEUE_LENGTH + PLACES
+            num_refused = len(load.refused_s)
+            assert await load.recovery_s(usual_s) < GOAL_RECOVERY_S
+            assert (len(load.refused_s), not load.others) == (num_refused, True)
+
+    with site_of(ENGINE, max_num_queued_reqs=QUEUE_LENGTH) as site:
+        site.delay_s = 0.02
+        asyncio.run(overload(site.url))

@@ -5,19 +5,28 @@ then the server's own, and the texts of the streams are known in advance.
 """
 
 import asyncio
+import dataclasses
 import json
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
 
 from jaxspec.serve.middleware import MAX_MARKS
 from jaxspec.serve.requests.protocol import MAX_ENTRIES, MAX_FIELDS
 from jaxspec.serve.settings import DEFAULT_MAX_BODY_BYTES
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec_checkpoints import bundled_target
 from tests.support.fake_engines import letters, said
+from tests.support.loops import MODEL
 from tests.support.serving import (
     CHAT,
     COMPLETIONS,
@@ -312,3 +321,80 @@ def test_refuses_bad_requests_quickly_without_disturbing_streams():
     assert not faults, "\n".join(faults)
     # Most refusals are also fast by wall time, however busy the machine is.
     assert statistics.median(asked.waited_s) <= 5 * LIMIT_S
+
+
+# Deterministic: every run generates the same requests.
+GIVEN: dict[str, Any] = dict(
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list[Any](HealthCheck),
+)
+# A generated body usually has some field out of range, so each field is also sent
+# alone.
+ALONE: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Once"},
+    CHAT: {"messages": [{"role": "user", "content": "Once"}]},
+    "/v1/responses": {"input": "Once"},
+}
+
+
+class Sender:
+    """Sends generated requests, and counts the statuses of their responses.
+
+    Attributes:
+        statuses: Counts of statuses by endpoint.
+        faults: Requests that were answered with a 5xx status.
+    """
+
+    def __init__(self, client: httpx.Client):
+        self._client = client
+        self.statuses: dict[str, Counter[int]] = {}
+        self.faults: list[str] = []
+
+    def ask(self, case: Any) -> None:
+        self._record(case, case.call(timeout=30).status_code, case.as_curl_command())
+        path = case.operation.path
+        if path in ALONE and isinstance(case.body, dict):
+            for name, value in case.body.items():
+                body = json.dumps(ALONE[path] | {"max_tokens": 4, name: value})
+                headers = {"content-type": "application/json"}
+                response = self._client.post(path, content=body, headers=headers)
+                self._record(case, response.status_code, f"{path} {body}")
+
+    def _record(self, case: Any, status: int, request: str) -> None:
+        self.statuses.setdefault(case.operation.label, Counter())[status] += 1
+        if status >= 500:
+            self.faults.append(f"{status}: {request}")
+
+
+# Hypothesis warns when the global state of `random` has changed while a strategy drew.
+# The server's threads run in this process and may have changed it.
+@pytest.mark.filterwarnings(
+    "ignore:Do not use the `random` module inside strategies"
+    ":hypothesis.errors.HypothesisDeprecationWarning"
+)
+# Number of generated requests per endpoint and mode.
+@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_no_request_gets_5xx(count: int):
+    tokenizer = Tokenizer.from_folder(bundled_target())
+    model = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size)
+    changes = {"model_config": model, "draft_model_config": model}
+    with (
+        site_of(changes, tokenizer=tokenizer) as site,
+        httpx.Client(base_url=site.url, timeout=30) as client,
+    ):
+        asking = Sender(client)
+        schema = schemathesis.openapi.from_url(f"{site.url}openapi.json")
+        for result in schema.get_all_operations():
+            operation: Any = result.ok()  # pyright: ignore[reportAttributeAccessIssue]
+            # A request without a body cannot be invalid.
+            has_body = "requestBody" in operation.definition.raw
+            modes = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+            for mode in modes if has_body else modes[:1]:
+                cases = operation.as_strategy(generation_mode=mode)
+                settings(max_examples=count, **GIVEN)(given(cases)(asking.ask))()
+    assert not asking.faults, "\n".join(asking.faults)
+    for path in ALONE:
+        found = asking.statuses[f"POST {path}"]
+        assert min(found[200], found[400]) > 0, asking.statuses

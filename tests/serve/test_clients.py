@@ -94,11 +94,10 @@ def test_code_of_server_page_runs(stage: Stage, client: str, python: Any):
 def test_litellm(site: Site):
     # Otherwise litellm would fetch a price list from the network.
     environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    words = [CLIENTS / "python", HERE / "litellm_calls.py", site.url[:-1], "model"]
-    found = json.loads(run(words, environment).splitlines()[-1])
-    text = letters(said(9))
+    calls = [HERE / "clients" / "calls.py", "litellm", site.url[:-1], "more"]
+    found = json.loads(run([CLIENTS / "python", *calls], environment).splitlines()[-1])
     same = ("whole", "streamed", "asynchronous", "completion")
-    assert [found[name] for name in same] == [text] * 4
+    assert [found[name] for name in same] == [letters(said(9))] * 4
     assert (found["reason"], found["tokens"]) == ("length", 9)
     assert found["too_long"] in ("BadRequestError", "ContextWindowExceededError")
     assert found["stranger"] == "AuthenticationError"

@@ -1,13 +1,17 @@
-"""Development endpoints are off by default, and have the documented effects."""
+"""Development endpoints, and SGLang's for the corpora of suffix drafts.
+
+Development endpoints are off by default, and have the documented effects.
+"""
 
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from jaxspec import __version__
-from tests.support.fake_engines import letters, said
+from tests.support.fake_engines import letters, said, with_suffix
 from tests.support.serving import COMPLETIONS, PROMPT, Client, error_of, server
 
 BODY = {"prompt": PROMPT, "max_tokens": 80}
@@ -121,3 +125,75 @@ def test_server_info(monkeypatch: pytest.MonkeyPatch):
         assert text["vllm_env"] == {"VLLM_BATCH_INVARIANT": False}
         assert text["system_env"]["jaxspec_version"] == __version__
         assert http.get("/server_info?config_format=xml").status_code == 400
+
+
+ADD, REMOVE = "/add_external_corpus", "/remove_external_corpus"
+LIST = "/list_external_corpora"
+
+
+@pytest.fixture
+def corpora() -> Iterator[Client]:
+    with server({"change": with_suffix}) as http:
+        yield http
+
+
+def counts(http: Client) -> Any:
+    listed = http.get(LIST).json()
+    assert listed.pop("success") and listed.pop("message") == ""
+    return listed["corpus_token_counts"]
+
+
+def test_corpora_are_added_listed_and_removed(corpora: Client):
+    runner: Any = corpora.site.engine.engine.runner
+    asked = {"corpus_id": "a", "documents": [letters([2, 3]), letters([4])]}
+    answer = corpora.ask(ADD, **asked)
+    assert answer == {
+        "success": True,
+        "corpus_id": "a",
+        "message": "Loaded corpus 'a' with 3 tokens.",
+        "loaded_token_count": 3,
+    }
+    answer = corpora.ask(ADD, token_chunks=[[5, 6]], cache_salt="s")
+    name = answer["corpus_id"]
+    assert counts(corpora) == {"a": 3, name: 2}
+    # One entry for each key of the two places with tokens before and after.
+    assert (runner.corpora > 0).any(axis=2).sum() == 4
+    assert corpora.ask(COMPLETIONS, prompt=PROMPT, max_tokens=2)
+    assert corpora.ask(REMOVE, corpus_id="a")["success"]
+    assert counts(corpora) == {name: 2}
+    assert (runner.corpora > 0).any(axis=2).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (ADD, {"corpus_id": "a", "file_path": "/etc/passwd"}, "file_path"),
+        (ADD, {"corpus_id": "a"}, "documents"),
+        (ADD, {"documents": ["a"], "token_chunks": [[2]]}, "documents"),
+        (ADD, {"token_chunks": [[2] * 9]}, "documents"),
+        (ADD, {"token_chunks": [[99]]}, "token_chunks"),
+        (REMOVE, {"corpus_id": "none"}, "corpus_id"),
+        (REMOVE, {}, "corpus_id"),
+    ],
+)
+def test_invalid_requests_are_refused(corpora: Client, path: str, body: Any, name: str):
+    assert corpora.refusal(path, body)["param"] == name
+    assert counts(corpora) == {}
+
+
+def test_refused_documents_are_not_tokenized(corpora: Client, monkeypatch):
+    corpora.ask(ADD, corpus_id="a", documents=[PROMPT])
+    monkeypatch.setattr(corpora.site.engine.engine.tokenizer, "encode", None)
+    refused = corpora.refusal(ADD, {"corpus_id": "a", "documents": [PROMPT]})
+    assert refused["param"] == "corpus_id"
+    body = r'{"documents": [""], "cache_salt": "\ud800"}'
+    headers = {"Content-Type": "application/json"}
+    response = corpora.post(ADD, content=body, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "cache_salt"
+
+
+def test_other_methods_have_no_corpora(http: Client):
+    refused = http.refusal(ADD, {"documents": [PROMPT]})
+    assert "suffix_decoding_max_corpus_tokens" in refused["message"]
+    assert counts(http) == {}

@@ -1,9 +1,10 @@
-"""The command line and the flag file are parsed to options."""
+"""The command line, the flag file, the settings, and the start of the program."""
 
 import dataclasses
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,10 @@ from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.engine.vllm_arguments import VLLM_ENGINE_FLAGS
 from jaxspec.errors import ConfigError
-from jaxspec.serve.flags import (
-    Options,
-    make_parser,
-    read_flags,
-    read_values,
-)
+from jaxspec.serve import __main__ as program
+from jaxspec.serve.flags import Options, make_parser, read_flags, read_values
 from jaxspec.serve.settings import ServerSettings
+from tests.support.processes import run_python
 
 SECRET_FILES = ["api-key: [hush", "api-key=hush", "api-key: hush\n  x: 1", "- hush"]
 
@@ -46,19 +44,6 @@ def test_defaults_equal_engine_args():
             assert getattr(engine, item.name) == item.default, item.name
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "m --speculative-model d --num-speculative-tokens 3 --tensor-parallel-size 2",
-        "--model m --speculative_model=d --num_speculative_tokens=3 -tp 2",
-    ],
-)
-def test_flag_spellings_of_scripts(arguments: str):
-    engine = read(*arguments.split()).engine
-    assert (engine.model, engine.speculative_model) == ("m", "d")
-    assert (engine.num_speculative_tokens, engine.tensor_parallel_size) == (3, 2)
-
-
 def test_length_has_a_unit_or_is_chosen_automatically():
     for text, length in (("8k", 8000), ("8K", 8192), ("auto", -1)):
         assert read("m", "--max-model-len", text).engine.max_model_len == length
@@ -83,11 +68,12 @@ def test_spellings_of_speculation_are_equivalent():
 def test_parses_every_kind_of_value():
     words = "m --trust-remote-code --no-enable-prefix-caching --swap-space 2 --hf-token"
     words += " --served-model-name a b --api-key k l --max-request-s 1.5"
-    words += " --max-num-queued-reqs 7 --shutdown-timeout 3"
+    words += " --max-num-queued-reqs 7 --shutdown-timeout 3 -tp 2"
     options = read(*words.split(), "--allowed-origins", '["*"]')
     engine, settings = options.engine, options.settings
     assert (engine.trust_remote_code, engine.enable_prefix_caching) == (True, False)
     assert (engine.swap_space, engine.hf_token) == (2.0, True)
+    assert engine.tensor_parallel_size == 2
     assert engine.served_model_name == ["a", "b"]
     expected = ServerSettings(
         served_model_names=("a", "b"),
@@ -99,10 +85,6 @@ def test_parses_every_kind_of_value():
     assert settings == expected
     assert settings.model_name == "a"
     assert options.shutdown_timeout == 3
-    assert (settings.enable_auto_tool_choice, settings.tool_call_parser) == (
-        False,
-        "gemma",
-    )
     words = "m --enable-auto-tool-choice --tool-call-parser gemma"
     words += " --exclude-tools-when-tool-choice-none"
     assert read(*words.split()).settings.enable_auto_tool_choice
@@ -204,3 +186,67 @@ def test_dev_mode_from_environment(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("VLLM_SERVER_DEV_MODE", value)
         assert read("m").settings.server_dev_mode == expected
     assert read("m", "--server-dev-mode").settings.server_dev_mode
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"served_model_names": ()},
+        {"served_model_names": ("",)},
+        {"api_keys": ("",)},
+        {"api_keys": ("good", "")},
+        {"allowed_origins": "http://page"},
+        {"enable_request_id_headers": 1},
+        {"per_request_spec_decode_metrics": "all"},
+        {"max_body_bytes": 0},
+        {"timeout_read_body": 0},
+        {"timeout_read_body": float("inf")},
+        {"max_num_queued_reqs": -1},
+        {"max_num_queued_tokens": 1.5},
+        {"max_request_s": 0},
+        {"enable_auto_tool_choice": 1},
+    ],
+)
+def test_rejects_invalid_setting(given: dict[str, Any]):
+    (name,) = given
+    with pytest.raises(ConfigError, match=name.removesuffix("s")):
+        ServerSettings(**given)
+
+
+@pytest.mark.parametrize(
+    "module", ("jaxspec.serve", "jaxspec.entrypoints.openai.api_server")
+)
+def test_help_does_not_import_jax(module: str):
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_module({module!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    printed = run_python("-c", code, check=True).stdout
+    assert f"python -m {module}" in printed
+    assert "--speculative-model" in printed
+
+
+def test_invalid_value_is_one_line(capsys: pytest.CaptureFixture[str]):
+    assert program.main(["m", "--quantization", "int3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m jaxspec.serve: error: quantization")
+
+
+@pytest.mark.parametrize(
+    ("level", "is_logged"),
+    [("info", False), pytest.param("debug", True, marks=pytest.mark.slow)],
+)
+def test_missing_devices_are_logged_only_in_debug(level, is_logged):
+    code = (
+        f"from jaxspec.serve import launcher; launcher.set_up_log({level!r})\n"
+        "import logging; log = logging.getLogger('jax._src.xla_bridge')\n"
+        "log.info('Failed to open libtpu.so'); log.warning('A real error')\n"
+        "logging.getLogger('jaxspec').info('ours')\n"
+    )
+    logged = run_python("-c", code, check=True).stderr
+    assert ("libtpu" in logged) == is_logged
+    assert "A real error" in logged
+    assert "ours" in logged

@@ -1,6 +1,7 @@
 """The endpoints that generate: whole responses, streams, failures."""
 
 import asyncio
+import json
 import re
 import threading
 import time
@@ -132,10 +133,12 @@ def test_client_request_ids_may_repeat(slow_http: Client):
 
 def test_unknown_model_is_404():
     with server(served_model_names=("first", "second")) as http:
-        for path, given in ((COMPLETIONS, {"prompt": "#"}), (CHAT, {"messages": [{}]})):
-            error = http.refusal(path, given | {"model": "x"}, 404, "NotFoundError")
-            assert error["param"] == "model"
-            assert error["message"] == "The model `x` does not exist."
+        for path, given in REQUESTS.items():
+            for is_stream in (False, True):
+                body = given | {"model": "x", "stream": is_stream}
+                error = http.refusal(path, body, 404, "NotFoundError")
+                assert error["param"] == "model"
+                assert error["message"] == "The model `x` does not exist."
         answer = http.ask(COMPLETIONS, model="second", prompt=PROMPT)
         assert answer["model"] == "first"
 
@@ -230,8 +233,14 @@ def test_echo_has_no_origins(http: Client, is_stream: bool):
         asked |= {"max_tokens": max_tokens, "stream": is_stream}
         found = http.ask(COMPLETIONS, **asked)
         chunks = found if is_stream else [found]
-        tokens = [one for c in chunks for one in c["choices"][0]["token_origins"]]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        tokens = [one for choice in choices for one in choice["token_origins"]]
         assert [one["token_id"] for one in tokens] == said(max_tokens)
+        text = "".join(choice["text"] for choice in choices)
+        assert text == PROMPT + letters(said(max_tokens))
+        assert choices[-1]["finish_reason"] == "length"
+        assert max_tokens or len(chunks) == 1
+        assert is_stream or found["usage"]["completion_tokens"] == max_tokens
 
 
 GRAMMAR = {"structured_outputs": {"regex": "[%-0]{2,90}"}}
@@ -304,24 +313,30 @@ def test_panic_fails_one_request(http: Client, path, monkeypatch):
     http.ask(path, **REQUESTS[path])
 
 
-@pytest.mark.parametrize("fault", ["panic", "grammar"])
+@pytest.mark.parametrize("fault", ["panic", "grammar", "launch"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_background_response_stores_its_error(http, fault, stream, monkeypatch):
-    name = f"{fault}{stream}"
-    asked = {"background": True, "stream": stream, "request_id": name}
+def test_background_response_stores_its_error(fault, stream, monkeypatch):
+    asked = REQUESTS[RESPONSES] | {"background": True, "stream": stream}
+    asked |= {"request_id": "x"}
     if fault == "grammar":
         failing_after(monkeypatch, 3)
         asked |= GRAMMAR
-    else:
+    if fault == "panic":
         monkeypatch.setattr(InputProcessor, "prepare", panic)
-    http.post(RESPONSES, json=REQUESTS[RESPONSES] | asked).raise_for_status()
-    found: dict[str, Any] = {"status": "queued"}
-    while found["status"] in ("queued", "in_progress"):
-        found = http.get(f"{RESPONSES}/resp_{name}").json()
-        time.sleep(0.005)
-    assert found["status"] == "failed"
-    assert found["error"]["code"] == "server_error"
-    assert_no_load(http)
+    break_at = 8 if fault == "launch" else None
+    with server(break_at=break_at, delay_s=0.005) as http:
+        answer = http.post(RESPONSES, json=asked).raise_for_status()
+        found: dict[str, Any] = {"status": "queued"}
+        while found["status"] in ("queued", "in_progress"):
+            found = http.get(f"{RESPONSES}/resp_x").json()
+            time.sleep(0.005)
+        assert (found["status"], found["error"]["code"]) == ("failed", "server_error")
+        assert fault != "launch" or "boom" in found["error"]["message"]
+        assert_no_load(http)
+    if stream:
+        *_, last, _ = answer.text.split("\n\n")
+        assert last.startswith("event: response.failed\n")
+        assert json.loads(last.partition("data: ")[2])["response"] == found
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])

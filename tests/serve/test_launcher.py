@@ -133,6 +133,9 @@ def test_shutdown_waits_for_background_responses(
     assert response["status"] == status
     text = response["output"][0]["content"][0]["text"]
     assert len(text) == 90 if status == "incomplete" else len(text) < 90
+    if status == "failed":
+        assert response["error"]["code"] == "server_error"
+        assert response["output"][0]["status"] == "incomplete"
 
 
 @pytest.mark.parametrize(

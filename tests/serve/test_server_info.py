@@ -1,4 +1,4 @@
-"""The endpoints for health, version, load, models and the tokenizer."""
+"""The endpoints for health, version, load, models and the tokenizer; load headers."""
 
 import json
 import re
@@ -12,8 +12,10 @@ import pytest
 import jaxspec
 from jaxspec.config.engine import SpeculativeConfig
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.metrics import Load
 from jaxspec.errors import EngineDeadError
 from jaxspec.serve.app import make_app
+from jaxspec.serve.load_report import load_header
 from jaxspec.serve.server_info import synthetic_parts
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
@@ -202,3 +204,42 @@ def test_tokenizer_info_needs_its_flag(http: Client):
     given = json.loads((folder / "tokenizer_config.json").read_text())
     expected = {"tokenizer_class": "GemmaTokenizer"} | given
     assert info == expected | {"chat_template": template}
+
+
+HEADER = "endpoint-load-metrics"
+VALUES = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}
+
+
+def test_load_is_written_in_each_format():
+    load = Load(kv_usage=0.25, num_waiting=3)
+    text = "TEXT named_metrics.kv_cache_usage_perc=0.25, "
+    text += "named_metrics.num_requests_waiting=3.0"
+    assert load_header(load, "TEXT") == load_header(load, "text") == {HEADER: text}
+    kind, _, content = load_header(load, "json")[HEADER].partition(" ")
+    assert (kind, json.loads(content)) == ("JSON", {"named_metrics": VALUES})
+    assert load_header(load, "xml") == {}
+
+
+def test_header_is_sent_on_request(http: Client):
+    requests: dict[str, Any] = {COMPLETIONS: {"prompt": PROMPT}}
+    requests[CHAT] = {"messages": MESSAGES}
+    for path, body in requests.items():
+        for is_stream in (False, True):
+            body["stream"] = is_stream
+            headers = {f"{HEADER}-format": "TEXT"}
+            response = http.post(path, json=body, headers=headers).raise_for_status()
+            assert response.headers[HEADER].startswith("TEXT named_metrics.kv_cache")
+            assert HEADER not in http.post(path, json=body).headers
+
+
+def test_docs_load_nothing_from_other_hosts(http: Client):
+    answer = http.get("/docs")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    linked = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
+    assert "page/docs.js" in linked
+    for path in linked:
+        found = http.get(f"/{path}").raise_for_status()
+        assert not re.search(r"https?://(?!www\.w3\.org)", found.text)
+    with server(disable_fastapi_docs=True) as without:
+        for path in ("/docs", "/page/docs.js"):
+            assert without.get(path).status_code == 404

@@ -43,35 +43,32 @@ class Client(NamedTuple):
     """A client's packages, and its differences from `CALLS`.
 
     Attributes:
-        script: Script to run with the name of a call.
         requirements: Packages for pip or npm.
         own: Entries that replace those of `CALLS`.
+        script: Script for Node; other clients are in calls.py.
     """
 
-    script: str
     requirements: tuple[str, ...]
     own: dict[str, tuple[str, dict[str, Any]]] = {}
+    script: str | None = None
 
 
 CLIENTS = {
-    "openai": Client("openai_calls.py", ("openai>=2",)),
-    "openai-npm": Client("openai_calls.mjs", ("openai@^6",)),
+    "openai": Client(("openai>=2",)),
+    "openai-npm": Client(("openai@^6",), script="openai_calls.mjs"),
     "ai-npm": Client(
-        "ai_calls.mjs", ("ai@^5", "@ai-sdk/openai-compatible@^1", "zod@^3.25")
+        ("ai@^5", "@ai-sdk/openai-compatible@^1", "zod@^3.25"), script="ai_calls.mjs"
     ),
-    "langchain": Client("langchain_calls.py", ("langchain-openai>=1",)),
+    "langchain": Client(("langchain-openai>=1",)),
     "llama-index": Client(
-        "llama_index_calls.py",
         ("llama-index-llms-openai-like>=0.5",),
         {"structured": (CALL_PLACE, {"object": PLACE})},
     ),
     "instructor": Client(
-        "instructor_calls.py",
-        ("instructor>=1.10",),
-        {"tools": (CALL_PLACE, {"calls": [["Place", PLACE]]})},
+        ("instructor>=1.10",), {"tools": (CALL_PLACE, {"calls": [["Place", PLACE]]})}
     ),
     # litellm imports mcp for tools, but does not require it.
-    "litellm": Client("litellm_calls.py", ("litellm>=1.80", "mcp")),
+    "litellm": Client(("litellm>=1.80", "mcp")),
 }
 
 
@@ -137,7 +134,7 @@ def output_of(words: list[Any], folder: Path) -> str:
     """Run a program that must succeed; return its output."""
     # Otherwise litellm would fetch a price list from the network.
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    environment |= {"PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [str(word) for word in words],
         cwd=folder,
@@ -155,15 +152,13 @@ def output_of(words: list[Any], folder: Path) -> str:
 @pytest.mark.parametrize("name", CLIENTS)
 def test_client(stand: Stand, name: str, call: str):
     client = CLIENTS[name]
-    is_npm = client.script.endswith(".mjs")
-    folder = install(name, client.requirements, is_npm=is_npm)
+    folder = install(name, client.requirements, is_npm=client.script is not None)
     said, expected = client.own.get(call, CALLS[call])
     stand.script.say(said)
-    script = HERE / client.script
-    words: list[Any] = [folder / "bin" / "python", script]
-    if is_npm:
+    words: list[Any] = [folder / "bin" / "python", HERE / "calls.py", name]
+    if client.script is not None:
         # Node searches for modules next to the script.
-        words = ["node", shutil.copy(script, folder)]
+        words = ["node", shutil.copy(HERE / client.script, folder)]
     printed = output_of([*words, stand.url[:-1], call], folder)
     assert json.loads(printed.splitlines()[-1]) == expected
     prompt = stand.prompts[-1]

@@ -12,7 +12,6 @@ from jaxspec.serve.requests.response_input import (
     add_answer,
     as_chat,
     call_of,
-    flat_tool_names,
     messages_of,
 )
 from jaxspec.serve.requests.tool_choice import form_of, read_choice
@@ -247,16 +246,6 @@ def test_calls_and_results_become_messages():
     for answer in ([words, CALL, second], [CALL, words, second], [CALL, second, words]):
         whole = written(input=[USER, *answer, *results])
         assert whole == turns("Hello", f"Well\n{called}", text)
-
-
-def test_errors_name_flat_tool_fields():
-    with pytest.raises(RequestError) as refused, flat_tool_names():
-        name = "tools[0]['function']['parameters']"
-        raise RequestError(f"{name} must be x", parameter=name, value=1)
-    assert refused.value.parameter == "tools[0]['parameters']"
-    assert str(refused.value) == "tools[0]['parameters'] must be x"
-    with pytest.raises(RequestError, match="^x$"), flat_tool_names():
-        raise RequestError("x", parameter="y")
 
 
 def test_conversation_is_continued():

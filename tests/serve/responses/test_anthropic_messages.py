@@ -30,12 +30,6 @@ def text(words: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def http() -> Iterator[Client]:
-    with server() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
     made = Stage(**AUTO)
     yield made

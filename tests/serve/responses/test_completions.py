@@ -18,7 +18,9 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.support.fake_engines import letters, said
 from tests.support.serving import (
+    CHAT,
     COMPLETIONS,
+    MESSAGES,
     PROMPT,
     Client,
     StubServing,
@@ -37,17 +39,6 @@ def test_echoes_prompt_once(slow_http: Client, is_stream: bool):
             for choice in chunk["choices"]:
                 texts[choice["index"]] += choice["text"]
         assert texts == [PROMPT + letters(said(12))] * 2
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_echo_without_generation_returns_the_prompt(http: Client, is_stream: bool):
-    asked = {"prompt": PROMPT, "max_tokens": 0, "echo": True}
-    found = http.ask(COMPLETIONS, **asked, stream=is_stream)
-    (answer,) = found if is_stream else [found]
-    (choice,) = answer["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
-    if not is_stream:
-        assert answer["usage"]["completion_tokens"] == 0
 
 
 def chunks_of(writer: CompletionWriter, *parts: RequestOutput) -> list[dict[str, Any]]:
@@ -161,3 +152,43 @@ def test_tokens_as_ids():
             tokens = answer["choices"][0]["logprobs"]["tokens"]
             ids = [f"token_id:{token}" for token in said(2)]
             assert tokens == (ids if is_id else list(letters(said(2))))
+
+
+def test_final_message_is_continued(http: Client):
+    turns = [{"role": "user", "content": "!"}, {"role": "assistant", "content": PROMPT}]
+    asked: dict[str, Any] = {"messages": turns, "max_tokens": 5}
+    asked |= {"continue_final_message": True, "add_generation_prompt": False}
+    for echo in (False, True):
+        expected = (PROMPT if echo else "") + letters(said(5))
+        message = http.ask(CHAT, **asked, echo=echo)["choices"][0]["message"]
+        assert (message["role"], message["content"]) == ("assistant", expected)
+        chunks = http.ask(CHAT, **asked, echo=echo, stream=True)
+        deltas = [one["choices"][0]["delta"] for one in chunks]
+        assert deltas[0]["role"] == "assistant"
+        assert "".join(delta["content"] for delta in deltas) == expected
+
+
+def test_every_text_begins_with_role(slow_http: Client):
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 5}
+    chunks = slow_http.ask(CHAT, **asked, n=3, stream=True)
+    choices = [one["choices"][0] for one in chunks]
+    begun = [one["index"] for one in choices if "role" in one["delta"]]
+    assert sorted(begun) == [0, 1, 2]
+    for index in range(3):
+        own = [one["delta"] for one in choices if one["index"] == index]
+        assert "role" in own[0]
+        assert "".join(one["content"] for one in own) == letters(said(5))
+
+
+def test_all_logprobs_and_role_are_returned():
+    asked = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True}
+    asked |= {"top_logprobs": -1}
+    with server({"max_logprobs": 16}, response_role="model") as http:
+        (choice,) = http.ask(CHAT, **asked)["choices"]
+        assert choice["message"]["role"] == "model"
+        for one in choice["logprobs"]["content"]:
+            values = [other["logprob"] for other in one["top_logprobs"]]
+            assert len(values) == 16
+            assert values == sorted(values, reverse=True)
+    with server({"max_logprobs": 5}) as http:
+        assert "at most 5" in http.refusal(CHAT, asked)["message"]

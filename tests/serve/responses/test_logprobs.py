@@ -46,12 +46,6 @@ def test_completion_logprobs_have_openais_format():
     }
 
 
-def test_tokens_are_written_as_ids():
-    written = writer(as_ids=True).for_completion([7], [POSITION], [0])
-    assert written["tokens"] == ["token_id:7"]
-    assert set(written["top_logprobs"][0]) == {"token_id:7", "token_id:8", "token_id:9"}
-
-
 def test_prompt_logprobs_have_vllms_format():
     assert writer().for_prompt(None) is None
     written = writer().for_prompt([None, POSITION])

@@ -11,22 +11,17 @@ import httpx
 import openai
 import pytest
 
-from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve import generation, streaming
-from jaxspec.serve.requests.protocol import ResponseBody
-from jaxspec.serve.requests.response_input import as_chat, messages_of
 from jaxspec.serve.response_store import UNFINISHED, ResponseStore, Stored
 from jaxspec.serve.responses import responses as writing
-from jaxspec.serve.responses.responses import ResponseWriter
+from jaxspec.serve.responses.response_items import Message, Token, take_tokens
 from tests.support.fake_engines import letters, said
 from tests.support.serving import (
     PROMPT,
     Client,
-    StubServing,
     checked,
     error_of,
     openai_of,
-    output,
     server,
     site_of,
 )
@@ -61,8 +56,7 @@ def finished(responses: Any, response_id: str) -> Any:
 def test_response_has_openais_fields(responses: Any):
     response = checked(responses.create(**ASKED, max_output_tokens=5))
     assert response.id.startswith("resp_")
-    assert response.output_text == letters(said(5))
-    assert response.status == "incomplete"
+    assert (response.output_text, response.status) == (letters(said(5)), "incomplete")
     assert response.incomplete_details.reason == "max_output_tokens"
     (item,) = response.output
     assert (item.type, item.status) == ("message", "incomplete")
@@ -94,6 +88,7 @@ def test_stream_has_openais_events(slow_http: Client, is_cut: bool):
     create: Any = openai_of(slow_http).responses.create
     count = 20 if is_cut else 8
     extra = {"stop": None if is_cut else letters(said(10)[8:]), "include_metrics": True}
+    extra |= {"return_token_origins": True}
     asked = ASKED | {"max_output_tokens": 20, "extra_body": extra}
     events = [checked(event) for event in create(stream=True, **asked)]
     last = "response.incomplete" if is_cut else "response.completed"
@@ -114,64 +109,15 @@ def test_stream_has_openais_events(slow_http: Client, is_cut: bool):
     assert checked(whole).usage == end.response.usage
     assert whole.status == end.response.status == last.removeprefix("response.")
     assert end.response.metrics["speculative_decoding"]["num_spec_steps"] > 0
-
-
-def writer_of(params: SamplingParams) -> ResponseWriter:
-    body = ResponseBody(input=PROMPT)
-    chat = as_chat(body, messages_of(body))
-    return ResponseWriter(StubServing(), body, chat, params, "x", [])
-
-
-def test_logprobs_follow_the_text():
-    writer = writer_of(SamplingParams(logprobs=1))
-    parts = [
-        output([5, 6], is_first=True, is_last=False),
-        output([7], is_first=False, is_last=True),
-    ]
-    list(writer._opening())
-    events = [one for part in parts for one in writer._deltas(part.outputs[0])]
-    assert [one["delta"] for one in events] == [letters([5, 6]), letters([7])]
-    assert [len(one["logprobs"]) for one in events] == [2, 1]
-    streamed = next(writer._closing(parts[-1]))["logprobs"]
-    assert streamed == [entry for one in events for entry in one["logprobs"]]
-    writer = writer_of(SamplingParams(logprobs=1))
-    whole = output([5, 6, 7], is_first=True, is_last=True)
-    writer._add_whole(whole.outputs[0])
-    response = writer._ended(whole)
-    checked(response)
-    assert response["output"][0]["content"][0]["logprobs"] == streamed
-    found = [(one["token"], one["logprob"]) for one in streamed]
-    assert found == [(letters([token]), -token) for token in (5, 6, 7)]
-    assert all(len(one["top_logprobs"]) == 1 for one in streamed)
-
-
-def test_token_origins_match_the_text(slow_http: Client):
-    create: Any = openai_of(slow_http).responses.create
-    extra = {"return_token_origins": True}
-    asked = ASKED | {"max_output_tokens": 20, "extra_body": extra}
-    events: list[Any] = list(create(stream=True, **asked))
-    deltas = [one for one in events if one.type == "response.output_text.delta"]
-    for one in deltas:
-        assert "".join(piece["text"] for piece in one.token_origins) == one.delta
-    pieces = [piece for one in deltas for piece in one.token_origins]
-    assert [piece["token_id"] for piece in pieces] == said(20)
-    assert {piece["origin"] for piece in pieces} > {"draft", "target"}
-    for whole in (events[-1].response, create(**asked)):
-        part = whole.output[0].content[0].to_dict()
-        assert [piece["token_id"] for piece in part["token_origins"]] == said(20)
-        text = "".join(piece["text"] for piece in part["token_origins"])
-        assert text == part["text"]
-
-
-def test_shutdown_fails_response():
-    writer = writer_of(SamplingParams())
-    part = output([5], is_first=True, is_last=True)
-    part.outputs[0].finish_reason = "abort"
-    writer._add_whole(part.outputs[0])
-    *_, end = writer._closing(part)
-    assert checked(end).type == "response.failed"
-    assert end["response"]["error"]["code"] == "server_error"
-    assert end["response"]["output"][0]["status"] == "incomplete"
+    # The text of the tokens' origins is that of the event.
+    parts = [(event.token_origins, event.delta) for event in events[4:-4]]
+    whole_parts = [one.output[0].content[0].to_dict() for one in (end.response, whole)]
+    parts += [(one["token_origins"], one["text"]) for one in whole_parts]
+    assert all("".join(one["text"] for one in tokens) == text for tokens, text in parts)
+    streamed = [one for tokens, _ in parts[:num_deltas] for one in tokens]
+    assert {one["origin"] for one in streamed} > {"draft", "target"}
+    for tokens in (streamed, *(tokens for tokens, _ in parts[num_deltas:])):
+        assert [one["token_id"] for one in tokens][:count] == said(count)
 
 
 @pytest.mark.parametrize(
@@ -405,21 +351,6 @@ def test_background_response_outlives_its_client(is_cancelled: bool):
         assert httpx.get(url).json() == events[-1]["response"]
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_failed_background_response_is_stored(is_stream: bool):
-    with server(break_at=8, delay_s=0.005) as http:
-        responses: Any = openai_of(http).responses
-        created = responses.create(**ASKED, background=True, stream=is_stream)
-        if is_stream:
-            last = collect(created)[-1]
-            assert last["type"] == "response.failed"
-            assert "boom" in last["response"]["error"]["message"]
-        else:
-            failed = finished(responses, created.id)
-            assert (failed.status, failed.error.code) == ("failed", "server_error")
-            assert "boom" in failed.error.message
-
-
 def test_failed_step_ends_stream_with_error():
     with server(break_at=8, delay_s=0.005) as http:
         create: Any = openai_of(http).responses.create
@@ -427,28 +358,6 @@ def test_failed_step_ends_stream_with_error():
         assert next(stream).type == "response.created"
         with pytest.raises(openai.APIError, match="boom"):
             list(stream)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "param"),
-    [
-        ({"temperature": 3}, "temperature"),
-        ({"input": []}, "input"),
-        ({"include": ["logprobs"]}, "include.0"),
-        ({"background": True, "store": False}, "background"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"request_id": "a/b"}, "request_id"),
-        ({"use_beam_search": True}, "use_beam_search"),
-    ],
-)
-def test_invalid_requests_are_refused(http: Client, wrong: dict[str, Any], param: str):
-    for is_stream in (False, True):
-        body = ASKED | {"stream": is_stream} | wrong
-        assert http.refusal(RESPONSES, body)["param"] == param
-        other = {"model": "other", "input": "#", "stream": is_stream}
-        error = http.refusal(RESPONSES, other, 404, "NotFoundError")
-        assert error["param"] == "model"
 
 
 def test_response_belongs_to_api_key():
@@ -497,3 +406,47 @@ def test_client_id_replaces_no_response(http: Client):
     assert http.refusal(RESPONSES, taken)["param"] == "request_id"
     refused = http.post(RESPONSES, json=body, headers={"X-Request-Id": "a/b"})
     assert "'/'" in error_of(refused, 400, "BadRequestError")["message"]
+
+
+WORDS = ["Let", " me", " see", "é", ".\n", "[{", '"name"']
+
+
+def tokens(*texts: str) -> list[Token]:
+    return [Token(text.encode()) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("words", "taken", "left"),
+    [
+        ("Let me", ["Let", " me"], WORDS[2:]),
+        ("me see", [" me", " see"], WORDS[3:]),
+        ("Let me seeé.\n", WORDS[:5], WORDS[5:]),
+        (" m", [" me"], WORDS[2:]),
+        ('[{"na', ["[{", '"name"'], []),
+        ("other words", WORDS, []),
+        ("", [], WORDS),
+    ],
+)
+def test_take_tokens_takes_those_of_the_text(
+    words: str, taken: list[str], left: list[str]
+):
+    waiting = tokens(*WORDS)
+    assert take_tokens(waiting, words) == tokens(*taken)
+    assert waiting == tokens(*left)
+
+
+def test_take_tokens_with_partial_characters():
+    first, second = "é".encode()[:1], "é".encode()[1:]
+    waiting = [Token(b"["), Token(first), Token(b""), Token(second), Token(b"]")]
+    taken = take_tokens(waiting, "é")
+    assert [one.content for one in taken] == [first, b"", second]
+    assert waiting == [Token(b"]")]
+
+
+def test_empty_delta_has_no_event():
+    message = Message("msg_1", 0, has_origins=False)
+    assert message.add("", []) is None
+    assert message.add("", [Token(b"")]) is None
+    assert message.add("", [Token(b"", {"token": "x"})]) is not None
+    assert message.add("x", []) is not None
+    assert message.as_json("completed")["content"][0]["text"] == "x"
