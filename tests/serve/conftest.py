@@ -1,10 +1,11 @@
-"""A server with the default settings for all tests of a file."""
+"""Servers for all tests of a file: with the default settings, and for tools."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.serving import Client, Site, site_of
+from tests.support.tool_chats import AUTO, Stage
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +26,10 @@ def slow_http(http: Client) -> Iterator[Client]:
     http.site.delay_s = 0.02
     yield http
     http.site.delay_s = 0.0
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    made = Stage(**AUTO)
+    yield made
+    made.end()

@@ -17,14 +17,7 @@ from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import BeamSearchParams
 from jaxspec.serve.serving import _gather
 from tests.support.fake_engines import EOS, TEXT, letters
-from tests.support.serving import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    PROMPT,
-    Client,
-    server,
-)
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, Client, server
 
 SEARCH: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
 LONG = SEARCH | {"max_tokens": 60, "ignore_eos": True}
@@ -105,6 +98,8 @@ def test_fields_that_combine_with_beam_search(http: Client):
             one["text"] for one in http.ask(COMPLETIONS, **asked | more)["choices"]
         ]
         assert texts == [prompt + shown(tokens) for tokens in expected(count, 3)]
+    neutral = {"stop": [], "presence_penalty": 0, "logit_bias": {}, "min_tokens": 0}
+    http.ask(COMPLETIONS, **asked, **neutral)
     # The text continues to the end of the context.
     chat = {"messages": MESSAGES, "use_beam_search": True, "ignore_eos": True}
     answer = http.ask(CHAT, **chat)
@@ -135,11 +130,6 @@ def test_fields_that_combine_with_beam_search(http: Client):
 def test_refuses_fields_that_do_not_combine(http: Client, wrong: dict[str, Any]):
     (name,) = wrong
     assert http.refusal(COMPLETIONS, SEARCH | wrong)["param"] == name
-
-
-def test_accepts_neutral_values(http: Client):
-    neutral = {"stop": [], "presence_penalty": 0, "logit_bias": {}, "min_tokens": 0}
-    http.ask(COMPLETIONS, **SEARCH, **neutral)
 
 
 def test_refuses_too_large_beam_width():

@@ -19,17 +19,13 @@ PAUSED = 503, "ServiceUnavailableError"
 
 
 def test_endpoints_need_dev_mode(http: Client):
-    for method, path in (
-        ("POST", "/sleep"),
-        ("POST", "/wake_up"),
-        ("GET", "/is_sleeping"),
-        ("POST", "/reset_prefix_cache"),
-        ("GET", "/server_info"),
-        ("POST", "/pause"),
-        ("POST", "/resume"),
-        ("GET", "/is_paused"),
+    posts = "sleep wake_up reset_prefix_cache pause resume"
+    for method, names in (
+        ("POST", posts),
+        ("GET", "is_sleeping server_info is_paused"),
     ):
-        error_of(http.request(method, path), 404, "NotFoundError")
+        for name in names.split():
+            error_of(http.request(method, f"/{name}"), 404, "NotFoundError")
 
 
 def test_sleep_and_wake_up():

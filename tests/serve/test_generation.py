@@ -89,16 +89,17 @@ def test_stream_has_text_of_whole_response(slow_http: Client, path: str):
     reasons = [choice["finish_reason"] for choice in choices]
     assert reasons == [None] * (len(choices) - 1) + ["length"]
     assert not any("usage" in chunk for chunk in chunks)
-    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 20)
+    counts = {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    assert (last["choices"], last["usage"]) == ([], counts)
     options["continuous_usage_stats"] = True
     chunks = slow_http.ask(path, **asked, stream_options=options)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert (counts[0] < 20, counts[-2:]) == (True, [20, 20])
+    grown = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert grown == sorted(grown)
+    assert (grown[0] < 20, grown[-2:]) == (True, [20, 20])
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
     # The role is sent before the first text.
-    assert (path == CHAT) == (counts[0] == 0)
-    assert counts[1] > 0
+    assert (path == CHAT) == (grown[0] == 0)
+    assert grown[1] > 0
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

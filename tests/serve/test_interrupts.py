@@ -111,14 +111,10 @@ def slow(*values: object) -> Any:
         slow(SERVER, READY, 0.0, signal.SIGTERM, 0),
         slow(SERVER, READY, 3.0, signal.SIGINT, 0),
         # During compiles before the server listens, and of a command.
-        *(
-            slow(arguments, "Compiling", after_s, signal.SIGINT, INTERRUPTED)
-            for arguments, after_s in (*((GENERATE, 0.0), (GENERATE, 0.5)),)
-        ),
-        *(
-            slow(WARM_ALL, "Memory of", after_s, signal.SIGINT, INTERRUPTED)
-            for after_s in (1.0, 8.0)
-        ),
+        slow(GENERATE, "Compiling", 0.0, signal.SIGINT, INTERRUPTED),
+        slow(GENERATE, "Compiling", 0.5, signal.SIGINT, INTERRUPTED),
+        slow(WARM_ALL, "Memory of", 1.0, signal.SIGINT, INTERRUPTED),
+        slow(WARM_ALL, "Memory of", 8.0, signal.SIGINT, INTERRUPTED),
     ],
 )
 def test_signal_ends_program(

@@ -98,18 +98,6 @@ def origins_in(body: str) -> list[list[str]]:
     ]
 
 
-def test_served_without_key_and_with_policy(site: Site):
-    answer = httpx.get(site.url)
-    policy = answer.headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
-    linked = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
-    assert len(linked) >= 3
-    for path in linked:
-        assert httpx.get(site.url + path).status_code == 200
-    assert not re.search(r"https?://(?!www\.w3\.org)", answer.text)
-
-
 def test_tokens_are_marked_by_origin(watched: Watched):
     page = watched.page
     with page.expect_response(CHATS) as response:

@@ -1,5 +1,6 @@
 """Texts and messages become token ids, with the bundled tokenizer."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,7 +126,7 @@ def test_certainly_too_long_text_is_not_encoded(monkeypatch: pytest.MonkeyPatch)
             ask()
 
 
-def test_request_chat_template_needs_permission():
+def test_request_chat_template_needs_permission(tmp_path: Path):
     asked: dict[str, Any] = {"chat_template": "{{ word }}{{ messages[0]['content'] }}"}
     found = chat([USER], **asked, chat_template_kwargs={"word": "So: "})
     assert found["prompt"] == "So: Hello"
@@ -133,9 +134,7 @@ def test_request_chat_template_needs_permission():
         chat([USER], documents=[{"text": "!"}])
     with pytest.raises(RequestError, match="--trust-request-chat-template"):
         prompts().of_chat(ChatBody(messages=[USER], **asked), None)
-
-
-def test_chat_template_is_never_a_path(tmp_path):
+    # A chat template is never a path.
     path = tmp_path / "secret"
     path.write_text("secret {{ messages }}")
     assert chat([USER], chat_template=str(path))["prompt"] == str(path)

@@ -6,7 +6,6 @@ Only the generated text is scripted; the server and the bundled tokenizer are re
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from jaxspec.serve.requests.tool_parsers import ToolParserManager
 from tests.support.serving import CHAT, Client, checked
 from tests.support.tool_chats import (
-    AUTO,
     MESSAGES,
     NAMED,
     NOW,
@@ -40,13 +38,6 @@ RESPONSES = "/v1/responses"
 @pytest.fixture(autouse=True)
 def _calls_are_not_checked(unchecked_types: None):
     """Disable type checks of calls; other tests make the same calls with checks."""
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    made = Stage(**AUTO)
-    yield made
-    made.end()
 
 
 @dataclasses.dataclass
@@ -261,39 +252,26 @@ BROKEN = (
 )
 
 
-@pytest.mark.parametrize(
-    ("given", "param", "message"),
-    [
-        (REQUIRED | {"tools": [{}]}, "tools.0.function", "required"),
-        *(
-            (
-                {"tools": [*TOOLS, tool("f", schema)], "tool_choice": choice},
-                "tools[2]['function']['parameters']",
-                reason,
-            )
-            for choice in ("required", NAMED | {"function": {"name": "f"}})
-            for schema, reason in BROKEN
-        ),
-        (
-            {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [7]}]},
-            "messages[1]['tool_calls'][0]",
-            "function",
-        ),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_refuses_invalid_tools(
-    stage: Stage, given: dict[str, Any], param: str, message: str
-):
+@pytest.mark.parametrize("choice", ["required", NAMED | {"function": {"name": "f"}}])
+@pytest.mark.parametrize(("schema", "said"), BROKEN)
+def test_refuses_invalid_schema(stage: Stage, schema: Any, said: str, choice: Any):
     runner: Any = stage.engine.engine.runner
-    if "messages" in given:
-        given = given | {"tools": None}
     before = runner.num_launches
     for is_stream in (False, True):
-        error = stage.http.refusal(CHAT, ASKED | {"stream": is_stream} | given)
-        assert error["param"] == param, error["message"]
-        assert message in error["message"]
+        given = {"tools": [*TOOLS, tool("f", schema)], "tool_choice": choice}
+        error = stage.http.refusal(CHAT, ASKED | given | {"stream": is_stream})
+        assert error["param"] == "tools[2]['function']['parameters']"
+        assert said in error["message"]
     assert runner.num_launches == before
+
+
+def test_refuses_invalid_calls_in_messages(stage: Stage):
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [7]}]
+    for is_stream in (False, True):
+        body = {"messages": messages, "stream": is_stream}
+        error = stage.http.refusal(CHAT, body)
+        assert error["param"] == "messages[1]['tool_calls'][0]"
+        assert "function" in error["message"]
 
 
 def test_choice_by_model_needs_flag(http: Client):

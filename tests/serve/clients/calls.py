@@ -119,6 +119,38 @@ class LiteLLM(OpenAI):
         return "none"
 
 
+class Anthropic:
+    def __init__(self, url: str):
+        kind = import_module("anthropic").Anthropic
+        self.client = kind(base_url=url, api_key=KEY, max_retries=0)
+
+    def more(self) -> dict[str, Any]:
+        """Send messages: whole, streamed, with a tool, counted, one with an error."""
+        messages = self.client.messages
+        asked = ASKED | {"max_tokens": 200}
+        whole = messages.create(**asked)
+        with messages.stream(**asked) as stream:
+            streamed = "".join(stream.text_stream)
+            assert stream.get_final_message().stop_reason == whole.stop_reason
+        choice = {"tools": [{"name": "weather", "input_schema": CITY}]}
+        choice |= {"tool_choice": {"type": "any"}}
+        with messages.stream(**asked, **choice) as stream:
+            called = stream.get_final_message().content
+        try:
+            messages.create(**ASKED, max_tokens=0)
+            refused = "none"
+        except import_module("anthropic").APIError as error:
+            refused = type(error).__name__
+        return {
+            "whole": whole.content[0].text,
+            "reason": whole.stop_reason,
+            "streamed": streamed,
+            "counted": messages.count_tokens(**ASKED).input_tokens,
+            "called": [(block.name, block.input) for block in called],
+            "refused": refused,
+        }
+
+
 class LangChain:
     def __init__(self, url: str):
         access: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": KEY}
@@ -182,6 +214,7 @@ CLIENTS = {
     "llama-index": LlamaIndex,
     "instructor": Instructor,
     "litellm": LiteLLM,
+    "anthropic": Anthropic,
 }
 
 

@@ -1,13 +1,14 @@
-"""Clients of OpenAI's API in their own environments, with scripted texts.
+"""Real clients: libraries in their own environments, curl, and load generators.
 
-Each client requests a chat, a stream, a tool call, a structured output, and a chat with
-a system message. The two benchmark tools make fewer requests: lm-eval chats with a
+Each library requests a chat, a stream, a tool call, a structured output, and a chat
+with a system message. The two benchmark tools make fewer requests: lm-eval chats with a
 system message, and guidellm streams. Environments are cached in
 `.pytest_cache/clients`; clients that cannot be installed are skipped.
 """
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,14 +16,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
+import openai
 import pytest
 
 from jaxspec_checkpoints import bundled_target
+from tests.support.client_programs import CLIENTS, needs_clients, run
+from tests.support.fake_engines import letters, said
+from tests.support.programs import ROOT
+from tests.support.serving import COMPLETIONS, PROMPT, Site, events_of, site_of
 from tests.support.tool_chats import Stage
 
 HERE = Path(__file__).parent
-ENVIRONMENTS = Path(__file__).parents[3] / ".pytest_cache" / "clients"
-INSTALL_S, ASK_S = 600, 120
+ENVIRONMENTS = ROOT / ".pytest_cache" / "clients"
+INSTALL_S = 600
+# Otherwise litellm would fetch a price list from the network.
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
 
 WORDS = "It is warm."
 PLACE = {"city": "Oslo", "degrees": 21}
@@ -53,7 +62,7 @@ class Client(NamedTuple):
     script: str | None = None
 
 
-CLIENTS = {
+INSTALLED = {
     "openai": Client(("openai>=2",)),
     "openai-npm": Client(("openai@^6",), script="openai_calls.mjs"),
     "ai-npm": Client(
@@ -109,15 +118,15 @@ def install(name: str, requirements: tuple[str, ...], *, is_npm: bool) -> Path:
         if shutil.which("npm") is None:
             pytest.skip("no npm here")
         (folder / "package.json").write_text("{}")
-        run(["npm", "install", "--no-audit", "--no-fund", *requirements], folder)
+        set_up(["npm", "install", "--no-audit", "--no-fund", *requirements], folder)
     else:
-        run([sys.executable, "-m", "venv", "."], folder)
-        run(["bin/python", "-m", "pip", "install", "-q", *requirements], folder)
+        set_up([sys.executable, "-m", "venv", "."], folder)
+        set_up(["bin/python", "-m", "pip", "install", "-q", *requirements], folder)
     done.write_text(wanted)
     return folder
 
 
-def run(words: list[str], folder: Path) -> None:
+def set_up(words: list[str], folder: Path) -> None:
     """Run a step of an installation; skip the test if it fails."""
     try:
         done = subprocess.run(
@@ -130,28 +139,11 @@ def run(words: list[str], folder: Path) -> None:
         pytest.skip(f"{' '.join(words)}: {' '.join(reason)}")
 
 
-def output_of(words: list[Any], folder: Path) -> str:
-    """Run a program that must succeed; return its output."""
-    # Otherwise litellm would fetch a price list from the network.
-    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    environment |= {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [str(word) for word in words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=ASK_S,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize("name", INSTALLED)
 def test_client(stand: Stand, name: str, call: str):
-    client = CLIENTS[name]
+    client = INSTALLED[name]
     folder = install(name, client.requirements, is_npm=client.script is not None)
     said, expected = client.own.get(call, CALLS[call])
     stand.script.say(said)
@@ -159,7 +151,7 @@ def test_client(stand: Stand, name: str, call: str):
     if client.script is not None:
         # Node searches for modules next to the script.
         words = ["node", shutil.copy(HERE / client.script, folder)]
-    printed = output_of([*words, stand.url[:-1], call], folder)
+    printed = run([*words, stand.url[:-1], call], OFFLINE)
     assert json.loads(printed.splitlines()[-1]) == expected
     prompt = stand.prompts[-1]
     assert "Is it warm in Oslo?" in prompt
@@ -194,7 +186,7 @@ def test_lm_eval(stand: Stand, tmp_path: Path):
     words += ["--system_instruction", "Be brief."]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENAI_API_KEY", "secret")
-        output_of(words, folder)
+        run(words, OFFLINE)
     (path,) = (tmp_path / "out").rglob("results*.json")
     found = json.loads(path.read_text())["results"]["warm"]
     assert found["exact_match,none"] == 1.0
@@ -222,7 +214,7 @@ def test_guidellm(stand: Stand, tmp_path: Path):
     words: list[Any] = [folder / "bin" / "guidellm", "run", "--disable-console"]
     for name, value in options.items():
         words += [f"--{name}", value]
-    output_of(words, folder)
+    run(words, OFFLINE)
     (found,) = json.loads(report.read_text())["benchmarks"]
     requests = found["requests"]
     assert (len(requests["successful"]), requests["errored"]) == (len(rows), [])
@@ -234,3 +226,136 @@ def test_guidellm(stand: Stand, tmp_path: Path):
     assert counts == {num_tokens}
     asked = [prompt for prompt in stand.prompts if "Is it" in prompt][-len(rows) :]
     assert all(row["prompt"] in prompt for row, prompt in zip(rows, asked, strict=True))
+
+
+VLLM = os.environ.get("JAXSPEC_VLLM_PYTHON")
+MANY = {"max_num_seqs": 64, "num_pages": 64 * 24, "max_num_batched_tokens": 512}
+KEYS = ("secret",)
+NUM_STREAMS = 64
+# `vllm bench serve` runs from a module, because the command needs a package named vllm,
+# and the package for CPUs has another name.
+VLLM_BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with site_of(MANY, api_keys=KEYS) as made:
+        yield made
+
+
+def test_openai(site: Site):
+    url, asked = f"{site.url}v1", {"model": "model", "prompt": PROMPT, "max_tokens": 9}
+    with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
+        create: Any = client.completions.create
+        first, second = create(n=2, logprobs=1, **asked).choices
+        assert first.text == second.text == letters(said(9))
+        assert len(second.logprobs.tokens) == 9
+        chunks = create(stream=True, **asked)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == letters(said(9))
+
+
+def code_of_server_page(site: Site, client: str) -> str:
+    """Return the block of docs/server.md that uses a client, for this server."""
+    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = (one for one in blocks if f"from {client} import" in one)
+    for shown, used in (("http://127.0.0.1:8000", site.url[:-1]), ("none", "secret")):
+        assert shown in code
+        code = code.replace(shown, used)
+    return code
+
+
+@pytest.mark.parametrize(
+    ("client", "python"),
+    [
+        ("openai", sys.executable),
+        pytest.param("anthropic", CLIENTS / "python", marks=needs_clients),
+    ],
+)
+def test_code_of_server_page_runs(stand: Stand, client: str, python: Any):
+    stand.script.say("Very warm.")
+    code = code_of_server_page(stand, client)
+    assert run([python, "-c", code], {}).rstrip("\n") == "Very warm."
+
+
+# litellm sends its requests with openai's client, which a quick test uses.
+@pytest.mark.slow
+@needs_clients
+def test_litellm(site: Site):
+    calls = [HERE / "calls.py", "litellm", site.url[:-1], "more"]
+    found = json.loads(run([CLIENTS / "python", *calls], OFFLINE).splitlines()[-1])
+    same = ("whole", "streamed", "asynchronous", "completion")
+    assert [found[name] for name in same] == [letters(said(9))] * 4
+    assert (found["reason"], found["tokens"]) == ("length", 9)
+    assert found["too_long"] in ("BadRequestError", "ContextWindowExceededError")
+    assert found["stranger"] == "AuthenticationError"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_curl(site: Site):
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 9, "stream": True})
+    words = ["curl", "-sSN", "--max-time", "60", "-H", "authorization: Bearer secret"]
+    url = site.url[:-1] + COMPLETIONS
+    json_head = ["-H", "content-type: application/json"]
+    events = events_of(run([*words, url, *json_head, "-d", body], {}))
+    assert "".join(e["choices"][0]["text"] for e in events) == letters(said(9))
+    head = run([*words, "-i", url, *json_head, "-d", "{]"], {})
+    assert head.startswith("HTTP/1.1 400")
+    stranger = run([*words[:4], "-w", "%{http_code}", url, "-d", body], {})
+    assert stranger.endswith("401")
+
+
+@pytest.mark.slow
+@needs_clients
+def test_locust_streams():
+    words: list[Any] = [CLIENTS / "locust", "-f", HERE / "locust_streams.py"]
+    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "16s"]
+    words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
+    with site_of(MANY) as site:
+        # The device is so slow that it is the bottleneck, not this machine.
+        site.delay_s = 0.15
+        environment = {"JAXSPEC_MODEL": "model"}
+        (found,) = json.loads(run([*words, "-H", site.url[:-1]], environment))
+        served = num_ended(site)
+    assert found["num_failures"] == 0
+    assert found["num_requests"] >= 2 * NUM_STREAMS
+    assert served == found["num_requests"]
+
+
+def num_ended(site: Site) -> int:
+    """Return the number of requests that ended with finish reason "length"."""
+    text = httpx.get(f"{site.url}metrics").text
+    (count,) = re.findall(
+        r'^vllm:request_success_total{.*"length".*} (\S+)$', text, re.M
+    )
+    return int(float(count))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM is None, reason="JAXSPEC_VLLM_PYTHON is not set")
+def test_vllm_bench_serve(tmp_path: Path):
+    """The client's section on speculative decoding shows values of our metrics."""
+    tiny = ROOT / "checkpoints" / "jaxspec_checkpoints" / "tiny"
+    words: list[Any] = [VLLM, "-c", VLLM_BENCH_SERVE]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f"{json.dumps({'prompt': PROMPT})}\n" * 32, encoding="utf-8")
+    words += ["--dataset-name", "custom", "--dataset-path", prompts]
+    words += ["--custom-output-len", 16, "--skip-chat-template", "--ignore-eos"]
+    words += ["--num-prompts", 32, "--model", "model"]
+    words += ["--tokenizer", tiny / "target", "--save-result"]
+    words += ["--result-dir", tmp_path]
+    with site_of(MANY) as site:
+        printed = run(
+            [*words, "--base-url", site.url[:-1]], {"HF_HUB_OFFLINE": "1"}, 300
+        )
+    assert "Speculative Decoding" in printed
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert found["completed"] == 32
+    assert 0 < found["spec_decode_acceptance_rate"] <= 100

@@ -1,7 +1,6 @@
 """Anthropic's Messages API: requests become chats, answers messages or events."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ from jaxspec.serve.requests.anthropic_input import MessagesBody, as_chat
 from tests.support.client_programs import CLIENTS, needs_clients, run
 from tests.support.fake_engines import letters, said
 from tests.support.serving import MESSAGES, PROMPT, Client, server
-from tests.support.tool_chats import AUTO, CITY, NOW, ROME, Stage
+from tests.support.tool_chats import CITY, NOW, ROME, Stage
 from tests.support.tool_chats import said as calls_said
 
-HERE = Path(__file__).parent
+CALLS = Path(__file__).parents[1] / "clients" / "calls.py"
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASKED: dict[str, Any] = {"model": "model", "messages": MESSAGES, "max_tokens": 5}
 TOOLS = [
@@ -27,13 +26,6 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "21 °C"}
 
 def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    made = Stage(**AUTO)
-    yield made
-    made.end()
 
 
 def events(http: Client, **body: Any) -> list[dict[str, Any]]:
@@ -81,73 +73,48 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize(
-    ("given", "words", "reason", "sequence"),
-    [
-        ({}, letters(said(5)), "max_tokens", None),
-        (
-            {"stop_sequences": [letters(said(4)[3:])], "max_tokens": 9},
-            letters(said(3)),
-            "stop_sequence",
-            letters(said(4)[3:]),
-        ),
-    ],
-)
-def test_message_has_anthropics_fields(http, given, words, reason, sequence, is_stream):
+@pytest.mark.parametrize("sequence", [None, letters(said(4)[3:])])
+def test_message_has_anthropics_fields(http: Client, sequence: Any, is_stream: bool):
+    given = {"stop_sequences": [sequence], "max_tokens": 9} if sequence else {}
     found = http.ask(PATH, **ASKED | given)
     if is_stream:
         found, whole = joined(events(http, **given)), found
         assert found.keys() == whole.keys()
     assert found.pop("id").startswith("msg_")
     usage = found.pop("usage")
-    num_generated = len(words) + (sequence is not None)
-    assert usage == {"input_tokens": 3, "output_tokens": num_generated}
+    assert usage == {"input_tokens": 3, "output_tokens": 4 if sequence else 5}
     assert found == {
         "type": "message",
         "role": "assistant",
         "model": "model",
-        "content": [text(words)],
-        "stop_reason": reason,
+        "content": [text(letters(said(3 if sequence else 5)))],
+        "stop_reason": "stop_sequence" if sequence else "max_tokens",
         "stop_sequence": sequence,
     }
 
 
+ONE = {"type": "auto", "disable_parallel_tool_use": True}
+SEEN = "Let me see.\n"
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
-    ("script", "given", "words", "calls", "reason"),
+    ("script", "choice", "words", "calls"),
     [
-        (calls_said(ROME, NOW), {}, "", [ROME, NOW], "tool_use"),
-        (f"Let me see.\n{calls_said(NOW)}", {}, "Let me see.\n", [NOW], "tool_use"),
-        ("Yes.", {}, "Yes.", [], "end_turn"),
-        (
-            calls_said(ROME, NOW),
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            "",
-            [ROME],
-            "tool_use",
-        ),
-        (calls_said(ROME), {"tool_choice": {"type": "any"}}, "", [ROME], "tool_use"),
-        (
-            calls_said(ROME),
-            {"tool_choice": {"type": "tool", "name": "weather"}},
-            "",
-            [ROME],
-            "tool_use",
-        ),
-        (
-            calls_said(ROME),
-            {"tool_choice": {"type": "none"}},
-            calls_said(ROME),
-            [],
-            "end_turn",
-        ),
+        (calls_said(ROME, NOW), None, "", [ROME, NOW]),
+        (f"{SEEN}{calls_said(NOW)}", None, SEEN, [NOW]),
+        ("Yes.", None, "Yes.", []),
+        (calls_said(ROME, NOW), ONE, "", [ROME]),
+        (calls_said(ROME), {"type": "any"}, "", [ROME]),
+        (calls_said(ROME), {"type": "tool", "name": "weather"}, "", [ROME]),
+        (calls_said(ROME), {"type": "none"}, calls_said(ROME), []),
     ],
 )
 def test_calls_become_tool_use_blocks(
-    stage: Stage, script, given, words, calls, reason, is_stream
+    stage: Stage, script, choice, words, calls, is_stream
 ):
     stage.script.say(script)
-    asked = {"tools": TOOLS, "max_tokens": 200, **given}
+    asked = {"tools": TOOLS, "max_tokens": 200, "tool_choice": choice}
     if is_stream:
         found = joined(events(stage.http, **asked))
     else:
@@ -159,7 +126,7 @@ def test_calls_become_tool_use_blocks(
         for one in calls
     ]
     assert found["content"] == [text(words)] * bool(words) + used
-    assert found["stop_reason"] == reason
+    assert found["stop_reason"] == ("tool_use" if calls else "end_turn")
 
 
 def chat_of(messages: list[Any], **given: Any) -> Any:
@@ -215,34 +182,38 @@ def test_last_assistant_message_is_continued():
     assert found.continue_final_message and not found.add_generation_prompt
 
 
-def test_sampling_values_and_tools_are_passed_on():
+def test_sampling_values_tools_and_formats_are_passed_on():
     given = dict(temperature=0.5, top_k=3, top_p=0.9, seed=7, stop_sequences=["x"])
-    found = chat_of(MESSAGES, tools=TOOLS, **given)
+    wanted = {"type": "json_schema", "schema": CITY}
+    form = {"format": wanted, "effort": "low"}
+    found = chat_of(MESSAGES, tools=TOOLS, output_config=form, **given)
     assert (found.max_tokens, found.stop) == (9, ["x"])
     assert (found.temperature, found.top_k, found.top_p, found.seed) == (0.5, 3, 0.9, 7)
     functions = [tool.function for tool in found.tools]
     assert [one.name for one in functions] == ["weather", "time"]
     assert functions[0].parameters == CITY
     assert functions[1].description == "Tells it."
-
-
-def test_format_of_the_output_is_passed_on():
-    wanted = {"type": "json_schema", "schema": CITY}
-    found = chat_of(MESSAGES, output_config={"format": wanted, "effort": "low"})
     assert found.response_format.json_schema.json_schema == CITY
-    found = chat_of(MESSAGES, output_config={"effort": "low"})
-    assert found.response_format is None
-
-
-def test_tools_of_the_provider_are_left_out():
+    # Tools of the provider are left out.
     search = {"type": "web_search_20250305", "name": "web_search"}
-    found = chat_of(MESSAGES, tools=[search])
+    found = chat_of(MESSAGES, tools=[search], output_config={"effort": "low"})
     assert (found.tools, found.tool_choice) == (None, None)
+    assert found.response_format is None
 
 
 def test_counts_the_tokens_of_the_prompt(http: Client):
     count = http.ask(COUNT, model="model", messages=MESSAGES)
     assert count == {"input_tokens": 3}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*content]}]}
+
+
+FORM = {"format": {"type": "json_schema", "schema": {}}}
+FORMS = {"output_config": FORM, "response_format": {"type": "text"}}
+UNANSWERED = {"messages": [*MESSAGES, {"role": "assistant", "content": [TOOL_USE]}]}
+TOOL_TURN = {"messages": [{"role": "tool", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
@@ -251,23 +222,19 @@ def test_counts_the_tokens_of_the_prompt(http: Client):
         ({"max_tokens": None}, "max_tokens", "valid integer"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "user"),
+        (TOOL_TURN, "messages[0].role", "user"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            user({"type": "image"}),
             "messages[0].content[0]",
             "Images and documents are not supported",
         ),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "7"),
         (
-            {"messages": [{"role": "user", "content": [RESULT | {"tool_use_id": 7}]}]},
+            user(RESULT | {"tool_use_id": 7}),
             "messages[0].content[0].tool_use_id",
             "the id of a tool_use block",
         ),
-        (
-            {"messages": [*MESSAGES, {"role": "assistant", "content": [TOOL_USE]}]},
-            "messages",
-            "tool results",
-        ),
+        (UNANSWERED, "messages", "tool results"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "JSON schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "'any'"),
         (
@@ -275,14 +242,7 @@ def test_counts_the_tokens_of_the_prompt(http: Client):
             "output_config.format",
             "schema",
         ),
-        (
-            {
-                "output_config": {"format": {"type": "json_schema", "schema": {}}},
-                "response_format": {"type": "text"},
-            },
-            "output_config",
-            "leave one out",
-        ),
+        (FORMS, "output_config", "leave one out"),
         ({"tool_choice": {"type": "any"}}, "tools", "must be set"),
     ],
 )
@@ -327,8 +287,7 @@ def test_query_and_head_of_agents_are_answered(http: Client):
 @needs_clients
 def test_anthropics_client_reads_calls(stage: Stage):
     stage.script.say(calls_said(ROME))
-    script = HERE.parent / "anthropic_calls.py"
-    words = [CLIENTS / "python", script, stage.url[:-1], "model"]
+    words = [CLIENTS / "python", CALLS, "anthropic", stage.url[:-1], "more"]
     found = json.loads(run(words, {}).splitlines()[-1])
     assert [found["whole"], found["streamed"]] == [calls_said(ROME)] * 2
     assert found["reason"] == "end_turn"

@@ -1,6 +1,6 @@
 """A user of `locust`: reads one stream after the other to its end.
 
-    locust -f tests/serve/locust_streams.py --headless -u 64 -r 64 -t 10s -H URL
+    locust -f tests/serve/clients/locust_streams.py --headless -u 64 -r 64 -t 10s -H URL
 
 A stream that breaks off, or has another number of tokens than requested, counts as
 failed, and locust then exits with status 1. JAXSPEC_MODEL names the model.
