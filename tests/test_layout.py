@@ -101,7 +101,11 @@ TESTED_ELSEWHERE = {
     "tests/test_public_names.py": ("__init__", "config/__init__"),
     "tests/test_main.py": ("cli/commands",),
     "tests/config/test_engine.py": ("config/model",),
+    "tests/serve/test_development.py": ("serve/corpora",),
+    "tests/serve/test_errors.py": ("serve/middleware",),
+    "tests/serve/test_flags.py": ("serve/__main__", "serve/settings"),
     "tests/serve/test_generation.py": ("serve/app", "serve/serving"),
+    "tests/serve/test_server_info.py": ("serve/load_report",),
     "tests/test_vllm_paths.py": (
         *("logger", "envs", "config/profiler", "engine/stat_loggers"),
     ),

@@ -39,21 +39,13 @@ def run(
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
     def make(args: object) -> AsyncLLMEngine:
-        engine, runner = make_fake_engine(num_draft_tokens=3)
+        engine, _ = make_fake_engine(num_draft_tokens=3)
         engine.tokenizer = TurnsTokenizer(16)
-        if is_broken:
-            patched: Any = runner
-            patched.launch = None
         return AsyncLLMEngine(engine)
 
     monkeypatch.setattr(batch.AsyncLLMEngine, "from_engine_args", make)
-    is_broken = False
 
-    def run_lines(
-        lines: list[str], *flags: str, breaks: bool = False, target: Path = target
-    ):
-        nonlocal is_broken
-        is_broken = breaks
+    def run_lines(lines: list[str], *flags: str, target: Path = target):
         source.write_text("\n".join(lines))
         files = ("-i", str(source), "-o", str(target))
         names = ("--served-model-name", "model")
@@ -160,9 +152,10 @@ def test_full_disk_is_an_error_of_the_output(run):
     assert "/dev/full cannot be written: [Errno 28]" in printed
 
 
-def test_dead_engine_is_an_error(run):
+def test_dead_engine_is_an_error(run, monkeypatch):
+    monkeypatch.setattr("tests.support.fake_device.FakeRunner.launch", None)
     lines = [line(str(at), COMPLETIONS, SHORT) for at in range(30)]
-    code, found, printed = run(lines, breaks=True)
+    code, found, printed = run(lines)
     assert code == 1
     assert "Requests of the batch have failed" in printed
     assert {one["response"]["status_code"] for one in found} == {500}

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.detokenizer import TextStream
-from jaxspec.logprobs import Logprob
-from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.requests.protocol import CompletionBody
 from jaxspec.serve.responses.completions import CompletionWriter
-from jaxspec.text.tokenizer import Tokenizer
-from jaxspec_checkpoints import bundled_target
 from tests.support.fake_engines import letters, said
 from tests.support.serving import (
     CHAT,
@@ -27,6 +23,7 @@ from tests.support.serving import (
     output,
     server,
 )
+from tests.support.tool_chats import TOKENIZER, Stage
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -85,57 +82,30 @@ def test_stream_without_outputs_ends_with_the_usage():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_offsets_are_lengths_of_the_returned_text(is_stream: bool):
+def test_offsets_are_lengths_of_the_returned_text(stage: Stage, is_stream: bool):
     """Includes bytes of a character and hidden tokens, which have other texts alone."""
-    serving: Any = StubServing()
-    tokenizer = serving.tokenizer = Tokenizer.from_folder(bundled_target())
-    prompt, text = "Cr\u00e8me \U0001f600 fox", " \u00e9t\u00e9 \U0001f9a9 end"
-    prompt_ids = tokenizer.encode(prompt)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    ids.insert(3, tokenizer.bos_token_id)  # hidden in the text
-    stop = tokenizer.encode("STOP", add_special_tokens=False)  # cut off from the text
-    body = CompletionBody(prompt=prompt, logprobs=0, echo=True, stream=is_stream)
-    params = SamplingParams(logprobs=0, prompt_logprobs=0, stop="STOP")
-    writer = CompletionWriter(serving, body, params, "x")
-    texts = [(ids, text)]
-    if is_stream:
-        growing = TextStream(tokenizer, SamplingParams())
-        texts = [([token], growing.follow([token])) for token in ids]
-    parts = []
-    for part, new in (*texts, (stop, "")):
-        is_last = part is stop
-        completion = CompletionOutput(
-            index=0,
-            text=new,
-            token_ids=part,
-            logprobs=[{token: Logprob(-1.0, 1)} for token in part],
-            finish_reason="stop" if is_last else None,
-        )
-        of_prompt = [None, *({token: Logprob(-1.0, 1)} for token in prompt_ids[1:])]
-        found = RequestOutput(
-            request_id="x",
-            prompt=prompt,
-            prompt_token_ids=prompt_ids,
-            prompt_logprobs=of_prompt,
-            outputs=[completion],
-            finished=is_last,
-        )
-        parts.append(found)
-    choices = chunks_of(writer, *parts)
+    prompt, text = "Cr\u00e8me \U0001f600 fox", " \u00e9t\u00e9<bos> \U0001f9a9 end"
+    stage.script.say(f"{text}STOP")  # cut off from the text
+    asked: dict[str, Any] = {"stop": "STOP", "max_tokens": 60, "stream": is_stream}
+    asked |= {"logprobs": 0, "echo": True, "return_token_ids": True}
+    found = stage.http.ask(COMPLETIONS, prompt=prompt, **asked)
+    choices = [one["choices"][0] for one in (found if is_stream else [found])]
     whole = "".join(one["text"] for one in choices)
-    assert whole == prompt + text
+    assert whole == prompt + text.replace("<bos>", "")
     offsets = [at for one in choices for at in one["logprobs"]["text_offset"]]
-    tokens = [*prompt_ids, *ids, *stop]
+    generated = [token for one in choices for token in one["token_ids"] or ()]
+    tokens = TOKENIZER.encode(prompt) + generated
     assert len(offsets) == len(tokens)
+    assert TOKENIZER.bos_token_id in generated
     assert offsets[:2] == [0, 0], "a hidden first token has no length"
     assert offsets == sorted(offsets)
     for token, offset, end in zip(
         tokens, offsets, [*offsets[1:], len(whole)], strict=True
     ):
-        if tokenizer.is_special(token):
+        if TOKENIZER.is_special(token):
             assert offset == end
-        elif not tokenizer.is_byte(token) and offset < len(whole):
-            assert whole[offset:end] == tokenizer.decode([token])
+        elif not TOKENIZER.is_byte(token) and offset < len(whole):
+            assert whole[offset:end] == TOKENIZER.decode([token])
     # All four byte tokens of a character have the character's offset.
     emoji = prompt.index("\U0001f600")
     assert offsets.count(emoji) == 4
