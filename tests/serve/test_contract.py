@@ -14,7 +14,6 @@ from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, Client
 
 VOCAB = 16
 SAID = letters(said(5))
-COUNTS = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 HUGE = 2**63
 CHOSEN = {"logprob_token_ids": [13, 2, 15]}
 RESPONSES = "/v1/responses"
@@ -25,6 +24,7 @@ BASE: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": PROMPT},
 }
 BOTH = (COMPLETIONS, CHAT)
+IDS = {"return_token_ids": True, "stream": True}
 Fields = dict[str, Any]
 
 
@@ -88,171 +88,118 @@ def prompt_ids(parts: Iterable[Any]) -> list[Any]:
     return [one.get("prompt_token_ids") for one in parts]
 
 
+def only_first(content: Any, events: list[Any]) -> list[Any]:
+    return [content, *[None] * (len(events) - 1)]
+
+
 # Requests, functions of their responses or of the events of their streams, and the
 # expected values.
-ANSWERED: list[tuple[str, Fields, Any, Any]] = [
-    # Logprobs of completions: only the token's own, several.
-    (COMPLETIONS, {"logprobs": 0}, num_top, [1] * 5),
-    (COMPLETIONS, {"logprobs": 5}, lambda a: {*num_top(a)} <= {5, 6}, True),
-    (COMPLETIONS, {"logprobs": 1}, lambda a: logprobs(a)["text_offset"], [*range(5)]),
-    (
-        COMPLETIONS,
-        {"logprobs": 1},
-        lambda a: max(logprobs(a)["token_logprobs"]) < 0,
-        True,
-    ),
-    (
-        COMPLETIONS,
-        CHOSEN | {"logprobs": 1, "return_tokens_as_token_ids": True},
-        has_chosen,
-        True,
-    ),
-    # Logprobs of prompts: -1 returns the whole vocabulary.
-    *(
-        (
-            path,
-            {"prompt_logprobs": count},
-            lambda a, b=b: b >= {*num_of_prompt(a)},
-            True,
-        )
-        for path in BOTH
-        for count, b in ((0, {1}), (1, {1, 2}), (-1, {VOCAB}))
-    ),
-    # The first echoed token has no logprobs.
-    (COMPLETIONS, {"echo": True, "logprobs": 1}, first_logprobs, [None, None]),
-    # Logprobs of chats.
-    (CHAT, {"logprobs": False}, logprobs, None),
-    (CHAT, {"logprobs": True}, num_top, [0] * 5),
-    (CHAT, {"logprobs": True, "top_logprobs": 0}, num_top, [0] * 5),
-    (CHAT, {"logprobs": True, "top_logprobs": 5}, num_top, [5] * 5),
-    (
-        CHAT,
-        CHOSEN | {"logprobs": True, "top_logprobs": 1},
-        lambda a: {*num_top(a)} <= {3, 4},
-        True,
-    ),
-    # Several texts.
-    (
-        CHAT,
-        {"n": 2},
-        lambda a: a["usage"],
-        COUNTS | {"completion_tokens": 10, "total_tokens": 13},
-    ),
+Rows = list[tuple[Fields, Any, Any]]
+OF_COMPLETIONS: Rows = [
+    # Logprobs: only the token's own, several, of chosen tokens, of echoed ones.
+    ({"logprobs": 0}, num_top, [1] * 5),
+    ({"logprobs": 5}, lambda a: {*num_top(a)} <= {5, 6}, True),
+    ({"logprobs": 1}, lambda a: logprobs(a)["text_offset"], [*range(5)]),
+    ({"logprobs": 1}, lambda a: max(logprobs(a)["token_logprobs"]) < 0, True),
+    (CHOSEN | {"logprobs": 1, "return_tokens_as_token_ids": True}, has_chosen, True),
+    ({"echo": True, "logprobs": 1}, first_logprobs, [None, None]),
     # Lengths and ends of texts.
-    (COMPLETIONS, {"max_tokens": None}, num_tokens, 93),
-    (COMPLETIONS, {"stop": SAID[3]}, ended, (SAID[:3], "stop", SAID[3])),
-    (
-        COMPLETIONS,
-        {"stop": [SAID[3]], "include_stop_str_in_output": True},
-        text,
-        SAID[:4],
-    ),
-    (
-        COMPLETIONS,
-        {"stop_token_ids": [said(4)[3]]},
-        ended,
-        (SAID[:3], "stop", said(4)[3]),
-    ),
-    # Streams have no usage unless it is requested.
-    *(
-        (path, {"stream": True}, lambda e: any(one.get("usage") for one in e), False)
-        for path in BOTH
-    ),
+    ({"max_tokens": None}, num_tokens, 93),
+    ({"stop": SAID[3]}, ended, (SAID[:3], "stop", SAID[3])),
+    ({"stop": [SAID[3]], "include_stop_str_in_output": True}, text, SAID[:4]),
+    ({"stop_token_ids": [said(4)[3]]}, ended, (SAID[:3], "stop", said(4)[3])),
     # Values at the limits.
-    *(
-        (path, {"seed": seed}, num_tokens, 5)
-        for path in BOTH
-        for seed in (HUGE - 1, -HUGE, -1)
-    ),
-    *(
-        (COMPLETIONS, {name: value}, num_tokens, 5)
-        for name, value in (
-            *(("top_k", -1), ("top_k", 0), ("top_p", 1), ("min_p", 1)),
-            *(("temperature", 2), ("presence_penalty", -2)),
-        )
-    ),
-    (COMPLETIONS, {"truncate_prompt_tokens": 1}, num_tokens, 5),
-    (COMPLETIONS, {"n": 128}, lambda a: len(a["choices"]), 128),
-    # Fields may be null, and some have no effect.
-    (CHAT, {"model": None}, lambda a: a["model"], "model"),
-    (CHAT, {"user": "me", "metadata": {"a": "b"}}, num_tokens, 5),
-    (CHAT, {"temperature": None, "stop": None}, num_tokens, 5),
-    # Ids and text of the prompt are in the first event of a stream, of chats outside
-    # `choices`.
+    *(({"top_k": value}, num_tokens, 5) for value in (-1, 0)),
+    *(({name: 1}, num_tokens, 5) for name in ("top_p", "min_p")),
+    ({"temperature": 2}, num_tokens, 5),
+    ({"presence_penalty": -2}, num_tokens, 5),
+    ({"truncate_prompt_tokens": 1}, num_tokens, 5),
+    ({"n": 128}, lambda a: len(a["choices"]), 128),
+    # Ids of the prompt are in the first event of a stream.
+    ({"return_token_ids": True}, lambda a: prompt_ids([only(a)]), [[2, 3, 4]]),
+    ({"return_token_ids": True}, lambda a: only(a)["token_ids"], said(5)),
+    (IDS, lambda e: prompt_ids(map(only, e)) == only_first([2, 3, 4], e), True),
     (
-        COMPLETIONS,
-        {"return_token_ids": True},
-        lambda a: (only(a)["prompt_token_ids"], only(a)["token_ids"]),
-        ([2, 3, 4], said(5)),
-    ),
-    (
-        CHAT,
-        {"return_token_ids": True},
-        lambda a: (a["prompt_token_ids"], only(a)["token_ids"]),
-        ([2, 3, 4], said(5)),
-    ),
-    *(
-        (path, {"return_token_ids": True, "stream": True}, token_ids, said(5))
-        for path in BOTH
-    ),
-    (
-        COMPLETIONS,
-        {"return_token_ids": True, "stream": True},
-        lambda e: prompt_ids(map(only, e)) == [[2, 3, 4], *[None] * len(e[1:])],
-        True,
-    ),
-    (
-        CHAT,
-        {"return_token_ids": True, "return_prompt_text": True, "stream": True},
-        lambda e: (
-            prompt_ids(e) == [[2, 3, 4], *[None] * len(e[1:])]
-            and [one for one in e if "prompt_text" in one] == e[:1]
-            and "prompt_token_ids" not in only(e[0])
-        ),
-        True,
-    ),
-    (
-        COMPLETIONS,
         {"prompt": PROMPT * 3, "truncate_prompt_tokens": 2},
         lambda a: a["usage"]["prompt_tokens"],
         2,
     ),
 ]
+OF_CHATS: Rows = [
+    ({"logprobs": False}, logprobs, None),
+    ({"logprobs": True}, num_top, [0] * 5),
+    ({"logprobs": True, "top_logprobs": 0}, num_top, [0] * 5),
+    ({"logprobs": True, "top_logprobs": 5}, num_top, [5] * 5),
+    (
+        CHOSEN | {"logprobs": True, "top_logprobs": 1},
+        lambda a: {*num_top(a)} <= {3, 4},
+        True,
+    ),
+    ({"n": 2}, lambda a: a["usage"]["prompt_tokens"], 3),
+    ({"n": 2}, num_tokens, 10),
+    # Fields may be null, and some have no effect.
+    ({"model": None}, lambda a: a["model"], "model"),
+    ({"user": "me", "metadata": {"a": "b"}}, num_tokens, 5),
+    ({"temperature": None, "stop": None}, num_tokens, 5),
+    # Ids and text of the prompt are outside `choices`.
+    ({"return_token_ids": True}, lambda a: prompt_ids([a]), [[2, 3, 4]]),
+    ({"return_token_ids": True}, lambda a: only(a)["token_ids"], said(5)),
+    (IDS, lambda e: prompt_ids(e) == only_first([2, 3, 4], e), True),
+    (IDS, lambda e: "prompt_token_ids" in only(e[0]), False),
+    (
+        {"return_prompt_text": True, "stream": True},
+        lambda e: [one for one in e if "prompt_text" in one] == e[:1],
+        True,
+    ),
+]
+OF_BOTH: Rows = [
+    # Logprobs of prompts: -1 returns the whole vocabulary.
+    ({"prompt_logprobs": 0}, lambda a: {*num_of_prompt(a)} <= {1}, True),
+    ({"prompt_logprobs": 1}, lambda a: {*num_of_prompt(a)} <= {1, 2}, True),
+    ({"prompt_logprobs": -1}, lambda a: {*num_of_prompt(a)} <= {VOCAB}, True),
+    (IDS, token_ids, said(5)),
+    # Streams have no usage unless it is requested.
+    ({"stream": True}, lambda e: any(one.get("usage") for one in e), False),
+    *(({"seed": seed}, num_tokens, 5) for seed in (HUGE - 1, -HUGE, -1)),
+]
 # Requests with a mistake in the first of these fields. They are refused before a stream
 # begins.
-REFUSED: list[tuple[str, Fields]] = [
-    (COMPLETIONS, CHOSEN),
-    (COMPLETIONS, {"logprobs": 21}),
-    (COMPLETIONS, {"prompt_logprobs": -2}),
-    (COMPLETIONS, {"max_tokens": 0}),
-    (COMPLETIONS, {"min_tokens": 6}),
-    (COMPLETIONS, {"prompt": PROMPT * 40}),
-    (COMPLETIONS, {"prompt": [[2, 3], [99]]}),
-    (COMPLETIONS, {"priority": 2**31}),
-    (COMPLETIONS, {"n": 2, "temperature": 0}),
-    (COMPLETIONS, {"logit_bias": {"77": 1}}),
-    (COMPLETIONS, {"stop": ["#"] * 9000}),
-    (CHAT, CHOSEN),
-    (CHAT, CHOSEN | {"logprobs": True, "use_beam_search": True}),
-    (CHAT, {"top_logprobs": 1}),
-    *((path, {"seed": seed}) for path in BOTH for seed in (HUGE, -HUGE - 1)),
+REFUSED_BY_BOTH: list[Fields] = [
+    CHOSEN,
+    *({"seed": seed} for seed in (HUGE, -HUGE - 1)),
     # Constraints that exclude each other.
-    *(
-        (path, fields)
-        for path in BOTH
-        for fields in (
-            {"response_format": {"type": "json_schema"}},
-            {"structured_outputs": {}, "response_format": {"type": "text"}},
-            {"guided_choice": ["a"], "guided_regex": "a"},
-        )
-    ),
-    (CHAT, {"tools": 7, "tool_choice": "none"}),
-    (RESPONSES, {"temperature": 3}),
-    (RESPONSES, {"input": []}),
-    (RESPONSES, {"background": True, "store": False}),
-    (RESPONSES, {"request_id": "a/b"}),
-    (RESPONSES, {"use_beam_search": True}),
+    {"response_format": {"type": "json_schema"}},
+    {"structured_outputs": {}, "response_format": {"type": "text"}},
+    {"guided_choice": ["a"], "guided_regex": "a"},
 ]
+REFUSED: dict[str, list[Fields]] = {
+    COMPLETIONS: [
+        *REFUSED_BY_BOTH,
+        {"logprobs": 21},
+        {"prompt_logprobs": -2},
+        {"max_tokens": 0},
+        {"min_tokens": 6},
+        {"prompt": PROMPT * 40},
+        {"prompt": [[2, 3], [99]]},
+        {"priority": 2**31},
+        {"n": 2, "temperature": 0},
+        {"logit_bias": {"77": 1}},
+        {"stop": ["#"] * 9000},
+    ],
+    CHAT: [
+        *REFUSED_BY_BOTH,
+        CHOSEN | {"logprobs": True, "use_beam_search": True},
+        {"top_logprobs": 1},
+        {"tools": 7, "tool_choice": "none"},
+    ],
+    RESPONSES: [
+        {"temperature": 3},
+        {"input": []},
+        {"background": True, "store": False},
+        {"request_id": "a/b"},
+        {"use_beam_search": True},
+    ],
+}
 # Requests with a mistake in a part of a field.
 REFUSED_PARTS: list[tuple[str, Fields, str]] = [
     (CHAT, {"tools": [{}], "tool_choice": "none"}, "tools.0.function"),
@@ -262,7 +209,10 @@ REFUSED_PARTS: list[tuple[str, Fields, str]] = [
     (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type"),
     (RESPONSES, {"tools": [{"type": "function"}]}, "tools[0].name"),
 ]
-MISTAKES = [(path, one, next(iter(one))) for path, one in REFUSED] + REFUSED_PARTS
+ANSWERED = [(COMPLETIONS, *row) for row in OF_COMPLETIONS + OF_BOTH]
+ANSWERED += [(CHAT, *row) for row in OF_CHATS + OF_BOTH]
+MISTAKES = [(path, one, next(iter(one))) for path in REFUSED for one in REFUSED[path]]
+MISTAKES += REFUSED_PARTS
 
 
 def ids_of(rows: list[Any]) -> list[str]:

@@ -58,11 +58,10 @@ def test_command_line_equals_file():
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in named.items()
     }
-    options, placement = read_arguments(named)
-    assert read_arguments(text)[1] == placement
-    read, of_text = read_arguments(text)[0], options
-    assert (read.engine, read.settings) == (of_text.engine, of_text.settings)
-    assert read.shutdown_timeout == options.shutdown_timeout == 9
+    (options, placement), (of_text, placed) = map(read_arguments, (named, text))
+    assert placed == placement
+    assert (of_text.engine, of_text.settings) == (options.engine, options.settings)
+    assert of_text.shutdown_timeout == options.shutdown_timeout == 9
     assert options.settings.served_model_names == ("gemma",)
     assert options.settings.allowed_origins == ("a", "b")
     assert options.settings.enable_auto_tool_choice
@@ -78,10 +77,8 @@ def test_command_line_equals_file():
 
 def test_bundle_has_the_resources_of_processes():
     def bundle(hosts: Any, **needs: Any) -> dict[str, float]:
-        given = (
-            {"hosts": hosts, "ray_actor_options": needs} if needs else {"hosts": hosts}
-        )
-        return read_arguments(given)[1].bundle
+        given = {"ray_actor_options": needs} if needs else {}
+        return read_arguments(given | {"hosts": hosts})[1].bundle
 
     needs: dict[str, Any] = {"num_cpus": 2, "resources": {"TPU": 4}}
     assert bundle(4, **needs) == {"CPU": 2, "TPU": 4}

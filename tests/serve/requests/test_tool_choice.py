@@ -68,6 +68,17 @@ def test_template_gets_tools_unchanged():
     assert tools_as_given(body()) is None
 
 
+PARAMETERS = "tools[0]['function']['parameters']"
+
+
+def named(**function: Any) -> dict[str, Any]:
+    return {"tool_choice": {"type": "function", "function": function}}
+
+
+def with_schema(schema: Any) -> dict[str, Any]:
+    return {"tools": [tool("f", parameters=schema)], "tool_choice": "required"}
+
+
 @pytest.mark.parametrize(
     ("given", "name", "said"),
     [
@@ -78,33 +89,25 @@ def test_template_gets_tools_unchanged():
         ({"tool_choice": "some"}, "tool_choice", "'some'"),
         ({"tool_choice": {}}, "tool_choice", "got {}"),
         ({"tool_choice": {"function": {"name": "f"}}}, "tool_choice", "'type'"),
-        ({"tool_choice": NAMED | {"function": {}}}, "tool_choice", "'name'"),
+        (named(), "tool_choice", "'name'"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
         (
-            {"tool_choice": NAMED | {"function": {"name": "h"}}},
+            named(name="h"),
             "tool_choice",
             "'h', which is not one of the `tools`: 'f', 'g'",
         ),
-        (
-            {"tools": [tool("f", parameters={"type": "array"})]},
-            "tools[0]['function']['parameters']",
-            "of an object",
-        ),
+        (with_schema({"type": "array"}), PARAMETERS, "of an object"),
         (
             {"tool_choice": "required", "response_format": {"type": "some"}},
             "response_format.type",
             "json_schema",
         ),
         (
-            {"tool_choice": NAMED, "structured_outputs": {"regex": "a"}},
+            named(name="g") | {"structured_outputs": {"regex": "a"}},
             "tool_choice",
             "cannot be combined with",
         ),
-        (
-            {"tools": [tool("f", parameters=LONG)], "tool_choice": "required"},
-            "tools",
-            str(MAX_GRAMMAR_CHARACTERS),
-        ),
+        (with_schema(LONG), "tools", str(MAX_GRAMMAR_CHARACTERS)),
     ],
     ids=lambda value: str(value)[:60],
 )
