@@ -5,15 +5,11 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,10 +18,10 @@ import requests
 
 from jaxspec.errors import ConfigError
 from jaxspec.serve.connections import find_max_connections
+from tests.serve.logged_program import Program, running
 from tests.support.fake_engines import letters, said
 from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, events_of
 
-ROOT = Path(__file__).parents[2]
 HEADERS_S, BODY_S, KEEP_ALIVE_S = 1.0, 1.5, 0.7
 # Seconds allowed in addition, because the machine may be busy.
 GRACE_S = 8.0
@@ -38,14 +34,10 @@ HEAD += "Content-Type: application/json\r\n"
 HUGE = b" " * (32 * 2**20)
 
 
-@dataclass
-class Server:
-    process: subprocess.Popen
-    log: Path
-
+class Server(Program):
     @property
     def port(self) -> int:
-        (port,) = re.findall(r"m on http://127.0.0.1:(\d+)", self.log.read_text())
+        (port,) = re.findall(r"m on http://127.0.0.1:(\d+)", self.said)
         return int(port)
 
     @property
@@ -68,13 +60,6 @@ class Server:
         )
         return float(line.split()[-1])
 
-    def wait(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not is_so():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
-
     def wait_for_status(self, path: str, status: int) -> None:
         def has_status() -> bool:
             with contextlib.suppress(httpx.TransportError):
@@ -89,23 +74,12 @@ def server_fixture(*flags: str, delay_s: float = 0.0, num_files: int = 0) -> Any
 
     @pytest.fixture(scope="module")
     def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        words = ["-m", "tests.serve.small_server", str(delay_s), str(num_files)]
         log = tmp_path_factory.mktemp("log") / "log"
-        words = [sys.executable, "-m", "tests.serve.small_server"]
-        words += [str(delay_s), str(num_files), *FLAGS, *flags]
-        with log.open("w") as stderr:
-            process = subprocess.Popen(
-                words, stderr=stderr, stdout=subprocess.DEVNULL, cwd=ROOT
-            )
-        made = Server(process, log)
-        try:
-            made.wait(lambda: "] Serving " in log.read_text())
+        with running(Server([*words, *FLAGS, *flags], log)) as made:
+            made.wait(lambda: "] Serving " in made.said)
             yield made
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, log.read_text()
-            assert "Traceback" not in log.read_text(), log.read_text()
-        finally:
-            process.kill()
-            process.wait()
+            made.end()
 
     return started
 
@@ -337,15 +311,15 @@ def test_requests_over_connection_limit_are_503(patient_server: Server):
 
 
 def test_reports_descriptor_shortage_and_its_end(slow_server: Server):
-    server, log = slow_server, slow_server.log
-    assert "permit" in log.read_text(), "fewer connections than by default"
+    server = slow_server
+    assert "permit" in server.said, "fewer connections than by default"
     shortage = "No file descriptor is free"
     with httpx.Client(base_url=server.url, headers=KEY, timeout=60) as client:
         body = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True}
         for number in (1, 2):
             client.get("/health")
             server.process.send_signal(signal.SIGUSR1)
-            server.wait(lambda: shortage in log.read_text())
+            server.wait(lambda: shortage in server.said)
             with pytest.raises(httpx.TransportError):
                 httpx.get(f"{server.url}/health", timeout=2)
             time.sleep(0.3)
@@ -354,8 +328,8 @@ def test_reports_descriptor_shortage_and_its_end(slow_server: Server):
             while server.count("jaxspec:descriptor_shortages_total") != number:
                 time.sleep(0.02)
             assert client.post(COMPLETIONS, json=body).status_code == 200
-    assert log.read_text().count(shortage) == 1, "once a minute"
-    assert "File descriptors are free again" in log.read_text()
+    assert server.said.count(shortage) == 1, "once a minute"
+    assert "File descriptors are free again" in server.said
 
 
 def test_refuses_limit_above_descriptors():

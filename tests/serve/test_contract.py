@@ -168,9 +168,8 @@ REFUSED_BY_BOTH: list[Fields] = [
     CHOSEN,
     *({"seed": seed} for seed in (HUGE, -HUGE - 1)),
     # Constraints that exclude each other.
-    {"response_format": {"type": "json_schema"}},
     {"structured_outputs": {}, "response_format": {"type": "text"}},
-    {"guided_choice": ["a"], "guided_regex": "a"},
+    {"guided_regex": "a", "guided_choice": ["a"]},
 ]
 REFUSED: dict[str, list[Fields]] = {
     COMPLETIONS: [
@@ -201,7 +200,9 @@ REFUSED: dict[str, list[Fields]] = {
     ],
 }
 # Requests with a mistake in a part of a field.
+NO_SCHEMA = {"response_format": {"type": "json_schema"}}
 REFUSED_PARTS: list[tuple[str, Fields, str]] = [
+    *((path, NO_SCHEMA, "response_format.json_schema") for path in BOTH),
     (CHAT, {"tools": [{}], "tool_choice": "none"}, "tools.0.function"),
     (CHAT, {"tools": [{"function": {}}]}, "tools.0.function.name"),
     (CHAT, {"tools": [{"type": 1, "function": {"name": "f"}}]}, "tools.0.type"),

@@ -12,13 +12,9 @@ from jaxspec.errors import (
     EngineDeadError,
     EngineGenerateError,
     RequestError,
-    RetryableRequestError,
-    UnsupportedError,
 )
 from jaxspec.serve.errors import (
     MAX_MESSAGE,
-    ModelNotFoundError,
-    OverloadedError,
     status_and_body,
 )
 from jaxspec.serve.middleware import MAX_MARKS
@@ -34,23 +30,6 @@ from tests.support.serving import (
     server,
     site_of,
 )
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind"),
-    [
-        (RequestError("x", parameter="n"), 400, "BadRequestError"),
-        (UnsupportedError("x", parameter="n"), 400, "BadRequestError"),
-        (ModelNotFoundError("x"), 404, "NotFoundError"),
-        (OverloadedError("x", 3), 503, "ServiceUnavailableError"),
-        (RetryableRequestError("x"), 503, "ServiceUnavailableError"),
-        (EngineDeadError("x"), 500, "InternalServerError"),
-    ],
-)
-def test_every_error_has_a_status(error: Exception, status: int, kind: str):
-    found, body = status_and_body(error)
-    assert (found, body["error"]["code"]) == (status, status)
-    assert (body["error"]["type"], body["error"]["message"]) == (kind, "x")
 
 
 def test_messages_are_short_and_have_no_internal_details():

@@ -7,11 +7,7 @@ compiled with users' settings, so slowly that the signal arrives during a compil
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +15,9 @@ import httpx
 import pytest
 
 from jaxspec.exit import INTERRUPTED
+from tests.serve.logged_program import Program, running
 from tests.support.programs import users_flags
 
-ROOT = Path(__file__).parents[2]
 # The limit is generous, because other processes may use the cores too.
 END_S = 30.0
 SERVER = ("jaxspec.serve", "--port", "0", "--max-num-seqs", "1")
@@ -37,12 +33,12 @@ RUN = (
 )
 
 
-class Program:
-    """A running command, and the output that it has written."""
+class Command(Program):
+    """A command that compiles slowly, with a cache of its own."""
 
     def __init__(self, arguments: tuple[str, ...], folder: Path):
-        self._log, self._cache = folder / "log", folder / "cache"
-        words = [*arguments, "--compilation-cache-dir", str(self._cache)]
+        self._cache = folder / "cache"
+        words = ["-c", RUN, *arguments, "--compilation-cache-dir", str(self._cache)]
         # With the tests' program cache, nothing would be compiled.
         environment = {
             name: value
@@ -50,42 +46,17 @@ class Program:
             if not name.startswith("JAX_COMPILATION")
         }
         environment["XLA_FLAGS"] = users_flags()
-        with self._log.open("w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", RUN, *words],
-                stdout=file,
-                stderr=file,
-                cwd=ROOT,
-                env=environment,
-            )
+        super().__init__(words, folder / "log", env=environment)
 
-    @property
-    def said(self) -> str:
-        return self._log.read_text()
-
-    def wait(self, text: str) -> None:
+    def wait_for(self, text: str) -> None:
         """Wait until the output, or a loaded library's path, contains a text."""
         maps = Path(f"/proc/{self.process.pid}/maps")
-        deadline = time.monotonic() + 600
-        while text not in self.said and text not in maps.read_text():
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.05)
+        self.wait(lambda: text in self.said or text in maps.read_text())
 
     @property
     def programs(self) -> list[Path]:
         """Return the files of the programs in the cache."""
         return list(self._cache.glob("*.program"))
-
-
-@contextmanager
-def started(arguments: tuple[str, ...], folder: Path) -> Iterator[Program]:
-    program = Program(arguments, folder)
-    try:
-        yield program
-    finally:
-        program.process.kill()
-        program.process.wait()
 
 
 def slow(*values: object) -> Any:
@@ -120,8 +91,8 @@ def slow(*values: object) -> Any:
 def test_signal_ends_program(
     arguments: Any, text: str, after_s: float, number: int, status: int, tmp_path: Path
 ):
-    with started(arguments, tmp_path) as program:
-        program.wait(text)
+    with running(Command(arguments, tmp_path)) as program:
+        program.wait_for(text)
         time.sleep(after_s)
         has_begun = {one for one in (LISTENS, READY) if one in program.said}
         program.process.send_signal(number)
@@ -146,8 +117,8 @@ def test_killed_server_restarts_with_the_programs_it_compiled(tmp_path: Path):
     texts, ready_s = [], []
     for _ in ("cold", "warm"):
         start = time.monotonic()
-        with started((*SERVER, *few), tmp_path) as program:
-            program.wait(READY)
+        with running(Command((*SERVER, *few), tmp_path)) as program:
+            program.wait_for(READY)
             ready_s.append(time.monotonic() - start)
             (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)", program.said)
             url = f"http://127.0.0.1:{port}"

@@ -7,8 +7,6 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,11 +24,10 @@ from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
 from jaxspec.serve.response_store import ResponseStore
 from jaxspec.text.tokenizer import NoTokenizer
+from tests.serve.logged_program import Program, running
 from tests.support.fake_engines import before_launches, letters, make_fake_engine, said
 from tests.support.programs import quick_environment
 from tests.support.serving import COMPLETIONS, PROMPT, Gate, TurnsTokenizer, events_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def served(
@@ -417,31 +414,14 @@ def test_openai_client_with_bundled_pair(tmp_path: Path):
     # The sizes, and therefore the programs, are those of `python -m jaxspec generate`.
     flags = "--port 0 --max-num-seqs 1 --num-speculative-tokens 1 --warm-up none"
     flags += " --served-model-name pair --api-key secret"
-    log = tmp_path / "log"
-    with log.open("w") as stderr:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "jaxspec.serve", *flags.split()],
-            stderr=stderr,
-            cwd=ROOT,
-            env=quick_environment(),
-        )
-
-    def has_started() -> bool:
-        assert server.poll() is None, log.read_text()
-        return "] Serving " in log.read_text()
-
-    try:
-        wait_until(has_started, 600)
-        url = log.read_text().partition("Serving pair on ")[2].split()[0]
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 600)
+    words = ["-m", "jaxspec.serve", *flags.split()]
+    with running(Program(words, tmp_path / "log", env=quick_environment())) as program:
+        program.wait(lambda: "] Serving " in program.said)
+        url = program.said.partition("Serving pair on ")[2].split()[0]
+        program.wait(lambda: httpx.get(f"{url}/health").status_code == 200)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client:
             _ask_openai(client)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
-        assert "Traceback" not in log.read_text()
-    finally:
-        server.kill()
-        server.wait()
+        program.end()
 
 
 def _ask_openai(client: openai.OpenAI) -> None:

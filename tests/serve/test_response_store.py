@@ -260,34 +260,6 @@ def test_full_disk_does_not_fail_requests(caplog):
 A, B = ("", "a"), ("", "b")
 
 
-def test_background_tasks_run_and_are_cancelled():
-    async def run() -> None:
-        background, seen = Background(lambda _: []), list[str]()
-
-        async def work(name: str, seconds: float) -> None:
-            seen.append(f"{name} begins")
-            try:
-                await asyncio.sleep(seconds)
-            except asyncio.CancelledError:
-                seen.append(f"{name} is cancelled")
-                raise
-            seen.append(f"{name} ends")
-
-        await background.start(A, work("a", 60.0))
-        await background.start(B, work("b", 0.5))
-        assert seen == ["a begins", "b begins"]
-        assert A in background
-        assert not await background.wait(0.001)
-        await background.cancel(A)
-        assert seen[2] == "a is cancelled"
-        assert A not in background
-        await background.cancel(A)
-        assert await background.wait(60.0)
-        assert seen[3:] == ["b ends"]
-
-    asyncio.run(run())
-
-
 def test_heartbeat_cancels_tasks(monkeypatch):
     monkeypatch.setattr(response_store, "HEARTBEAT_S", 0.01)
 

@@ -277,8 +277,9 @@ def test_refuses_too_long_grammar():
     half = "a" * (MAX_GRAMMAR_CHARACTERS // 2)
     assert completion(structured_outputs={"choice": [half]}).structured_outputs
     for name, long in (("regex", half * 2), ("json", {"const": half * 2})):
+        body: dict[str, Any] = {f"guided_{name}": long}
         with pytest.raises(RequestError, match=str(MAX_GRAMMAR_CHARACTERS)):
-            completion(**{f"guided_{name}": long})
+            completion(**body)
 
 
 def test_num_speculative_tokens_and_no_grammar():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.requests.protocol import CompletionBody
 from jaxspec.serve.responses.completions import CompletionWriter
@@ -20,7 +19,6 @@ from tests.support.serving import (
     PROMPT,
     Client,
     StubServing,
-    output,
     server,
 )
 from tests.support.tool_chats import TOKENIZER, Stage
@@ -36,33 +34,6 @@ def test_echoes_prompt_once(slow_http: Client, is_stream: bool):
             for choice in chunk["choices"]:
                 texts[choice["index"]] += choice["text"]
         assert texts == [PROMPT + letters(said(12))] * 2
-
-
-def chunks_of(writer: CompletionWriter, *parts: RequestOutput) -> list[dict[str, Any]]:
-    return [
-        choice
-        for part in parts
-        for completion, index in writer._texts(0, part)
-        for choice in writer.deltas(index, completion, part)
-    ]
-
-
-def test_echo_logprobs_in_chunks():
-    body = CompletionBody(prompt=PROMPT, logprobs=1, echo=True, stream=True)
-    params = SamplingParams(logprobs=1, prompt_logprobs=1)
-    writer = CompletionWriter(StubServing(), body, params, "x")
-    first = output([5, 6], is_first=True, is_last=False)
-    second = output([7], is_first=False, is_last=True)
-    choices = chunks_of(writer, first, second)
-    joined: dict[str, list[Any]] = {}
-    for choice in choices:
-        for name, values in choice["logprobs"].items():
-            joined[name] = joined.get(name, []) + values
-    assert joined["tokens"] == list(PROMPT + letters([5, 6, 7]))
-    assert joined["text_offset"] == list(range(6)), "each token is one character"
-    assert joined["token_logprobs"] == [None, -3, -4, -5, -6, -7]
-    assert choices[1]["logprobs"]["top_logprobs"] == [{letters([7]): -7}]
-    assert choices[-1]["finish_reason"] == "length"
 
 
 def test_stream_without_outputs_ends_with_the_usage():
@@ -81,22 +52,28 @@ def test_stream_without_outputs_ends_with_the_usage():
     assert chunk["usage"]["total_tokens"] == 0
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_offsets_are_lengths_of_the_returned_text(stage: Stage, is_stream: bool):
+def test_offsets_are_lengths_of_the_returned_text(stage: Stage):
     """Includes bytes of a character and hidden tokens, which have other texts alone."""
     prompt, text = "Cr\u00e8me \U0001f600 fox", " \u00e9t\u00e9<bos> \U0001f9a9 end"
     stage.script.say(f"{text}STOP")  # cut off from the text
-    asked: dict[str, Any] = {"stop": "STOP", "max_tokens": 60, "stream": is_stream}
+    asked: dict[str, Any] = {"prompt": prompt, "stop": "STOP", "max_tokens": 60}
     asked |= {"logprobs": 0, "echo": True, "return_token_ids": True}
-    found = stage.http.ask(COMPLETIONS, prompt=prompt, **asked)
-    choices = [one["choices"][0] for one in (found if is_stream else [found])]
-    whole = "".join(one["text"] for one in choices)
+    found: dict[str, list[Any]] = stage.http.ask(COMPLETIONS, **asked)["choices"][0]
+    chunks = stage.http.ask(COMPLETIONS, **asked, stream=True)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(one["text"] for one in choices) == found["text"]
+    logprobs: Any = found["logprobs"]
+    for name, values in logprobs.items():
+        assert [one for c in choices for one in c["logprobs"][name]] == values
+    # The first token has no logprob; with 0, others have only their own.
+    tops = [list(one) for one in logprobs["top_logprobs"][1:]]
+    assert tops == [[token] for token in logprobs["tokens"][1:]]
+    assert logprobs["top_logprobs"][0] is logprobs["token_logprobs"][0] is None
+    whole, offsets = found["text"], logprobs["text_offset"]
     assert whole == prompt + text.replace("<bos>", "")
-    offsets = [at for one in choices for at in one["logprobs"]["text_offset"]]
-    generated = [token for one in choices for token in one["token_ids"] or ()]
-    tokens = TOKENIZER.encode(prompt) + generated
+    tokens = [*found["prompt_token_ids"], *found["token_ids"]]
     assert len(offsets) == len(tokens)
-    assert TOKENIZER.bos_token_id in generated
+    assert TOKENIZER.bos_token_id in found["token_ids"]
     assert offsets[:2] == [0, 0], "a hidden first token has no length"
     assert offsets == sorted(offsets)
     for token, offset, end in zip(
