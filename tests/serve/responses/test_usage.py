@@ -73,49 +73,44 @@ def test_times_and_acceptance_are_reported():
     assert metrics_of(has_drafts=False) is None
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_metrics_are_returned_by_request_or_setting(is_stream: bool):
-    asked: dict[str, Any] = {"max_tokens": 12, "stream": is_stream}
-    if is_stream:
-        asked["stream_options"] = {"include_usage": True}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, USAGE])
+def test_metrics_are_returned_last_by_request_or_setting(fields: dict[str, Any]):
     with server(per_request_spec_decode_metrics="summary") as http:
-        for path, given in REQUESTS.items():
 
-            def last(**more: Any) -> Any:
-                found = http.ask(path, **given, **asked, **more)  # noqa: B023
-                return found[-1] if is_stream else found
+        def ask(path: str, **more: Any) -> list[Any]:
+            found = http.ask(path, **REQUESTS[path], **fields, **more)
+            return found if fields else [found]
 
-            metrics = last()["metrics"]
-            assert set(metrics) == {"speculative_decoding"}
-            counts = metrics["speculative_decoding"]
-            assert counts["num_spec_tokens"] == 3
-            assert counts["num_spec_steps"] == sum(counts["acceptance_histogram"])
-            metrics = last(include_metrics=True)["metrics"]
-            assert set(metrics) == TIMES.keys() | {"speculative_decoding"}
-            several = last(n=2)
+        for path in REQUESTS:
+            *chunks, last = ask(path, max_tokens=12)
+            if fields == {"stream": True}:
+                assert last["choices"], "no chunk only for metrics"
+                chunks.append(last)
+            else:
+                assert set(last["metrics"]) == {"speculative_decoding"}
+                counts = last["metrics"]["speculative_decoding"]
+                assert counts["num_spec_tokens"] == 3
+                assert counts["num_spec_steps"] == sum(counts["acceptance_histogram"])
+            *more, last = ask(path, max_tokens=12, include_metrics=True)
+            assert set(last["metrics"]) == TIMES.keys() | {"speculative_decoding"}
+            assert not any("metrics" in chunk for chunk in chunks + more)
+            several = ask(path, max_tokens=12, n=2)[-1]
             assert several.get("metrics") is None
-            assert ("metrics" in several) != is_stream
-
-
-def test_stream_metrics_come_last():
-    asked = {"max_tokens": 1, "stream": True}
-    usage = {"stream_options": {"include_usage": True}}
-    with server(per_request_spec_decode_metrics="summary") as http:
-        for path, given in REQUESTS.items():
-            for more in ({}, usage):
-                given_too = asked | {"include_metrics": True} | more
-                *chunks, last = http.ask(path, **given, **given_too)
-                assert not any("metrics" in chunk for chunk in chunks)
+            assert ("metrics" in several) == (not fields)
+            *chunks, last = ask(path, max_tokens=1, include_metrics=True)
+            if fields:
                 assert chunks[-1]["choices"][0]["finish_reason"] == "length"
                 assert last["choices"] == []
-                assert ("usage" in last) == bool(more)
-                # There is no time between tokens, so the field is left out instead of
-                # being null.
-                assert last["metrics"]["tokens_per_second"] > 0
-                assert "mean_itl_ms" not in last["metrics"]
-                assert None not in last["metrics"].values()
-                assert last["metrics"]["time_to_first_token_ms"] >= 0
-            assert all(chunk["choices"] for chunk in http.ask(path, **given, **asked))
+                assert ("usage" in last) == (fields is USAGE)
+            # There is no time between tokens, so the field is left out instead of being
+            # null.
+            assert last["metrics"]["tokens_per_second"] > 0
+            assert "mean_itl_ms" not in last["metrics"]
+            assert None not in last["metrics"].values()
+            assert last["metrics"]["time_to_first_token_ms"] >= 0
 
 
 def test_usage_follows_the_settings():
@@ -189,11 +184,11 @@ def test_timings_come_last(http: Client, path: str):
         "accepted_prediction_tokens": num_accepted,
         "rejected_prediction_tokens": num_drafts - num_accepted,
     }
-    usage = {"stream_options": {"include_usage": True}}
-    for more in ({}, usage, usage | {"include_metrics": True}):
-        *chunks, last = http.ask(path, **asked, stream=True, **more)
+    for more in ({"stream": True}, USAGE, USAGE | {"include_metrics": True}):
+        *chunks, last = http.ask(path, **asked, **more)
         assert not any("timings" in chunk for chunk in chunks)
-        assert bool(last["choices"]) == (not more), "no chunk only for timings"
+        is_text = "stream_options" not in more
+        assert bool(last["choices"]) == is_text, "no chunk only for timings"
         has_details = "completion_tokens_details" in last.get("usage", {})
         assert has_details == ("include_metrics" in more)
         for timings in (answer["timings"], last["timings"]):
