@@ -13,8 +13,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -238,20 +238,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
     """Replace Ray's modules; return other hosts' errors by rank, for tests to set."""
     failures: dict[str, Exception] = {}
 
-    class HostActor:
-        def __init__(self):
-            self.follow = self
-
-        def remote(self, *arguments: Any, node_rank: int, **hosts: Any) -> str:
-            return f"call {node_rank}"
-
-    class HostClass:
-        def __init__(self, made: type):
-            pass
-
-        def options(self, **asked: Any) -> Any:
-            return SimpleNamespace(remote=HostActor)
-
     def wait(calls: list[str], num_returns: int, timeout: float) -> Any:
         assert (num_returns, timeout) == (len(calls), 0)
         return [one for one in calls if one in failures], []
@@ -259,17 +245,13 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
     def get(call: str) -> None:
         raise failures[call]
 
-    strategies = SimpleNamespace(
-        PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: ()
-    )
-    util = SimpleNamespace(
-        get_node_ip_address=lambda: "127.0.0.1",
-        get_current_placement_group=lambda: None,
-        scheduling_strategies=strategies,
-    )
-    module = SimpleNamespace(util=util, remote=HostClass, wait=wait, get=get)
+    module = MagicMock(wait=wait, get=get)
+    module.util.get_node_ip_address.return_value = "127.0.0.1"
+    actor = module.remote.return_value.options.return_value.remote.return_value
+    actor.follow.remote = lambda *_, node_rank, **hosts: f"call {node_rank}"
     monkeypatch.setitem(sys.modules, "ray", module)
-    monkeypatch.setitem(sys.modules, "ray.util", util)
+    monkeypatch.setitem(sys.modules, "ray.util", module.util)
+    strategies = module.util.scheduling_strategies
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
     return failures
 

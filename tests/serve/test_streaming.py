@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.responses import JSONResponse
 
@@ -23,7 +24,7 @@ from tests.support.serving import (
     MESSAGES,
     PROMPT,
     Site,
-    events_of,
+    post,
     site_of,
 )
 
@@ -114,10 +115,6 @@ def make_request(choose: random.Random) -> bytes:
         body |= {"messages": MESSAGES, "max_tokens": 80}
     else:
         body |= {"input": PROMPT, "max_output_tokens": 80}
-    return to_bytes(path, body)
-
-
-def to_bytes(path: str, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
@@ -144,15 +141,9 @@ async def disconnect_early(site: Site, choose: random.Random) -> None:
 
 async def read_stream(site: Site) -> None:
     """Request a stream while others disconnect, and read all of it."""
-    reader, writer = await asyncio.open_connection(*site.address)
     body = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True, "stream": True}
-    request = to_bytes(COMPLETIONS, body)
-    writer.write(request.replace(b"Host: x", b"Host: x\r\nConnection: close"))
-    answer = (await reader.read()).decode()
-    writer.close()
-    # Each HTTP chunk is preceded by a line with its length.
-    lines = [line for line in answer.split("\r\n") if line.startswith("data: ")]
-    chunks = events_of("".join(lines))
+    async with httpx.AsyncClient(base_url=site.url, timeout=60) as client:
+        chunks = await post(client, COMPLETIONS, **body)
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
     assert text == letters(said(30))
 
