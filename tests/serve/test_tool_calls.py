@@ -209,12 +209,12 @@ def test_openai_stream_helper_reads_calls(stage: Stage):
     assert choice.finish_reason == "tool_calls"
 
 
-def check_prompt_with_result(prompt: str) -> None:
+def check_prompt_with_result(prompt: str, words: str = "") -> None:
     """Check that a prompt has the tools, a call and its result."""
     assert '{"name": "weather", "parameters": {"type": "object"' in prompt
     _, asked, called, result = prompt.split("<start_of_turn>")[:4]
     assert asked.endswith("\n\nIs it warm in Rom?<end_of_turn>\n")
-    assert called == f"model\n{said(ROME)}<end_of_turn>\n"
+    assert called == f"model\n{words}{said(ROME)}<end_of_turn>\n"
     assert result == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
 
 
@@ -407,9 +407,9 @@ def test_cut_off_call_is_incomplete(stage: Stage, is_stream: bool):
 
 @pytest.mark.parametrize("is_stateful", [False, True])
 def test_response_continues_with_results(stage: Stage, is_stateful: bool):
-    stage.script.say(said(ROME))
+    stage.script.say(f"See:\n{said(ROME)}")
     first = stage.responses.create(**ASKED_FLAT)
-    (call,) = first.output
+    _, call = first.output
     if is_stateful:
         asked = {"input": [result_of(call)], "previous_response_id": first.id}
     else:
@@ -419,7 +419,7 @@ def test_response_continues_with_results(stage: Stage, is_stateful: bool):
     extra = {"enable_response_messages": True}
     then = stage.responses.create(**ASKED_FLAT | asked, extra_body=extra)
     assert then.output_text == "It is."
-    check_prompt_with_result(then.input_messages[0]["message"])
+    check_prompt_with_result(then.input_messages[0]["message"], "See:\n")
 
 
 def test_openai_stream_helper_of_responses(stage: Stage):

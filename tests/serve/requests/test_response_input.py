@@ -11,7 +11,6 @@ from jaxspec.serve.requests.protocol import ChatBody, ResponseBody
 from jaxspec.serve.requests.response_input import (
     add_answer,
     as_chat,
-    call_of,
     messages_of,
 )
 from jaxspec.serve.requests.tool_choice import form_of, read_choice
@@ -260,14 +259,3 @@ def test_conversation_is_continued():
     text = PROMPTS.of_chat(read, 4).get("prompt")
     assert text == turns("Be kind.\n\nHello", "Well", "And?")
     assert messages[0] == USER
-
-
-def test_continues_answer_with_calls():
-    first = ResponseBody(input="Hello", tools=[F])
-    earlier = add_answer(first, messages_of(first), "Well", [call_of("1", "f", "{}")])
-    then = ResponseBody(input=[RESULT])
-    messages = messages_of(then, earlier)
-    text = PROMPTS.of_chat(as_chat(then, messages), 4).get("prompt")
-    called = 'Well\n[{"name": "f", "parameters": {}}]'
-    assert text == turns("Hello", called, '{"name": "f", "result": "7"}')
-    assert earlier[-1]["content"] == "Well"

@@ -44,17 +44,6 @@ def finished(responses: Any, response_id: str) -> Any:
     return checked(found)
 
 
-def test_response_has_openais_fields(responses: Any):
-    response = checked(responses.create(**ASKED, max_output_tokens=5))
-    assert response.id.startswith("resp_")
-    assert (response.output_text, response.status) == (letters(said(5)), "incomplete")
-    assert response.incomplete_details.reason == "max_output_tokens"
-    (item,) = response.output
-    assert (item.type, item.status) == ("message", "incomplete")
-    usage = response.usage
-    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (3, 5, 8)
-
-
 def test_response_repeats_request_fields(responses: Any):
     repeated: Any = {"instructions": "!", "metadata": {"a": "b"}, "temperature": 0.5}
     repeated |= {"top_p": 0.25, "max_output_tokens": 50}
@@ -100,6 +89,14 @@ def test_stream_has_openais_events(slow_http: Client, is_cut: bool):
     whole = create(**asked)
     assert checked(whole).usage == end.response.usage
     assert whole.status == end.response.status == last
+    assert (whole.id[:5], whole.output_text) == ("resp_", text)
+    (item,) = whole.output
+    assert (item.type, item.status) == ("message", last)
+    if is_cut:
+        assert whole.incomplete_details.reason == "max_output_tokens"
+        usage = whole.usage
+        counts = usage.input_tokens, usage.output_tokens, usage.total_tokens
+        assert counts == (3, 20, 23)
     assert end.response.metrics["speculative_decoding"]["num_spec_steps"] > 0
     # The text of the tokens' origins is that of the event.
     parts = [(event.token_origins, event.delta) for event in events[4:-4]]
