@@ -115,13 +115,18 @@ def test_tokens_are_marked_by_origin(watched: Watched):
     assert watched.complaints == []
 
 
-def test_settings_are_sent(watched: Watched):
-    watched.page.fill("#temperature", "0.7")
-    watched.page.fill("#k", "0")
+def test_settings_and_history_are_sent(watched: Watched):
+    page = watched.page
+    page.fill("#temperature", "0.7")
+    page.fill("#k", "0")
     asked = watched.sent()
     assert (asked["temperature"], asked["num_speculative_tokens"]) == (0.7, 0)
-    assert asked["max_tokens"] == 12
+    assert (asked["max_tokens"], len(asked["messages"])) == (12, 1)
     assert [origin for origin, _ in watched.tokens()] == ["target"] * 12
+    assert len(watched.sent()["messages"]) == 3
+    page.click("#clear")  # begins a new conversation
+    expect(page.locator("article")).to_have_count(0)
+    assert len(watched.sent()["messages"]) == 1
 
 
 def test_race_has_two_columns(watched: Watched):
@@ -285,13 +290,6 @@ def test_shows_memory_plan(watched: Watched):
     finally:
         engine.memory = None
     assert watched.complaints == []
-
-
-def test_new_conversation_clears_history(watched: Watched):
-    assert [len(watched.sent()["messages"]) for _ in range(2)] == [1, 3]
-    watched.page.click("#clear")
-    expect(watched.page.locator("article")).to_have_count(0)
-    assert len(watched.sent()["messages"]) == 1
 
 
 def test_shows_refusal_and_continues(watched: Watched):
