@@ -16,7 +16,14 @@ import httpx
 import pytest
 from fastapi.responses import JSONResponse
 
-from jaxspec.serve.streaming import encoded, event, merge
+from jaxspec.serve.streaming import (
+    ClientGoneError,
+    EventStream,
+    encoded,
+    event,
+    merge,
+    while_connected,
+)
 from tests.support.fake_engines import letters, said
 from tests.support.serving import (
     CHAT,
@@ -29,6 +36,15 @@ from tests.support.serving import (
 )
 
 
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+async def gone() -> dict[str, Any]:
+    await asyncio.sleep(0.01)
+    return {"type": "http.disconnect"}
+
+
 @pytest.mark.parametrize("letter", ["\x85", "\u2028", "\u2029", "\v", "\x1c", "\r"])
 def test_event_is_one_line_for_every_client(letter: str):
     """Clients with `httpx.iter_lines` split at the separators of `str.splitlines`."""
@@ -38,6 +54,55 @@ def test_event_is_one_line_for_every_client(letter: str):
     assert json.loads(data.removeprefix("data: ")) == content
     assert "é" in data and "\N{FLAMINGO}" in data
     assert event({"text": "a\n\n\u00e9"}) == 'data: {"text":"a\\n\\n\u00e9"}\n\n'
+
+
+def test_disconnection_cancels_work():
+    ended = []
+
+    async def work() -> None:
+        try:
+            await never()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    async def run() -> None:
+        with pytest.raises(ClientGoneError):
+            await while_connected(gone, work())
+        assert ended
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("receive", [never, gone])
+def test_stream_is_closed_however_it_ends(receive: Any):
+    sent: list[Any] = []
+    closed = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            yield "data: 1\n\n"
+            if receive is gone:
+                await never()
+            yield "data: 2\n\n"
+        finally:
+            closed.append(True)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        await EventStream(events())({}, receive, send)
+
+    asyncio.run(run())
+    assert closed
+    start, *parts = sent
+    headers = dict(start["headers"])
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert b"content-length" not in headers
+    whole = b"data: 1\n\n" if receive is gone else b"data: 1\n\ndata: 2\n\n"
+    assert b"".join(one["body"] for one in parts) == whole
+    assert parts[-1]["more_body"] == (receive is gone)
 
 
 async def count(

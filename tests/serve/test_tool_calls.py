@@ -438,7 +438,7 @@ def test_responses_refuse_invalid_tools(stage: Stage):
         asked = ASKED_FLAT | REQUIRED | {"tools": tools}
         error = stage.http.refusal(RESPONSES, asked)
         assert error["param"] == param
-        assert error["message"].replace("`", "").startswith(param)
+        assert param in error["message"]
     asked = ASKED_FLAT | REQUIRED | {"structured_outputs": {"regex": "a"}}
     assert stage.http.refusal(RESPONSES, asked)["param"] == "tool_choice"
 
