@@ -177,8 +177,8 @@ def test_full_disk_is_reported_before_writing(
 def bar(count: int = 0, act: Callable[[], None] = lambda: None) -> MagicMock:
     """Return a progress bar that calls a function at one of its updates."""
     made, numbers = MagicMock(), itertools.count(1)
-    made.return_value.__enter__.return_value = made
-    made.return_value.__exit__.return_value = None
+    made.return_value = made.__enter__.return_value = made
+    made.__exit__.return_value = None
     made.update.side_effect = lambda _: act() if next(numbers) == count else None
     return made
 
@@ -291,8 +291,8 @@ def kill(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if step == "write":
-    writing.tqdm = MagicMock()
-    writing.tqdm.return_value.__enter__.return_value.update = kill
+    writing.tqdm = bar = MagicMock(update=kill)
+    bar.return_value = bar.__enter__.return_value = bar
 else:
     setattr(writing, step, kill)
 writing.write_checkpoint(open_checkpoint(source), destination, to=to)
