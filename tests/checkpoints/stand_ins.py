@@ -200,8 +200,8 @@ class HubStandIn(StandIn):
         if asked.path == f"{api}/tree/{COMMIT}":
             return self._tree(int(asked.query.get("cursor", ["0"])[0]))
         if asked.path in (f"{api}/revision/{rev}" for rev in ("main", "v1", COMMIT)):
-            found = {"id": self.repository, "sha": COMMIT}
-            found["siblings"] = [{"rfilename": name} for name in self.files]
+            siblings = [{"rfilename": name} for name in self.files]
+            found = {"id": self.repository, "sha": COMMIT, "siblings": siblings}
             return as_json(200, found)
         code = "RevisionNotFound" if asked.path.startswith(api) else "RepoNotFound"
         return as_json(404, {"error": "not found"}, X_Error_Code=code)

@@ -106,8 +106,10 @@ def run_chunks(params: dict[str, Any], chunk: int, **settings: Any) -> np.ndarra
 
     def run(params: Any, rows: Any, pages: Any, batch: TokenBatch) -> Any:
         tables = rope_tables(batch.positions, HEAD_DIM, 10_000.0)
-        given = SETTINGS | settings | dict(tables=tables, backend=Backend())
-        return attention_block(params, rows, pages, batch=batch, **given)
+        given: dict[str, Any] = SETTINGS | settings | {"tables": tables}
+        return attention_block(
+            params, rows, pages, batch=batch, backend=Backend(), **given
+        )
 
     options = (compiler_options() or {}) | USERS_COMPILER
     step: Any = jax.jit(run, compiler_options=options)

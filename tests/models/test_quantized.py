@@ -101,7 +101,7 @@ def product(values: Any, scales: Any) -> tuple[jax.Array, np.ndarray]:
     expected = dequantize(values, scales)
     inputs = np.random.default_rng(2).normal(size=(5, expected.shape[1]))
     inputs = inputs.astype(np.float32)
-    return jnp.asarray(inputs), np.float64(inputs) @ np.float64(expected).T
+    return jnp.asarray(inputs), inputs.astype(float) @ expected.T.astype(float)
 
 
 def random_matrix(scheme: Scheme, shape: Any = (64, 64)) -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ def make_trainer(
         target,
         make_text(num_rows),
         make_text(num_held_out, seed=1),
-        schedule=Schedule(**dict(rows=4, warmup_steps=1) | schedule),
+        schedule=Schedule(**{"rows": 4, "warmup_steps": 1, **schedule}),
         read_states=(read, read),
         token_ids=IDS if is_trimmed else None,
         work=work,

@@ -234,7 +234,7 @@ def test_a_head_is_split_over_devices(folder):
             "'layers.1.mlp.up_proj.weight' is not part of a eagle3 head",
         ),
         ("norm.weight", torch.zeros(24, dtype=torch.int64), "int64, expected a float"),
-        ("d2t", torch.full((20,), 40), "'d2t' has token id 50, but .*vocab_size=50 - 1"),
+        ("d2t", torch.full((20,), 40), "'d2t' has token id 50, .*vocab_size=50 - 1"),
         ("d2t", -torch.arange(20), "'d2t' has a token id of the target twice"),
         ("d2t", D2T, r"'d2t' has type int64 and shape \(19,\)"),
     ],
