@@ -343,7 +343,8 @@ def test_quickstart_runs(is_real: bool, tmp_path):
     book = execute("quickstart", tmp_path, **models, **sizes)
     text = printed(book)
     assert ("jaxspec/gemma-3-270m, drafts from its own text" in text) is is_real
-    assert "Maximum concurrency at 1,024 tokens: 1.00x" in text
+    # One text of the full length fits, and some more of pages behind its window.
+    assert re.search(r"Maximum concurrency at 1,024 tokens: 1\.[1-9]\dx", text)
     assert "the same text for 2 of 2 prompts" in text
     check_speeds(text, 5)
     assert num_pictures(book) == 1

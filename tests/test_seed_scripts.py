@@ -170,6 +170,10 @@ PARALLEL_CHECKS = """
 assert llm.llm_engine.runner.mesh.devices.size == 4
 (completion,) = outputs[0].outputs
 assert len(completion.token_ids) == 100 or completion.finish_reason == "stop"
+# The programs with drafts are compiled once the first text is finished.
+llm.llm_engine.wait_for_programs()
+sampling_params.temperature, sampling_params.ignore_eos = 0.0, True
+((completion,),) = (one.outputs for one in llm.generate([prompt], sampling_params))
 assert completion.spec_decode_metrics.num_accepted_draft_tokens > 0
 """
 # The guide's server, started by the command that it gives.
