@@ -199,6 +199,16 @@ def test_early_stop_of_the_library_is_a_failure():
         matcher.read(5)
 
 
+def test_failed_rollback_is_repeated_by_a_new_lexer():
+    matcher: Any = make_matcher(grammar_of_regex("[a-z]{1,90}"))
+    first = matcher.mask()
+    matcher.read(drawn(first, 1, 0))
+    failed = matcher._native = MagicMock(spec=["rollback", "is_error"])
+    failed.rollback.return_value = failed.is_error.return_value = True
+    matcher.back_to(0)
+    np.testing.assert_array_equal(matcher.mask(), first)
+
+
 def test_many_choices_and_alternatives_of_a_schema_compile():
     labels = [f"label number {number}" for number in range(20_000)]
     kinds = [

@@ -240,6 +240,24 @@ def slow_states(monkeypatch: pytest.MonkeyPatch, count: int) -> Any:
     return states, gate
 
 
+def test_failure_after_drafts_is_one_of_the_text_only_if_it_has_their_tokens(
+    monkeypatch,
+):
+    masks, state = opened()
+    compute = Matcher.mask
+
+    def mask(matcher: Matcher) -> np.ndarray:
+        if matcher.tokens == [4, 5]:
+            raise GrammarFailure("limit", "too much")
+        return compute(matcher)
+
+    monkeypatch.setattr(Matcher, "mask", mask)
+    ask(masks, (state, [4], [5, 6, 7]))
+    for text in ([4, 5], [4, 6, 7]):
+        assert state.failure_in(text) is None
+    assert state.failure_in([4, 5, EOS]) == ([4, 5], "limit", "too much")
+
+
 def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     (slow,), gate = slow_states(monkeypatch, 1)
     masks, other = TokenMasks(VOCAB), make_state()

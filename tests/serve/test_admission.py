@@ -33,6 +33,8 @@ def test_refuses_texts_over_queue_limit():
         ):
             door.admit(["c"], [5], 1).__enter__()
         assert door.num_requests == 2
+    with pytest.raises(ZeroDivisionError), door.admit(["c"], [5], 3):
+        raise ZeroDivisionError  # an error also releases the places
     with door.admit(["c"], [5], 3):
         assert door.num_requests == 1
     with pytest.raises(OverloadedError), door.admit(["d"], [5], 4):

@@ -264,12 +264,18 @@ def test_heartbeat_cancels_tasks(monkeypatch):
     monkeypatch.setattr(response_store, "HEARTBEAT_S", 0.01)
 
     async def run() -> None:
-        unwanted: list[tuple[str, str]] = []
+        unwanted, begun = list[tuple[str, str]](), list[tuple[str, str]]()
         background = Background(
             lambda making: [one for one in making if one in unwanted]
         )
+
+        async def work(key: tuple[str, str]) -> None:
+            begun.append(key)
+            await asyncio.sleep(60)
+
         for key in (A, B):
-            await background.start(key, asyncio.sleep(60))
+            await background.start(key, work(key))
+            assert key in begun, "a cancellation would not reach its code"
         unwanted.append(A)
         while A in background:
             await asyncio.sleep(0.01)

@@ -105,6 +105,27 @@ def test_stream_is_closed_however_it_ends(receive: Any):
     assert parts[-1]["more_body"] == (receive is gone)
 
 
+def test_stream_is_closed_if_the_client_leaves_during_a_send():
+    closed = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            yield "data: 1\n\n"
+        finally:
+            closed.append(True)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await never()
+
+    async def run() -> None:
+        stream = events()  # a reference: garbage collection would also close it
+        await EventStream(stream)({}, gone, send)
+        assert closed
+
+    asyncio.run(run())
+
+
 async def count(
     number: int, *, fails: bool = False, log: list[str] | None = None
 ) -> AsyncGenerator[int, None]:

@@ -365,8 +365,8 @@ def test_responses_contain_calls(
     stage: Stage, text: str, given: dict[str, Any], expected: Any, is_stream: bool
 ):
     stage.script.say(text)
-    include = ["message.output_text.logprobs"]
-    response, names = respond(stage, is_stream, include=include, **given)
+    given = given | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response, names = respond(stage, is_stream, **given)
     assert items_of(response) == expected
     assert response.status == "completed"
     assert {item.status for item in response.output} == {"completed"}
@@ -377,6 +377,7 @@ def test_responses_contain_calls(
             logprobs = item.content[0].logprobs
             spelled = b"".join(bytes(one.bytes) for one in logprobs)
             assert spelled.removesuffix(b"<eos>") == item.content[0].text.encode()
+            assert {len(one.top_logprobs) for one in logprobs} <= {2}
     if is_stream:
         assert names[:2] == ["created", "in_progress"]
         assert names.count("function_call_arguments.done") == len(calls)

@@ -97,6 +97,7 @@ def with_schema(schema: Any) -> dict[str, Any]:
             "'h', which is not one of the `tools`: 'f', 'g'",
         ),
         (with_schema({"type": "array"}), PARAMETERS, "of an object"),
+        ({"tools": [tool("f", parameters={"type": "array"})]}, PARAMETERS, "an object"),
         (
             {"tool_choice": "required", "response_format": {"type": "some"}},
             "response_format.type",
