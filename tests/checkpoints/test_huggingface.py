@@ -208,7 +208,7 @@ def test_symlink_to_elsewhere_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"intermediate_size": 289}, r"shape \(72, 288\), .* \(72, 289\)"),
+        ({"intermediate_size": 289}, r"down_proj.* \(72, 288\), .* \(72, 289\)"),
         *(
             ({"hidden_size": size}, "hidden_size must be an integer of at")
             for size in (None, 0, "72", True, 7.5)
