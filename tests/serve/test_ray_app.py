@@ -245,13 +245,18 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
     def get(call: str) -> None:
         raise failures[call]
 
-    module = MagicMock(wait=wait, get=get)
+    module = MagicMock(spec=["remote", "wait", "get", "util"], wait=wait, get=get)
+    names = ["get_node_ip_address", "get_current_placement_group"]
+    module.util = MagicMock(spec=names)
     module.util.get_node_ip_address.return_value = "127.0.0.1"
     actor = module.remote.return_value.options.return_value.remote.return_value
     actor.follow.remote = lambda *_, node_rank, **hosts: f"call {node_rank}"
     monkeypatch.setitem(sys.modules, "ray", module)
     monkeypatch.setitem(sys.modules, "ray.util", module.util)
-    strategies = module.util.scheduling_strategies
+    strategies = MagicMock(spec=["PlacementGroupSchedulingStrategy"])
+    strategies.PlacementGroupSchedulingStrategy = (
+        lambda group, placement_group_bundle_index: ()
+    )
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
     return failures
 
