@@ -133,10 +133,13 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ),
         },
     ),
-    "a length of -1 is the default, which is at most 8192": (
-        {"model": "long", "max_model_len": -1},
-        {"max_model_len": 8192},
-    ),
+    **{
+        f"a length of {given} is the default, which is at most 8192": (
+            {"model": "long", "max_model_len": given},
+            {"max_model_len": 8192},
+        )
+        for given in (None, -1)
+    },
     "translated values": (
         dict(
             seed=None,
