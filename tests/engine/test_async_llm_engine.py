@@ -129,7 +129,8 @@ async def test_abort_ends_the_stream(serving, num_texts):
         outputs_of(serving, "a", max_tokens=None, ignore_eos=True, n=num_texts)
     )
     other = asyncio.ensure_future(outputs_of(serving, "b"))
-    await asyncio.sleep(0.02)
+    while not serving.engine.is_unfinished("a"):
+        await asyncio.sleep(0.001)
     await serving.abort("a")
     await serving.abort(["a", "unknown"])
     last = (await task)[-1]
@@ -141,7 +142,8 @@ async def test_abort_ends_the_stream(serving, num_texts):
 @served(delay_s=0.02)
 async def test_bad_requests_are_rejected_without_side_effects(serving):
     running = asyncio.ensure_future(outputs_of(serving, "a", max_tokens=30))
-    await asyncio.sleep(0.01)
+    while not await serving.get_num_unfinished_requests():
+        await asyncio.sleep(0.001)
     with pytest.raises(RequestError, match="'a' is already running"):
         await outputs_of(serving, "a")
     bad: Any = 7
@@ -158,7 +160,8 @@ def test_shutdown_reports_to_waiting_callers():
         task = asyncio.ensure_future(
             outputs_of(serving, "a", max_tokens=None, ignore_eos=True)
         )
-        await asyncio.sleep(0.02)
+        while not await serving.get_num_unfinished_requests():
+            await asyncio.sleep(0.001)
         await asyncio.to_thread(serving.shutdown, 10)
         with pytest.raises(EngineDeadError, match="shut down"):
             await task
