@@ -82,7 +82,7 @@ def test_wraps_lines_at_words(monkeypatch, text: str, lines: list[str], size: in
 def test_moved_word_keeps_its_colors(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "8")
     screen = Terminal()
-    pieces = [Piece("one t", False), Piece("wo", True), Piece("", True)]
-    Printer(screen).show([*pieces, Piece("x", True)])
+    pieces = [Piece("one t", False), Piece("wo", True), Piece("x", True)]
+    Printer(screen).show([*pieces, Piece("", True)])
     moved = screen.getvalue().partition("\n")[2]
     assert moved == "t\x1b[32mw\x1b[0m\x1b[32mo\x1b[0m\x1b[32mx\x1b[0m"
