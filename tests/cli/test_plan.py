@@ -150,14 +150,16 @@ def test_errors_are_one_paragraph(capsys, arguments: tuple[str, ...], message: s
     assert re.search(message, error), error
 
 
-def test_common_gpus_can_be_named():
-    for name, count in (("t4", 1), ("l4-2", 2), ("a100-40gb", 1), ("a100-80gb-8", 8)):
+def test_common_gpus_have_the_memory_of_their_data_sheets():
+    for name, count, gigabytes in (
+        *(("t4", 1, 16), ("l4-2", 2, 24), ("a100-40gb", 1, 40)),
+        *(("a100-80gb-8", 8, 80), ("h100", 1, 80), ("h200", 1, 141), ("b200", 1, 192)),
+    ):
         found = device_descriptions.named_devices(name)
         assert [one.platform for one in found] == ["gpu"] * count
-        assert (
-            device_descriptions.named_limit(name, None)
-            < device_descriptions.MEMORY_BYTES[found[0].device_kind]
-        )
+        memory = device_descriptions.MEMORY_BYTES[found[0].device_kind]
+        assert 0.9 < memory / (gigabytes * 1e9) < 1.07, name
+        assert device_descriptions.named_limit(name, None) < memory
 
 
 def test_gpu_without_kernels_is_an_error(capsys):
