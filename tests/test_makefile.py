@@ -11,11 +11,14 @@ from jaxspec.engine.arg_utils import _cache_dir
 from jaxspec.engine.program_cache import MAX_BYTES
 
 ROOT = Path(__file__).parents[1]
-# A fake Python that exits with a chosen status: one for pytest, one for the long
-# suites, and one for other versions of jax.
+# A fake Python that exits with a chosen status: one for pip, one for pytest, one for
+# the long suites, and one for other versions of jax.
 PYTHON = """#!/bin/sh
 case "$*" in
-
+  *"pip install"*)
+    echo "Collecting humanize>=1 (from x)"
+    echo "Installing collected packages: humanize, jax"
+    exit $INSTALL ;;
   *tests.long_suites*) echo suites: "$*"; exit $SUITES ;;
   *tests.release.jax_versions*) echo versions: "$*"; exit $VERSIONS ;;
   *) echo tests: "$*"; exit $TESTS ;;
@@ -45,6 +48,18 @@ def test_clean_prints_the_program_cache_folder(tmp_path, monkeypatch):
     assert made.returncode == 0, made.stderr
     assert f"rm -r {_cache_dir('auto')}\n" in made.stdout
     assert f"at most {MAX_BYTES // 2**30} GiB" in made.stdout
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_installing_shows_packages_and_fails_with_pip(venv, status):
+    installed = venv / ".installed"
+    words = ["make", f"VENV={venv}", str(installed)]
+    environment = os.environ | {"INSTALL": str(status), "TESTS": "0"}
+    made = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert "\n  humanize>=1\nUnpacking 2 packages (half a minute" in made.stdout
+    assert (made.returncode == 0) == installed.exists() == (status == 0), made.stderr
 
 
 @pytest.mark.parametrize(
