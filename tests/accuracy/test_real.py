@@ -25,7 +25,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.network import build_network
 from jaxspec.sharding import TARGET_MESH_AXES
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, packaged_gemma3
-from tests.accuracy.golden import FOLDER, logits_of
+from tests.accuracy.golden import FOLDER, logits_of, losses_of
 from tests.support.oracles import PagedModel
 
 GOLDEN = json.loads((FOLDER / "gemma3_270m.json").read_text(encoding="utf-8"))
@@ -156,6 +156,15 @@ def test_top_logits_are_within_a_thousandth(name):
     expected = [one["logit"] for one in prompt["top5_last"]]
     np.testing.assert_allclose(found[ids], expected, rtol=0, atol=1e-3)
     assert abs(found.min() - prompt["logit_min_last"]) < 1e-3
+
+
+@pytest.mark.slow
+def test_perplexity_equals_the_record():
+    """The only comparison of logits at every position of a text."""
+    (case,) = GOLDEN["perplexity"]
+    tokens = plain().get_tokenizer().encode(case["text"])[: case["n_tokens"]]
+    losses = losses_of(logits(plain(), tokens[:-1], 0), tokens[1:])
+    assert abs(np.exp(losses.mean()) - case["perplexity"]) < 0.01
 
 
 @pytest.mark.slow
