@@ -176,6 +176,7 @@ def test_folder_errors_name_files(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"dtype": "float16"}, "'bfloat16', got 'float16'"),
         ({"max_num_seqs": 0}, "at least 1, got 0"),
         ({"max_num_batched_tokens": 0}, "at least 1, got 0"),
         ({"page_size": 512}, "from 1 to 256, got 512"),

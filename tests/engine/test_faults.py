@@ -115,7 +115,8 @@ def test_failed_program_of_the_draft_model_ends_no_request():
     assert len(runner.compiler.failures) == 2
     add(engine, logprobs=1)  # in programs that are not compiled yet
     assert last_of(run_all(engine)) == ALL
-    assert engine.policy.is_stopped
+    reason = "the draft model's program could not be compiled"
+    assert engine.policy.stop_reason == reason
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
