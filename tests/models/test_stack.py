@@ -1,5 +1,6 @@
 """Scanned layers compute the same logits as separate ones, with stacked weights."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -208,7 +209,10 @@ def test_layers_that_share_an_array_have_pages_of_their_own(
 
 
 def test_gemma_3_wastes_no_page_of_a_whole_period():
-    layout = model_config(make_gemma3(num_hidden_layers=14)).kv_layout(5)
+    config = model_config(make_gemma3(num_hidden_layers=14), scan_layers=True)
+    # The loop runs both whole periods; the two layers after them are separate.
+    assert config.layers_of_pools == (2, 2, 2, 2, 2, 2, 1, 1)
+    layout = dataclasses.replace(config, scan_layers=False).kv_layout(5)
     # Each of the two whole periods has one array, which its global layer shares with
     # its five local layers. Each of the two local layers after them has an array of its
     # own, with one page per unit.
