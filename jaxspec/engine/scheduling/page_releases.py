@@ -2,17 +2,17 @@
 
 Full pages are put into the prefix cache first.
 
-A local page (see `kv_cache`) is freed once no later query can see it. Only the device
-knows the number of accepted drafts, so the scheduler takes lower bounds
-(`RowTable.oldest_query`): of the tokens that a sequence has after all launches so far,
-and of those that the draft model has read, because its draft prefill reads the rest. A
-rejected draft changes no lower bound. Launches in flight may still read a freed page:
-the launch that writes to it next is planned later, and runs after them. Worst case,
-with a window of 4 and pages of 4 tokens: 9 tokens are known and a launch with 3 drafts
-is in flight, so the next launch begins with 10 to 13 tokens. Its oldest query is the
-token at 8 (the draft model reads the two newest tokens), which sees 5 to 8. Page 0 is
-freed and page 1 is kept, although with three accepted drafts the launch reads only page
-2 and later.
+A local page (see `kv_cache`) is freed once no later query can see it and a request
+needs pages. Only the device knows the number of accepted drafts, so the scheduler takes
+lower bounds (`RowTable.oldest_query`): of the tokens that a sequence has after all
+launches so far, and of those that the draft model has read, because its draft prefill
+reads the rest. A rejected draft changes no lower bound. Launches in flight may still
+read a freed page: the launch that writes to it next is planned later, and runs after
+them. Worst case, with a window of 4 and pages of 4 tokens: 9 tokens are known and a
+launch with 3 drafts is in flight, so the next launch begins with 10 to 13 tokens. Its
+oldest query is the token at 8 (the draft model reads the two newest tokens), which sees
+5 to 8. Page 0 is freed and page 1 is kept, although with three accepted drafts the
+launch reads only page 2 and later.
 
 A request whose draft model lags keeps the local pages that it has not read, while there
 are enough pages. When pages are short, the requests with most such pages give up their

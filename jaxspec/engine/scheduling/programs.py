@@ -283,8 +283,8 @@ class Shapes:
     @property
     def cannot_draft_prefill(self) -> bool:
         """Whether all draft prefill programs failed to compile."""
-        failed = [self._programs.has_failed(shape) for shape in self.draft_prefills]
-        return bool(failed) and all(failed)
+        shapes = self.draft_prefills
+        return bool(shapes) and all(map(self._programs.has_failed, shapes))
 
     @property
     def can_draft_prefill(self) -> bool:

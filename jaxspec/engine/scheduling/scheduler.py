@@ -6,7 +6,8 @@ A plan is made in stages, each a function of the state and the previous stages:
 
 They write nothing: not to requests, rows, pages, accounts, the policy or the compiler
 (only the hashes that identify pages are cached). `apply_plan` applies the plan. Held
-rows and K are updated before the first stage, from the launches that were read.
+rows and K are updated before the first stage, from the launches that were read; local
+pages that no row reads are freed between stages.
 
 One launch is planned before the previous one is read, so lengths are bounds: only the
 device knows the number of accepted drafts. Knows nothing of texts or devices.
@@ -161,8 +162,6 @@ class Scheduler:
 
     def plan(self) -> Launch | None:
         """Plan the next launch; return None if one must be read first."""
-        if self.shapes.cannot_draft_prefill:
-            self.policy.stop("the draft model's program could not be compiled")
         launch = None
         if self._has_draft_model:
             has_newcomers = bool(self.waiting and self.rows.free)
@@ -179,6 +178,9 @@ class Scheduler:
 
     def _next_draft_prefill(self) -> Launch | None:
         if not self._has_draft_model:
+            return None
+        if self.shapes.cannot_draft_prefill:
+            self.policy.stop("the draft model's program could not be compiled")
             return None
         stream_s = self.pacer.spare_s if self._is_streaming() else None
         plan = self._draft_prefill.plan(stream_s, may_draft=self._may_draft)
@@ -202,6 +204,12 @@ class Scheduler:
         decode = self.select_decode(candidates)
         budget = self.budget_prefill(decode, is_paced=is_paced)
         claims = self.claim_pages(decode, budget)
+        # Pages behind windows are freed once others are needed (few rounds if few run).
+        if self.tables.has_local and (claims.grants or self.waiting):
+            has_model = self._has_draft_model
+            self._releaser.free_local(self._prefilling, has_draft_model=has_model)
+            if claims.is_tight:
+                claims = self.claim_pages(decode, budget)
         while claims.is_tight and self._give_up_drafts():
             claims = self.claim_pages(decode, budget)
         admissions = self.admit(budget, claims)
@@ -210,13 +218,10 @@ class Scheduler:
         return self.build_launch(decode, budget, claims, admissions)
 
     def _update(self) -> Candidates:
-        """Update held rows, local pages and K; return the rows that may decode."""
+        """Update held rows and K; return the rows that may decode."""
         self.masks.update(self.waiting)
-        has_model = self._has_draft_model
-        if self.tables.has_local:
-            self._releaser.free_local(self._prefilling, has_draft_model=has_model)
         candidates = self._selector.candidates(
-            self._max_draft_tokens, has_draft_model=has_model
+            self._max_draft_tokens, has_draft_model=self._has_draft_model
         )
         rows, max_draft_counts = candidates.rows, candidates.max_draft_counts
         if self.policy.is_due(len(rows), candidates.max_draft_tokens):

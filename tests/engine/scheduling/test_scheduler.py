@@ -611,6 +611,23 @@ def test_latest_request_is_preempted_when_pages_run_out(num_draft_tokens):
     assert ends == sorted(ends)
 
 
+def test_pages_behind_windows_are_freed_once_pages_are_needed(monkeypatch):
+    """Their computation takes the host time, so most rounds of one request skip it."""
+    loop = Loop(make_config(window=8, num_draft_tokens=0), seed=0)
+    compute, counted = loop.scheduler.rows.oldest_query, []
+    monkeypatch.setattr(
+        loop.scheduler.rows,
+        "oldest_query",
+        lambda *args, **given: counted.append(1) or compute(*args, **given),
+    )
+    (request,) = make_requests(loop.config, 1, max_total=96)
+    loop.run([request])
+    num_rounds = 96 - len(request.prompt_token_ids)
+    assert len(counted) <= num_rounds / loop.config.page_size + 2
+    # The window, and the pages that the next launches write.
+    assert loop.num_freed >= (96 - 8) / loop.config.page_size - 2
+
+
 def test_plan_lists_all_allocated_pages():
     """A plan also lists pages of a row that is not in the launch."""
     config = make_config(
