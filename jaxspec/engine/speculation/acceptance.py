@@ -183,13 +183,13 @@ class AcceptanceRates:
         Returns:
             One rate per draft position, over all requests of a kind.
         """
-        rates, rate = np.empty(self._reached.shape[1]), self.prior
         row, weight = self._first_kind + kind, CONSTANTS.prior_weight
-        for position in range(len(rates)):
-            reached = self._reached[row, position] + weight
-            rate = (self._accepted[row, position] + weight * rate) / reached
-            rates[position] = rate
-        return rates
+        counts = self._reached[row].tolist(), self._accepted[row].tolist()
+        rates, rate = list[float](), self.prior
+        for reached, accepted in zip(*counts, strict=True):
+            rate = (accepted + weight * rate) / (reached + weight)
+            rates.append(rate)
+        return np.array(rates)
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the rates of requests in some rows, shrunk towards their kind's mean.

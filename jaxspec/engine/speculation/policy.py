@@ -24,6 +24,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -85,12 +86,25 @@ class RoundEstimates:
         """Whether the time of every K is known."""
         return None not in self.seconds
 
+    @cached_property
     def times(self) -> np.ndarray:
-        """Return seconds, [draft shape, K]: with side branches, then without."""
+        """Seconds, [draft shape, K]: with side branches, then without."""
         rows = [self.seconds]
         if self.chain_seconds is not None and None not in self.chain_seconds:
             rows.append(self.chain_seconds)
         return np.array(rows, float)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Expected new tokens of a round, [draft shape, K]."""
+        shape = self.times.shape
+        max_draft_tokens = shape[1] - 1
+        survival = np.cumprod(self.acceptance[:, :max_draft_tokens], axis=1)
+        survival *= np.arange(max_draft_tokens) < self.max_draft_counts[:, None]
+        accepted = np.cumsum(np.append(0.0, survival.sum(axis=0)))
+        tokens = len(self.max_draft_counts) + np.broadcast_to(accepted, shape)
+        tokens[0] += self.side_tokens * accepted
+        return tokens
 
     def rates(self, num_draft_tokens: int) -> np.ndarray:
         """Return expected tokens per second, [draft shape, K].
@@ -99,31 +113,23 @@ class RoundEstimates:
             num_draft_tokens: The current K. If it is 0, the times of rounds with drafts
                 include draft prefill.
         """
-        times, num_seqs = self.times(), len(self.max_draft_counts)
-        max_draft_tokens = times.shape[1] - 1
-        survival = np.cumprod(self.acceptance[:, :max_draft_tokens], axis=1)
-        survival *= np.arange(max_draft_tokens) < self.max_draft_counts[:, None]
-        accepted = np.cumsum(np.append(0.0, survival.sum(axis=0)))
-        tokens = num_seqs + accepted * np.ones((len(times), 1))
-        tokens[0] += self.side_tokens * accepted
+        times = self.times
         if not num_draft_tokens:
+            times = times.copy()
             times[:, 1:] += self.draft_prefill_s
-        rates = tokens / times
+        rates = self.tokens / times
         if self.is_whole_tree:
             rates[0, 1:-1] = 0
         return rates
 
     def could_win(self) -> bool:
         """Return whether drafts would be faster than none if they took no time."""
-        times = self.times()
-        seconds = [times[0, 0]] * len(times[0])
-        free = replace(self, seconds=seconds, chain_seconds=None, draft_prefill_s=0.0)
-        rates = free.rates(0)
-        return bool(rates.max() > CONSTANTS.hysteresis * rates[0, 0])
+        tokens = self.tokens
+        return bool(tokens.max() > CONSTANTS.hysteresis * tokens[0, 0])
 
     def trial_drafts(self, *, is_chain: bool) -> int:
         """Return the largest K whose round takes about as long as one with K = 1."""
-        times = self.times()[int(is_chain)]
+        times = self.times[int(is_chain)]
         if not is_chain and self.is_whole_tree:
             return len(times) - 1
         return int(np.flatnonzero(times <= CONSTANTS.hysteresis * times[1])[-1])
@@ -333,7 +339,7 @@ class SpeculationPolicy:
         chosen = min(alternatives, key=self._last_run)
         row = int(len(rates) > 1 and not chosen.has_side_branches)
         k = chosen.num_draft_tokens
-        seconds = float(estimates.times()[row, k])
+        seconds = float(estimates.times[row, k])
         if choice.num_draft_tokens or estimates.is_observable:
             present = rates[int(is_chain), choice.num_draft_tokens]
             share = float(1 - rates[row, k] / present)  # that is expected to be lost
