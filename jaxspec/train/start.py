@@ -170,15 +170,16 @@ def start_eagle3(config: Eagle3Config, params: Params, fit: Fit) -> Params:
 def start_dflash(config: DFlashConfig, params: Params, fit: Fit) -> Params:
     """Return parameters with which a drafter proposes from an average of predictions.
 
-    The first layer's values are the main directions of the predicted states, and its
-    output maps them back. The other layers, and all feed-forward blocks, add nothing.
+    The values of attention are the main directions of the predicted states, and the
+    first layer's output maps them back. The outputs of the other layers, and of all
+    feed-forward blocks, are zero: only one factor, so that training can change both.
     """
     rank = config.num_kv_heads * config.head_dim
     directions = fit.directions[:rank]
     layers = dict(params["layers"])
     for name, layer in layers.items():
-        own = directions if name == "0" else np.zeros_like(directions)
-        layers[name] = _carrying(config, layer, own, own.T)
+        outputs = directions.T if name == "0" else np.zeros_like(directions.T)
+        layers[name] = _carrying(config, layer, directions, outputs)
     return _with_fit(params | {"layers": layers}, fit, fit.average_size)
 
 
