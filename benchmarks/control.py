@@ -7,7 +7,8 @@ their speeds are compared per repeat. Parts:
 
 - `cells`: at several forced acceptance rates and batch sizes, compares adaptive K with
   the best fixed K and with plain decoding; also records K, probes, and measured and
-  expected round times. A second engine without drafts shows the noise.
+  expected round times. Adaptive K and plain decoding run in turn in short slices, in
+  several sets of engines. A second engine without drafts shows the noise.
 - `step`: forced acceptance that jumps between 0.9 and 0 every five seconds: tokens/s
   over time, and the time until they are within a tenth of the settled value.
 - `ramp`: the number of requests rises to the maximum and falls: tokens/s and K.
@@ -79,18 +80,31 @@ MAX_MODEL_LEN, LONGEST_PROMPT = 2048, 512
 # plot.
 STEP_ACCEPTANCE = (0.9, 0.0, 0.9, 0.0, 0.9, 0.0)
 PHASE_S, BIN_S = 5.0, 0.1
-# Seconds that an engine runs in `step` and `ramp` before the next one's turn.
+# Seconds that an engine runs in `cells`, `step` and `ramp` before the next one's turn.
 SLICE_S = 0.5
-# For `free`: number of sets of engines. The speeds of two plain engines of one process
-# differ by up to 5 %, always in the same direction, depending on the addresses of their
-# arrays.
-FREE_SETS, FREE_REPEATS = 4, 4
+# Numbers of tokens of requests that follow each other. They differ, so that the
+# requests of a batch do not end together, and the mean length, on which the round time
+# depends, soon is constant.
+LENGTHS = range(256, 768, 64)
+# For `cells` and `free`: numbers of sets of engines. The speeds of two plain engines of
+# one process differ by up to 5 %, always in the same direction, depending on the
+# addresses of their arrays.
+CELL_SETS, FREE_SETS, FREE_REPEATS = 3, 4, 4
+# For `cells`: seconds that each engine runs per set.
+TURN_S = 4.0
 # For `short`: numbers of prompts per domain, of bundled prompts, of generated tokens,
 # and of new engines.
 SHORT_PER_DOMAIN, SHORT_BUNDLED, SHORT_TOKENS, SHORT_SETS = 3, 5, 96, 5
 RAMP_S, RAMP_BIN_S, RAMP_ACCEPTANCE = 30.0, 0.5, 0.7
 # Settings of --quick, which only tests that the benchmark works.
-QUICK = {"repeats": 1, "num_tokens": 64, "warm_up_s": 0.5, "phase_s": 1.0, "ramp_s": 4}
+QUICK = {
+    "repeats": 1,
+    "num_tokens": 64,
+    "warm_up_s": 0.5,
+    "turn_s": 0.5,
+    "phase_s": 1.0,
+    "ramp_s": 4,
+}
 
 _names = (f"control-{number}" for number in itertools.count())
 
@@ -281,16 +295,44 @@ def bundled_ids(engines: Engines, count: int) -> list[list[int]]:
 
 
 def cells(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
-    ways = engines.ways(engines.forced, options.fixed)
-    ways |= {ALIKE: Way(engines.alike, 0)}
-    rows = []
+    ways, rows = engines.ways(engines.forced, options.fixed), list[dict[str, Any]]()
     places = list(itertools.product(sizes_of(options, BATCHES), ACCEPTANCE_RATES))
     for size, acceptance in tqdm(places, desc="cells"):
         for engine in engines.forced.values():
             force(engine, acceptance)
         found = alternate(engines, ways, [bundled_ids(engines, size)], options)
-        rows.append({"batch": size, "acceptance": acceptance} | found)
+        rows.append({"batch": size, "acceptance": acceptance, "sets": []} | found)
+    for number in range(1 if options.quick else CELL_SETS):
+        own = Engines(options) if number else engines
+        for row in tqdm(rows, desc=f"cells, set {number + 1}"):
+            force(own.forced[ADAPTIVE], row["acceptance"])
+            row["sets"].append(in_turn(own, row["batch"], options))
+        if number:
+            own.close()
+    for row in rows:
+        for name in (ADAPTIVE, ALIKE):
+            ratios = [found[name] / found[PLAIN] for found in row["sets"]]
+            row[f"{name}_by_plain"] = spread(ratios)
     return rows
+
+
+def in_turn(
+    engines: Engines, size: int, options: argparse.Namespace
+) -> dict[str, float]:
+    """Return tokens/s of adaptive K and of both engines without drafts."""
+    ways = engines.ways(engines.forced, []) | {ALIKE: Way(engines.alike, 0)}
+    prompts = bundled_ids(engines, size)
+
+    def begin(name: str) -> Drive:
+        return Drive(
+            engines, ways[name], prompts, wanted=lambda now: size, lengths=LENGTHS
+        )
+
+    drive([begin(ADAPTIVE)], options.warm_up_s)
+    drives = {name: begin(name) for name in ways}
+    drive(list(drives.values()), options.turn_s)
+    last = {name: one.marks[-1] for name, one in drives.items()}
+    return {name: mark.num_tokens / mark.seconds for name, mark in last.items()}
 
 
 def free(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -424,10 +466,7 @@ def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
 
         given: dict[str, Any] = dict(
             wanted=lambda now, size=size: size,
-            # Use different lengths, so that the requests of a batch do not end
-            # together, and the mean length, on which the round time depends, soon is
-            # constant.
-            lengths=range(256, 768, 64),
+            lengths=LENGTHS,
         )
         # Plain decoding runs for the same time, because its round times depend on the
         # lengths too.
@@ -553,7 +592,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--fixed", type=int, nargs="+", default=list(range(MOST_DRAFTS + 1)))
     add("--dtype", default="auto")
     add("--quick", action="store_true", help="one short run of everything")
-    parser.set_defaults(phase_s=PHASE_S, ramp_s=RAMP_S)
+    parser.set_defaults(turn_s=TURN_S, phase_s=PHASE_S, ramp_s=RAMP_S)
     return parser
 
 
