@@ -365,8 +365,10 @@ def control_figures(result: Result) -> dict[str, Figure]:
     """Draw a figure for each part of `benchmarks.control` that was run."""
     kinds = {"cells": by_acceptance, "step": over_steps, "ramp": over_ramp}
     names = {"cells": "adaptive", "step": "adaptive-step", "ramp": "adaptive-ramp"}
+    # Parts may have been measured at different times.
+    about = result.get("measured", {})
     return {
-        names[part]: draw(result)
+        names[part]: draw(result | about.get(part, {}))
         for part, draw in kinds.items()
         if result.get(part) and not result["arguments"]["quick"]
     }
