@@ -4,6 +4,7 @@ import argparse
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from jaxspec import __main__ as command_line
 from jaxspec.cli import chat, generate
 from jaxspec.engine.model_folders import model_folder
 from tests.support.processes import run_python
+from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,21 +122,40 @@ def test_draft_model_of_a_command_line(monkeypatch, given, draft, num_draft_toke
 
 
 @pytest.mark.slow
-def test_bundled_pair_chats():
+def test_bundled_pair_chats(tmp_path):
     flags = ("--max-tokens", "8", "--num-speculative-tokens", "1", "--ignore-eos")
     # Every round has drafts, because timings are meaningless here.
     flags = (*flags, "--speculative-config", '{"controller": "fixed"}')
-    # The first texts are so short that they may end before the program with drafts is
-    # compiled.
-    lines = "Tell me a story.\n" * 60 + "/k 0\nAnd then?\n"
-    done = jaxspec("chat", *flags, lines=lines)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.strip()) > 10
-    assert "\x1b" not in done.stdout
-    *drafting, plain = (one for one in done.stderr.splitlines() if "tokens/s" in one)
-    assert len(drafting) == 60
-    assert re.search(r"tokens/s, \d+% of the drafts accepted", drafting[-1])
-    assert "drafts" not in plain
+    answers, end = tmp_path / "answers", time.monotonic() + 300
+    with (
+        answers.open("w") as output,
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxspec", "chat", *flags],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=quick_environment(),
+        ) as chatting,
+    ):
+        assert chatting.stdin is not None
+        assert chatting.stderr is not None
+
+        def speed_after(line: str) -> str:
+            print(line, file=chatting.stdin, flush=True)
+            return next(one for one in chatting.stderr or () if "tokens/s" in one)
+
+        # The first answers end before the program with drafts is compiled.
+        drafts = r"tokens/s, \d+% of the drafts accepted"
+        while not re.search(drafts, speed_after("/clear\nTell me a story.")):
+            assert time.monotonic() < end
+        assert "drafts" not in speed_after("/k 0\nAnd then?")
+        chatting.stdin.close()
+        assert chatting.wait(60) == 0
+    text = answers.read_text()
+    assert len(text.strip()) > 10
+    assert "\x1b" not in text
 
 
 @pytest.mark.parametrize(

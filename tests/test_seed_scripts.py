@@ -136,6 +136,10 @@ async def stream_tokens():
 last = asyncio.run(stream_tokens())
 """
 ASYNC_CHECKS = """
+# The programs with drafts are compiled once the first text is finished.
+engine.engine.wait_for_programs()
+params.ignore_eos, request_id = True, uuid.uuid4().hex
+last = asyncio.run(stream_tokens())
 (completion,) = last.outputs
 assert last.finished
 assert completion.finish_reason in ("stop", "length")

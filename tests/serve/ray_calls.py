@@ -165,13 +165,15 @@ def begin_streams(
     """Start slow, long streams; return when all have begun.
 
     Streams start one after the other: Ray routes a request to the replica with fewer
-    requests, but may route several at once to the same replica.
+    requests, but may route several at once to the same replica. Meanwhile they are so
+    slow that none ends, also on a busy machine.
     """
-    set_delay(0.2)
+    set_delay(1.0)
     futures: list[Future[Text]] = []
     for prompt, how in asked:
         futures.append(pool.submit(stream, client, prompt, **how))
         wait_for(lambda: sum(num_running().values()) == len(futures))
+    set_delay(0.2)
     return futures
 
 
