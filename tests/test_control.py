@@ -126,6 +126,7 @@ def test_missed_goals_are_reported():
         "foreign": [row_of(domain="math", temperature=0.0)],
         # The first phase is a warm-up, which has no goal.
         "step": [{"batch": 1, "phases": phases(50.0)[:2]}],
+        "short": {"by_plain": [one(0.95)], "first_by_plain": [0.95, 1.2, 1.2]},
         "ramp": {"adaptive_by_plain": 0.98},
     }
     assert not misses(reached)
@@ -136,6 +137,10 @@ def test_missed_goals_are_reported():
         "free": [row_of(adaptive_by_plain=one(0.98), fixed_by_plain=one(0.98))],
         "foreign": [row_of(domain="math", temperature=1.0, **slow)],
         "step": [{"batch": 8, "phases": phases(80.0)}],
+        "short": {
+            "by_plain": [one(1.2), one(0.93)],
+            "first_by_plain": [0.94, 1.2, 1.2],
+        },
         "ramp": {"adaptive_by_plain": 0.96},
     }
     assert misses(missed) == [
@@ -148,6 +153,8 @@ def test_missed_goals_are_reported():
         "step, batch 8, phase 3: settles after 1.1 s, goal 1",
         "step, batch 8, phase 4: settles after None s, goal 1",
         "step, batch 8, phase 4, settled speed / plain: 0.625, goal 0.97",
+        "short, slowest prompt, adaptive / plain: 0.930, goal 0.95",
+        "short, first request, adaptive / plain: 0.940, goal 0.95",
         "ramp, adaptive / plain: 0.960, goal 0.97",
     ]
 

@@ -171,8 +171,9 @@ def start_dflash(config: DFlashConfig, params: Params, fit: Fit) -> Params:
     """Return parameters with which a drafter proposes from an average of predictions.
 
     The values of attention are the main directions of the predicted states, and the
-    first layer's output maps them back. The outputs of the other layers, and of all
-    feed-forward blocks, are zero: only one factor, so that training can change both.
+    first layer's output matrix maps them back. In the other layers, that matrix is
+    zero, and so is the last matrix of every MLP: they add nothing at first. What these
+    matrices multiply is not zero, so that they have a gradient.
     """
     rank = config.num_kv_heads * config.head_dim
     directions = fit.directions[:rank]

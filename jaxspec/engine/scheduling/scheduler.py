@@ -204,7 +204,7 @@ class Scheduler:
         decode = self.select_decode(candidates)
         budget = self.budget_prefill(decode, is_paced=is_paced)
         claims = self.claim_pages(decode, budget)
-        # Pages behind windows are freed once others are needed (few rounds if few run).
+        # Free pages behind windows only if pages are needed: finding them takes time.
         if self.tables.has_local and (claims.grants or self.waiting):
             has_model = self._has_draft_model
             self._releaser.free_local(self._prefilling, has_draft_model=has_model)
