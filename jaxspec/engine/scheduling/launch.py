@@ -76,9 +76,6 @@ class Launch:
         counted_s: Seconds that each round kept the device busy, once it has been read;
             at most `MAX_RISE` times the expected ones, and 0 for a draft prefill whose
             time is unknown.
-        is_measure: Its time is typical of such rounds: the previous launch was of the
-            same kind. Otherwise it may include host work for another program, for which
-            the device had to wait.
         round_kind: Its program and K, which determine the time of a round.
     """
 
@@ -94,7 +91,6 @@ class Launch:
     charged_s: float | None = None
     expected_s: float | None = None
     counted_s: float = 0.0
-    is_measure: bool = True
     round_kind: RoundKind = field(init=False)
 
     def __post_init__(self) -> None:

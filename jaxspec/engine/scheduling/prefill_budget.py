@@ -62,18 +62,15 @@ class Pacer:
         seconds: float,
         charged_s: float | None = None,
         *,
-        is_measure: bool = True,
         fill: float = 1.0,
     ) -> None:
         """Record the time of a round.
 
         Args:
             charged_s: Seconds that `chunk` has charged for it.
-            is_measure, fill: As for `StepTimes.record`.
+            fill: As for `StepTimes.record`.
         """
-        seconds = self.step_times.record(
-            round_kind, seconds, charged_s, is_measure=is_measure, fill=fill
-        )
+        seconds = self.step_times.record(round_kind, seconds, charged_s, fill=fill)
         if charged_s is not None:
             self.saved_s += charged_s - seconds
         if not round_kind.shape.max_prompt_tokens:

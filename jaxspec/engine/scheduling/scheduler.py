@@ -104,8 +104,6 @@ class Scheduler:
         self._estimator = RoundEstimator(
             config, policy, self.rows, self.shapes, self._draft_prefill, *estimates
         )
-        # Program of the launch that was read last, and whether it made drafts.
-        self._last_work: tuple[StepShape, bool] | None = None
 
     @property
     def _has_draft_model(self) -> bool:
@@ -163,7 +161,7 @@ class Scheduler:
     def plan(self) -> Launch | None:
         """Plan the next launch; return None if one must be read first."""
         launch = None
-        if self._has_draft_model:
+        if self._has_draft_model and not self.policy.is_idle:
             has_newcomers = bool(self.waiting and self.rows.free)
             turn = self._draft_prefill.next_turn(
                 may_draft=self._may_draft, has_newcomers=has_newcomers
@@ -454,25 +452,13 @@ class Scheduler:
         seconds: float,
     ) -> None:
         """Record how long a round of a launch kept the device busy."""
-        shape = launch.shape
         round_kind, fill = launch.kind_and_fill(result)
         self.stats.busy_s += seconds
         if self.stats.busy_s >= DRAFTS_AFTER_S:
             self.shapes.release_drafts()
         self.policy.record_time(seconds)
         launch.set_times(self.step_times.expected(round_kind, fill), seconds)
-        # Launches with prompts, and of draft prefill, seldom follow each other.
-        is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
-        work = shape, round_kind.num_draft_tokens > 0
-        launch.is_measure = is_seldom or work == self._last_work
-        self._last_work = work
-        self.pacer.record(
-            round_kind,
-            seconds,
-            launch.charged_s,
-            is_measure=launch.is_measure,
-            fill=fill,
-        )
+        self.pacer.record(round_kind, seconds, launch.charged_s, fill=fill)
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:
         """End a request; free its row and pages for the next plan."""

@@ -1,18 +1,22 @@
 """Bounds the time that drafts and explorations may lose if estimates are wrong."""
 
+from collections import defaultdict
+
 from jaxspec.engine.speculation.constants import CONSTANTS
 
 
 class LossBudget:
     """Device seconds that may be lost, at batches of about one size.
 
-    The budget earns a share of the device's time. Rounds with drafts that lose against
-    plain decoding add to a deficit; rounds that win reduce it. Earnings repay the
-    deficit first. The rest pays for explorations: what each is expected to lose is paid
-    before it begins, and what it loses beyond that is charged later. A
-    deficit of more than `loss_rounds` plain rounds closes the budget: the deficit is
-    subtracted from the balance, and nothing is drafted until the balance is no longer
-    negative.
+    Rounds with drafts that lose against plain decoding add to a deficit; rounds that
+    win reduce it. A deficit of more than `loss_rounds` plain rounds closes the budget:
+    the deficit becomes a debt, and nothing is drafted until it is repaid. What an
+    exploration loses beyond its price is a debt as well.
+
+    The budget earns a share of the device's time. It repays the debt first; the rest
+    pays for explorations. Each kind of them may spend what was earned since it ran
+    last, divided by the number of kinds. If all kinds spent from one balance, cheap
+    explorations would leave nothing for dear ones, or would have to wait for them.
 
     Attributes:
         is_closed: Drafts have lost too much.
@@ -20,28 +24,33 @@ class LossBudget:
     """
 
     def __init__(self):
-        self._balance_s = self._deficit_s = 0.0
+        self._earned_s = self._deficit_s = self._debt_s = 0.0
+        self._earned_before_s = defaultdict[str, float](float)
         self.is_closed, self.num_closed = False, 0
 
     def earn(self, seconds: float) -> None:
         """Add the budget's share of device seconds."""
         share_s = CONSTANTS.max_loss * seconds
-        repaid_s = min(self._deficit_s, share_s)
-        self._deficit_s -= repaid_s
-        self._balance_s += share_s - repaid_s
-        self.is_closed &= self._balance_s < 0
+        repaid_s = min(self._debt_s, share_s)
+        self._debt_s -= repaid_s
+        self._earned_s += share_s - repaid_s
+        self.is_closed &= self._debt_s > 0
 
-    def can_pay(self, price_s: float) -> bool:
-        """Return whether an exploration of that price may begin."""
-        return self._balance_s >= price_s
+    def earned_since(self, kind: str) -> float:
+        """Return the seconds earned since a kind of exploration ran last."""
+        return self._earned_s - self._earned_before_s[kind]
 
-    def pay(self, price_s: float) -> None:
-        """Pay for an exploration; the rest of the balance is dropped."""
-        self._balance_s = min(self._balance_s - price_s, 0.0)
+    def can_pay(self, kind: str, price_s: float) -> bool:
+        """Return whether an exploration of that kind and price may begin."""
+        return not self._debt_s and self.earned_since(kind) >= price_s
+
+    def run(self, kind: str) -> None:
+        """Record that a kind of exploration runs now."""
+        self._earned_before_s[kind] = self._earned_s
 
     def charge(self, seconds: float) -> None:
-        """Subtract what an exploration has lost beyond its price."""
-        self._balance_s -= seconds
+        """Add to the debt what an exploration has lost beyond its price."""
+        self._debt_s += seconds
 
     def add(self, won_s: float, plain_s: float) -> None:
         """Record seconds won against plain decoding; negative are lost.
@@ -51,6 +60,6 @@ class LossBudget:
         """
         self._deficit_s = max(self._deficit_s - won_s, 0.0)
         if self._deficit_s > CONSTANTS.loss_rounds * plain_s:
-            self._balance_s = min(self._balance_s, 0.0) - self._deficit_s
+            self._debt_s += self._deficit_s
             self._deficit_s, self.is_closed = 0.0, True
             self.num_closed += 1

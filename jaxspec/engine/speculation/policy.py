@@ -10,8 +10,8 @@ are accepted. Times are measured per program (`step_times`), acceptance per requ
 position (`acceptance`). Another choice must be faster than the present one by a factor
 of `hysteresis`.
 
-Estimates can be wrong or old. When a `LossBudget` can pay, the alternative that ran
-least recently is run for a few rounds. Alternatives are plain decoding, the largest K,
+Estimates can be wrong or old. When a `LossBudget` can pay, an alternative is run for a
+few rounds. Alternatives are plain decoding, the largest K,
 and the other draft shape; with K = 0, the best K above it if drafts would win if they
 took no time, or a few drafts, if acceptance cannot be estimated otherwise. The same
 budget stops drafts that lose against plain decoding.
@@ -33,6 +33,10 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.loss_budget import LossBudget
 
 _log = logging.getLogger(__name__)
+
+# Kinds of explorations: plain decoding; the largest K; side branches; the best K above
+# 0, or a few drafts; a probe of the draft model.
+PLAIN, MOST, SIDE, DRAFTS, PROBE = "plain", "most", "side", "drafts", "probe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +164,18 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     )
 
 
+def _kinds_of(choice: Choice, max_draft_tokens: int) -> list[str]:
+    """Return the kinds of explorations that a choice makes unnecessary."""
+    if not choice.num_draft_tokens:
+        return [PLAIN]
+    kinds = [DRAFTS, PROBE]
+    if choice.num_draft_tokens >= max_draft_tokens:
+        kinds.append(MOST)
+    if choice.has_side_branches:
+        kinds.append(SIDE)
+    return kinds
+
+
 class SpeculationPolicy:
     """Applies the rule round by round, within a loss budget.
 
@@ -192,9 +208,8 @@ class SpeculationPolicy:
         # same programs.
         self._budgets = defaultdict[int, LossBudget](LossBudget)
         self._budget = self._budgets[1]
-        # Device seconds so far, and at the last round of an alternative.
-        self._device_s = 0.0
-        self._last_run_s = defaultdict[tuple[int, str], float](float)
+        # Kinds of explorations that share the budget.
+        self._num_kinds = 1
         self._probe_s = 0.0
 
     @property
@@ -302,7 +317,9 @@ class SpeculationPolicy:
             self.choice = replace(before, num_draft_tokens=0)
         else:
             self.choice = best_choice(estimates, before)
-            self._last_run_s[self._key(self.choice)] = self._device_s
+            for choice in (before, self.choice):
+                for kind in _kinds_of(choice, max_draft_tokens):
+                    self._budget.run(kind)
             if estimates.are_times_known:
                 self._explore(estimates)
         # The first rounds with drafts say most about their acceptance.
@@ -311,57 +328,49 @@ class SpeculationPolicy:
             self._rounds_left = CONSTANTS.idle_look_rounds
 
     def _explore(self, estimates: RoundEstimates) -> None:
-        """Begin to measure the alternative that ran least recently, if affordable."""
-        choice = self.choice
+        """Begin to measure an alternative, if one is affordable."""
+        choice, budget = self.choice, self._budget
         rates = estimates.rates(choice.num_draft_tokens)
         is_chain = len(rates) > 1 and not choice.has_side_branches
         max_draft_tokens = rates.shape[1] - 1
-        alternatives = list[Choice]()
+        alternatives = dict[str, Choice]()
         if choice.num_draft_tokens:
-            alternatives.append(replace(choice, num_draft_tokens=0))
+            alternatives[PLAIN] = replace(choice, num_draft_tokens=0)
             if choice.num_draft_tokens < max_draft_tokens:
-                alternatives.append(replace(choice, num_draft_tokens=max_draft_tokens))
+                most = replace(choice, num_draft_tokens=max_draft_tokens)
+                alternatives[MOST] = most
             if not choice.has_side_branches:
                 k = choice.num_draft_tokens
                 if estimates.is_whole_tree:
                     k = max_draft_tokens
-                alternatives.append(
-                    replace(choice, num_draft_tokens=k, has_side_branches=True)
-                )
+                side = replace(choice, num_draft_tokens=k, has_side_branches=True)
+                alternatives[SIDE] = side
         elif not estimates.is_observable:
             k = estimates.trial_drafts(is_chain=is_chain)
-            alternatives.append(replace(choice, num_draft_tokens=k))
+            alternatives[DRAFTS] = replace(choice, num_draft_tokens=k)
         elif estimates.could_win():
             k = 1 + int(rates[int(is_chain), 1:].argmax())
-            alternatives.append(replace(choice, num_draft_tokens=k))
-        if not alternatives:
-            return
-        chosen = min(alternatives, key=self._last_run)
-        row = int(len(rates) > 1 and not chosen.has_side_branches)
-        k = chosen.num_draft_tokens
-        seconds = float(estimates.times[row, k])
-        if choice.num_draft_tokens or estimates.is_observable:
-            present = rates[int(is_chain), choice.num_draft_tokens]
-            share = float(1 - rates[row, k] / present)  # that is expected to be lost
-            seconds *= max(share, CONSTANTS.hysteresis - 1)
-        price_s = CONSTANTS.explore_rounds * seconds
-        if self._budget.can_pay(price_s):
-            self._budget.pay(price_s)
-            self._paid_s = seconds
-            self._explored = chosen
+            alternatives[DRAFTS] = replace(choice, num_draft_tokens=k)
+        is_probed = not choice.num_draft_tokens and estimates.is_observable
+        self._num_kinds = max(len(alternatives) + is_probed, 1)
+        affordable = dict[str, float]()  # seconds of a round
+        for kind, other in alternatives.items():
+            row = int(len(rates) > 1 and not other.has_side_branches)
+            k = other.num_draft_tokens
+            seconds = float(estimates.times[row, k])
+            if choice.num_draft_tokens or estimates.is_observable:
+                present = rates[int(is_chain), choice.num_draft_tokens]
+                share = float(1 - rates[row, k] / present)  # that is expected to be lost
+                seconds *= max(share, CONSTANTS.hysteresis - 1)
+            price_s = CONSTANTS.explore_rounds * seconds * self._num_kinds
+            if budget.can_pay(kind, price_s):
+                affordable[kind] = seconds
+        if affordable:
+            kind = max(affordable, key=budget.earned_since)
+            self._paid_s = affordable[kind]
+            self._explored = alternatives[kind]
             self._explore_left = CONSTANTS.explore_rounds
-            self._last_run_s[self._key(chosen)] = self._device_s
-
-    def _key(self, choice: Choice) -> tuple[int, str]:
-        """Return an alternative's key: plain, most drafts, or with side branches."""
-        num_seqs, max_draft_tokens = self._load or (1, 0)
-        kind = "side" if choice.has_side_branches else "chain"
-        if choice.num_draft_tokens in (0, max_draft_tokens):
-            kind = f"{choice.num_draft_tokens}"
-        return num_seqs.bit_length(), kind
-
-    def _last_run(self, choice: Choice) -> float:
-        return self._last_run_s[self._key(choice)]
+            budget.run(kind)
 
     def reconsider(self) -> None:
         """Make a new choice before the next round: something has changed."""
@@ -375,11 +384,12 @@ class SpeculationPolicy:
         """Return whether to probe the draft model while nothing is drafted."""
         if not self.is_adaptive or self.is_drafting or self.is_stopped:
             return False
-        return not self._budget.is_closed and self._budget.can_pay(self._probe_s)
+        price_s = self._probe_s * self._num_kinds
+        return not self._budget.is_closed and self._budget.can_pay(PROBE, price_s)
 
     def begin_probe(self) -> None:
-        """Pay for a probe of the draft model."""
-        self._budget.pay(self._probe_s)
+        """Record that the draft model is probed now."""
+        self._budget.run(PROBE)
 
     def record_draft_prefill(self, seconds: float, *, is_probe: bool) -> None:
         """Record the time of a draft prefill launch.
@@ -397,7 +407,6 @@ class SpeculationPolicy:
 
     def record_time(self, seconds: float) -> None:
         """Record device seconds of any launch."""
-        self._device_s += seconds
         self._budget.earn(seconds)
 
     def record_round(

@@ -1,14 +1,19 @@
 """Measured seconds of launches, by program and number of drafts."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxspec.program.plan import StepShape
 
-# Weight of the newest time in the moving average.
+# Weight of the newest time in the moving average of a launch with prompts.
 NEWEST = 0.25
+# How much the machine's speed varies from one round to the next, how much a kind's own
+# time may at most differ, and how much that grows in each round of another kind: as
+# variances, relative to that of one measured time. So if one kind runs all the time, its
+# newest time has a weight of a quarter.
+SPEED_VARIANCE, MAX_VARIANCE, VARIANCE_GROWTH = 1 / 3, 3.0, 1 / 16
 # Times are limited to this multiple of the expected one: longer ones are suspensions of
 # the machine.
 STALL = 4.0
@@ -23,8 +28,14 @@ MAX_RISE = 1.5
 # 16 rows take 0.71, 0.85 and 0.93 of the full time, 12 and 18 of 24 take 0.79 and 0.92,
 # and 30, 48 and 72 of 96 take 0.51, 0.62 and 0.83: within 0.06 of this rule.
 FIXED_ROWS = 32
-# After this many times in a row that are not typical, the next one is counted although
-# it is not typical.
+# The first rounds after the draft model began or ceased to run are not typical. Of plain
+# rounds after rounds with drafts (the bundled pair, batch sizes 1 and 4), the first four
+# take 1.33 to 1.25 and 1.10 to 1.06 of the usual time, the next four 1.26 to 1.15 and
+# 1.06 to 1.00. The first round of a program is not typical either: the device may have
+# had to wait for the host's work for it.
+NUM_UNTYPICAL = 4
+# After this many times of a kind in a row that are not typical, the next one is counted
+# although it is not typical.
 MAX_SKIPPED = 16
 
 
@@ -66,8 +77,21 @@ def max_rows_of(round_kind: RoundKind) -> int:
     return shape.num_seqs * width + shape.max_prompt_tokens
 
 
+def _is_decode(round_kind: RoundKind) -> bool:
+    """Return whether it is a round without prompts."""
+    shape = round_kind.shape
+    return not (shape.max_prompt_tokens or shape.is_draft_prefill)
+
+
 class StepTimes:
-    """Exponential moving averages of measured round times, in seconds.
+    """Averages of measured round times, in seconds.
+
+    The machine's speed changes, and with it the times of all rounds. A choice of K
+    compares kinds of rounds that ran at different times; so what is known of a kind
+    that does not run must follow those that do. For rounds of one batch size without
+    prompts, the time is the product of the machine's speed, which these rounds share,
+    and the kind's own time. A Kalman filter attributes each difference from the
+    expected time to both: the longer a kind has not run, the more to its own time.
 
     Attributes:
         seconds: Mean time of each kind of round without padding; known from its second
@@ -86,6 +110,12 @@ class StepTimes:
         self.seconds: dict[RoundKind, float] = {}
         self._has_run: set[RoundKind] = set()
         self._num_skipped = Counter[RoundKind]()
+        # By batch size: the variance of the own time of each kind without prompts.
+        self._variances = defaultdict[int, dict[RoundKind, float]](dict)
+        # The program that ran last, whether the draft model ran, and how many launches
+        # ago that changed.
+        self._newest_shape: StepShape | None = None
+        self._had_drafts, self._num_since = False, 0
 
     def seed(self, round_kind: RoundKind, seconds: float, fill: float = 1.0) -> None:
         """Record a time measured by calibration.
@@ -94,7 +124,7 @@ class StepTimes:
             fill: As for `record`.
         """
         self._has_run.add(round_kind)
-        self.seconds[round_kind] = seconds / self._scale(round_kind, fill)
+        self._set(round_kind, seconds / self._scale(round_kind, fill))
 
     def record(
         self,
@@ -102,15 +132,16 @@ class StepTimes:
         seconds: float,
         expected: float | None = None,
         *,
-        is_measure: bool = True,
         fill: float = 1.0,
     ) -> float:
         """Record the device time of a round; the first of its kind is ignored.
 
+        Times that are not typical (see `NUM_UNTYPICAL`) count only if no time is known,
+        or after `MAX_SKIPPED` of them. Launches with prompts, and of draft prefill,
+        seldom follow each other: all of them count.
+
         Args:
             expected: Expected seconds, used if no time is known.
-            is_measure: The time is typical of such rounds. Other times count only if
-                no typical one is known, or after `MAX_SKIPPED` of them in a row.
             fill: Share of the round's rows that have tokens.
 
         Returns:
@@ -120,18 +151,54 @@ class StepTimes:
         expected = expected if known is None else known * scale
         if expected is not None:
             seconds = min(seconds, STALL * expected)
-        full_s = seconds / scale
+        is_typical = self._is_typical(round_kind)
         if known is not None:
             self._num_skipped[round_kind] += 1
-            if is_measure or self._num_skipped[round_kind] > MAX_SKIPPED:
+            if (
+                is_typical
+                or not _is_decode(round_kind)
+                or self._num_skipped[round_kind] > MAX_SKIPPED
+            ):
                 self._num_skipped[round_kind] = 0
-                newest = min(full_s, MAX_RISE * known)
-                self.seconds[round_kind] = NEWEST * newest + (1 - NEWEST) * known
+                self._update(round_kind, known, min(seconds / scale, MAX_RISE * known))
         elif round_kind in self._has_run:
-            self.seconds[round_kind] = full_s
+            self._set(round_kind, seconds / scale)
         else:
             self._has_run.add(round_kind)
         return seconds
+
+    def _is_typical(self, round_kind: RoundKind) -> bool:
+        """Note which work ran, and return whether its time is typical."""
+        shape, num_draft_tokens = round_kind
+        has_drafts = num_draft_tokens > 0 or shape.is_draft_prefill
+        is_other, self._newest_shape = shape != self._newest_shape, shape
+        if has_drafts != self._had_drafts:
+            self._had_drafts, self._num_since = has_drafts, 0
+        self._num_since += 1
+        return not is_other and self._num_since > NUM_UNTYPICAL
+
+    def _set(self, round_kind: RoundKind, full_s: float) -> None:
+        """Set the first time of a kind, without padding."""
+        self.seconds[round_kind] = full_s
+        if _is_decode(round_kind):
+            num_seqs = round_kind.shape.num_seqs
+            self._variances[num_seqs][round_kind] = MAX_VARIANCE
+
+    def _update(self, round_kind: RoundKind, known: float, newest: float) -> None:
+        """Update the times for a newest one, without padding."""
+        change = newest / known - 1
+        if not _is_decode(round_kind):
+            self.seconds[round_kind] = known * (1 + NEWEST * change)
+            return
+        variances = self._variances[round_kind.shape.num_seqs]
+        own = variances[round_kind]
+        total = SPEED_VARIANCE + own + 1
+        slowdown = 1 + SPEED_VARIANCE / total * change
+        for other, variance in variances.items():
+            self.seconds[other] *= slowdown
+            variances[other] = min(variance + VARIANCE_GROWTH, MAX_VARIANCE)
+        self.seconds[round_kind] = known * (1 + (SPEED_VARIANCE + own) / total * change)
+        variances[round_kind] = own * (1 - own / total)
 
     def _scale(self, round_kind: RoundKind, fill: float) -> float:
         """Return the share of the time without padding that a round takes."""

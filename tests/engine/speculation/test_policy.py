@@ -392,7 +392,7 @@ def test_trial_has_a_whole_tree_or_drafts_that_take_no_more_time(
     times, is_whole_tree, num_tried
 ):
     world = World(times, 0.0)
-    world.run_until(20, is_observable=False, is_whole_tree=is_whole_tree)
+    world.run_until(40, is_observable=False, is_whole_tree=is_whole_tree)
     assert {k for k in world.chosen[100:] if k} == {num_tried}
 
 
