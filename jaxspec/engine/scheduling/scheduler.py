@@ -52,7 +52,7 @@ from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.engine.speculation.step_times import StepTimes
-from jaxspec.program.plan import TILE, StepShape
+from jaxspec.program.plan import TILE
 from jaxspec.program.wire import DraftPrefillResult, StepResult
 
 

@@ -164,6 +164,12 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     )
 
 
+def _place(choice: Choice, rates: np.ndarray) -> tuple[int, int]:
+    """Return the place of a choice in `RoundEstimates.rates`."""
+    is_chain = len(rates) > 1 and not choice.has_side_branches
+    return int(is_chain), choice.num_draft_tokens
+
+
 def _kinds_of(choice: Choice, max_draft_tokens: int) -> list[str]:
     """Return the kinds of explorations that a choice makes unnecessary."""
     if not choice.num_draft_tokens:
@@ -331,39 +337,19 @@ class SpeculationPolicy:
         """Begin to measure an alternative, if one is affordable."""
         choice, budget = self.choice, self._budget
         rates = estimates.rates(choice.num_draft_tokens)
-        is_chain = len(rates) > 1 and not choice.has_side_branches
-        max_draft_tokens = rates.shape[1] - 1
-        alternatives = dict[str, Choice]()
-        if choice.num_draft_tokens:
-            alternatives[PLAIN] = replace(choice, num_draft_tokens=0)
-            if choice.num_draft_tokens < max_draft_tokens:
-                most = replace(choice, num_draft_tokens=max_draft_tokens)
-                alternatives[MOST] = most
-            if not choice.has_side_branches:
-                k = choice.num_draft_tokens
-                if estimates.is_whole_tree:
-                    k = max_draft_tokens
-                side = replace(choice, num_draft_tokens=k, has_side_branches=True)
-                alternatives[SIDE] = side
-        elif not estimates.is_observable:
-            k = estimates.trial_drafts(is_chain=is_chain)
-            alternatives[DRAFTS] = replace(choice, num_draft_tokens=k)
-        elif estimates.could_win():
-            k = 1 + int(rates[int(is_chain), 1:].argmax())
-            alternatives[DRAFTS] = replace(choice, num_draft_tokens=k)
+        alternatives = self._alternatives(estimates, rates)
         is_probed = not choice.num_draft_tokens and estimates.is_observable
         self._num_kinds = max(len(alternatives) + is_probed, 1)
         affordable = dict[str, float]()  # seconds of a round
         for kind, other in alternatives.items():
-            row = int(len(rates) > 1 and not other.has_side_branches)
-            k = other.num_draft_tokens
-            seconds = float(estimates.times[row, k])
+            place = _place(other, rates)
+            seconds = float(estimates.times[place])
             if choice.num_draft_tokens or estimates.is_observable:
-                present = rates[int(is_chain), choice.num_draft_tokens]
-                share = float(1 - rates[row, k] / present)  # that is expected to be lost
+                # The share that is expected to be lost.
+                share = float(1 - rates[place] / rates[_place(choice, rates)])
                 seconds *= max(share, CONSTANTS.hysteresis - 1)
-            price_s = CONSTANTS.explore_rounds * seconds * self._num_kinds
-            if budget.can_pay(kind, price_s):
+            price_s = CONSTANTS.explore_rounds * seconds
+            if budget.can_pay(kind, self._num_kinds * price_s):
                 affordable[kind] = seconds
         if affordable:
             kind = max(affordable, key=budget.earned_since)
@@ -371,6 +357,28 @@ class SpeculationPolicy:
             self._explored = alternatives[kind]
             self._explore_left = CONSTANTS.explore_rounds
             budget.run(kind)
+
+    def _alternatives(
+        self, estimates: RoundEstimates, rates: np.ndarray
+    ) -> dict[str, Choice]:
+        """Return the alternatives to measure, by kind."""
+        choice, max_draft_tokens = self.choice, rates.shape[1] - 1
+        k, found = choice.num_draft_tokens, dict[str, Choice]()
+        if k:
+            found[PLAIN] = replace(choice, num_draft_tokens=0)
+            if k < max_draft_tokens:
+                found[MOST] = replace(choice, num_draft_tokens=max_draft_tokens)
+            if not choice.has_side_branches:
+                k = max_draft_tokens if estimates.is_whole_tree else k
+                side = replace(choice, num_draft_tokens=k, has_side_branches=True)
+                found[SIDE] = side
+            return found
+        row, _ = _place(choice, rates)
+        if not estimates.is_observable:
+            k = estimates.trial_drafts(is_chain=bool(row))
+        elif estimates.could_win():
+            k = 1 + int(rates[row, 1:].argmax())
+        return {DRAFTS: replace(choice, num_draft_tokens=k)} if k else {}
 
     def reconsider(self) -> None:
         """Make a new choice before the next round: something has changed."""

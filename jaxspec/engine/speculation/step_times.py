@@ -11,8 +11,8 @@ from jaxspec.program.plan import StepShape
 NEWEST = 0.25
 # How much the machine's speed varies from one round to the next, how much a kind's own
 # time may at most differ, and how much that grows in each round of another kind: as
-# variances, relative to that of one measured time. So if one kind runs all the time, its
-# newest time has a weight of a quarter.
+# variances, relative to that of one measured time. So if one kind runs all the time,
+# its newest time has a weight of a quarter.
 SPEED_VARIANCE, MAX_VARIANCE, VARIANCE_GROWTH = 1 / 3, 3.0, 1 / 16
 # Times are limited to this multiple of the expected one: longer ones are suspensions of
 # the machine.
@@ -28,11 +28,11 @@ MAX_RISE = 1.5
 # 16 rows take 0.71, 0.85 and 0.93 of the full time, 12 and 18 of 24 take 0.79 and 0.92,
 # and 30, 48 and 72 of 96 take 0.51, 0.62 and 0.83: within 0.06 of this rule.
 FIXED_ROWS = 32
-# The first rounds after the draft model began or ceased to run are not typical. Of plain
-# rounds after rounds with drafts (the bundled pair, batch sizes 1 and 4), the first four
-# take 1.33 to 1.25 and 1.10 to 1.06 of the usual time, the next four 1.26 to 1.15 and
-# 1.06 to 1.00. The first round of a program is not typical either: the device may have
-# had to wait for the host's work for it.
+# The first rounds after programs with drafts began or ceased to run are not typical. Of
+# plain rounds after rounds with drafts (the bundled pair, batch sizes 1 and 4), the
+# first four take 1.33 to 1.25 and 1.10 to 1.06 of the usual time, the next four 1.26 to
+# 1.15 and 1.06 to 1.00. The first round of a program is not typical either: the device
+# may have had to wait for the host's work for it.
 NUM_UNTYPICAL = 4
 # After this many times of a kind in a row that are not typical, the next one is counted
 # although it is not typical.
@@ -91,7 +91,9 @@ class StepTimes:
     that does not run must follow those that do. For rounds of one batch size without
     prompts, the time is the product of the machine's speed, which these rounds share,
     and the kind's own time. A Kalman filter attributes each difference from the
-    expected time to both: the longer a kind has not run, the more to its own time.
+    expected time to both: the longer a kind has not run, the more to its own time. A
+    kind that does not run changes by a factor of at most `MAX_RISE`: perhaps only those
+    that do run got slower.
 
     Attributes:
         seconds: Mean time of each kind of round without padding; known from its second
@@ -110,10 +112,12 @@ class StepTimes:
         self.seconds: dict[RoundKind, float] = {}
         self._has_run: set[RoundKind] = set()
         self._num_skipped = Counter[RoundKind]()
+        # Each kind's time after its newest measurement.
+        self._measured: dict[RoundKind, float] = {}
         # By batch size: the variance of the own time of each kind without prompts.
         self._variances = defaultdict[int, dict[RoundKind, float]](dict)
-        # The program that ran last, whether the draft model ran, and how many launches
-        # ago that changed.
+        # The program that ran last, whether it makes drafts, and how many launches ago
+        # that changed.
         self._newest_shape: StepShape | None = None
         self._had_drafts, self._num_since = False, 0
 
@@ -151,7 +155,7 @@ class StepTimes:
         expected = expected if known is None else known * scale
         if expected is not None:
             seconds = min(seconds, STALL * expected)
-        is_typical = self._is_typical(round_kind)
+        is_typical = self._is_typical(round_kind.shape)
         if known is not None:
             self._num_skipped[round_kind] += 1
             if (
@@ -167,10 +171,9 @@ class StepTimes:
             self._has_run.add(round_kind)
         return seconds
 
-    def _is_typical(self, round_kind: RoundKind) -> bool:
-        """Note which work ran, and return whether its time is typical."""
-        shape, num_draft_tokens = round_kind
-        has_drafts = num_draft_tokens > 0 or shape.is_draft_prefill
+    def _is_typical(self, shape: StepShape) -> bool:
+        """Note which program ran, and return whether its time is typical."""
+        has_drafts = shape.num_levels > 0 or shape.is_draft_prefill
         is_other, self._newest_shape = shape != self._newest_shape, shape
         if has_drafts != self._had_drafts:
             self._had_drafts, self._num_since = has_drafts, 0
@@ -179,7 +182,7 @@ class StepTimes:
 
     def _set(self, round_kind: RoundKind, full_s: float) -> None:
         """Set the first time of a kind, without padding."""
-        self.seconds[round_kind] = full_s
+        self.seconds[round_kind] = self._measured[round_kind] = full_s
         if _is_decode(round_kind):
             num_seqs = round_kind.shape.num_seqs
             self._variances[num_seqs][round_kind] = MAX_VARIANCE
@@ -195,9 +198,12 @@ class StepTimes:
         total = SPEED_VARIANCE + own + 1
         slowdown = 1 + SPEED_VARIANCE / total * change
         for other, variance in variances.items():
-            self.seconds[other] *= slowdown
+            measured = self._measured[other]
+            seconds = min(slowdown * self.seconds[other], MAX_RISE * measured)
+            self.seconds[other] = max(seconds, measured / MAX_RISE)
             variances[other] = min(variance + VARIANCE_GROWTH, MAX_VARIANCE)
-        self.seconds[round_kind] = known * (1 + (SPEED_VARIANCE + own) / total * change)
+        newest = known * (1 + (SPEED_VARIANCE + own) / total * change)
+        self.seconds[round_kind] = self._measured[round_kind] = newest
         variances[round_kind] = own * (1 - own / total)
 
     def _scale(self, round_kind: RoundKind, fill: float) -> float:

@@ -432,7 +432,7 @@ def test_drafts_stop_if_rounds_stay_slow_but_not_for_a_suspension(num_slow):
         assert len(slow) == 10 and newest == {True}
         assert not loop.scheduler.policy.num_stops
     else:
-        assert len(slow) < 24 and newest == {False}
+        assert len(slow) < 30 and newest == {False}
     loop.assert_said_the_truth(request)
 
 
@@ -448,7 +448,7 @@ def time_plain_rounds(policy: SpeculationPolicy) -> None:
 
 
 def test_plain_rounds_are_timed_in_consecutive_launches():
-    """No draft prefill runs between timed rounds, and the first is not recorded."""
+    """No draft prefill runs between timed rounds."""
     loop = start(1, dict(max_draft_tokens=3, max_total=300), **VARIABLE)
     policy = loop.scheduler.policy
     step_until_drafts(loop)
@@ -461,7 +461,6 @@ def test_plain_rounds_are_timed_in_consecutive_launches():
     assert not any(
         one.shape.is_draft_prefill or one.draft_counts.any() for one in timed
     )
-    assert [one.is_measure for one in timed] == [False] + [True] * (len(timed) - 1)
     loop.step()
     assert loop.launches[-1].shape.is_draft_prefill
 
@@ -475,13 +474,14 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     loop = start(1, dict(max_draft_tokens=3, max_total=390), **VARIABLE)
     for request in loop.scheduler.waiting:
         request.params.temperature = 0.0
+    num_rounds = 32
     policy, chosen_at, probed_at = loop.scheduler.policy, list[int](), list[int]()
     choose, begin_probe = policy.choose, policy.begin_probe
 
     def choose_none(known) -> None:
         choose(known)
         policy.choice, policy._explored = Choice(num_draft_tokens=0), None
-        policy._rounds_left = CONSTANTS.idle_look_rounds
+        policy._rounds_left = num_rounds
         chosen_at.append(len(loop.launches))
 
     def note_probe() -> None:
@@ -495,11 +495,11 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     monkeypatch.setattr(policy, "begin_probe", note_probe)
     while len(loop.launches) < 200:
         loop.step()
-    assert set(np.diff(chosen_at[2:]).tolist()) == {CONSTANTS.idle_look_rounds}
+    assert set(np.diff(chosen_at[2:]).tolist()) == {num_rounds}
     assert not probed_at
     while not probed_at:
         loop.step()
-    assert probed_at[0] <= 201 + CONSTANTS.idle_look_rounds
+    assert probed_at[0] <= 201 + num_rounds
     while len(loop.launches) < probed_at[0] + 5:
         loop.step()
     # K is chosen before the result of the probe is read, and again as soon as it is
@@ -532,17 +532,6 @@ def test_prompts_end_the_timing_of_plain_rounds():
     while not loop.launches[-1].draft_counts.any():
         loop.step()
     assert loop.scheduler.waiting, "there are drafts before all prompts are in"
-
-
-def test_plain_rounds_between_other_launches_are_not_measured():
-    """Single plain rounds, as between launches of draft prefill, are not measured."""
-    changes = dict(prompt_token_ids=[*range(10)] * 35, max_draft_tokens=3)
-    loop = start(1, changes | dict(max_total=390), **VARIABLE)
-    step_until_drafts(loop)
-    before = loop.launches[:-1]
-    assert sum(one.shape.is_draft_prefill for one in before) > 4
-    plain = [one for one in before if one.decoding]
-    assert plain and not any(one.is_measure for one in plain)
 
 
 def test_k_is_at_most_the_largest_requested():

@@ -6,22 +6,29 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.loss_budget import LossBudget
 
 
-def test_budget_earns_a_share_of_the_time_and_is_emptied_by_payments():
+def test_each_kind_of_exploration_spends_what_was_earned_since_it_ran():
     budget = LossBudget()
-    assert not budget.can_pay(1e-9)
+    assert not budget.can_pay("plain", 1e-9)
     budget.earn(10.0)
-    assert budget.can_pay(10 * CONSTANTS.max_loss)
-    assert not budget.can_pay(11 * CONSTANTS.max_loss)
-    budget.earn(1000.0)
-    budget.pay(1.0)
-    assert not budget.can_pay(1e-9)
-    # A deficit is repaid first.
-    budget = LossBudget()
-    budget.add(-0.03, plain_s=0.01)
-    budget.earn(3.0)
-    assert not budget.can_pay(0.001)
+    assert budget.can_pay("plain", 10 * CONSTANTS.max_loss)
+    assert not budget.can_pay("plain", 11 * CONSTANTS.max_loss)
+    budget.run("plain")
+    assert not budget.can_pay("plain", 1e-9)
     budget.earn(1.0)
-    assert budget.can_pay(0.0099)
+    assert budget.earned_since("plain") == pytest.approx(CONSTANTS.max_loss)
+    assert budget.can_pay("most", 10.9 * CONSTANTS.max_loss)
+
+
+def test_losses_of_explorations_are_repaid_before_the_next_one():
+    budget = LossBudget()
+    budget.earn(1.0)
+    budget.charge(5 * CONSTANTS.max_loss)
+    assert not budget.can_pay("plain", 1e-9)
+    budget.earn(4.9)
+    assert not budget.can_pay("plain", 1e-9)
+    budget.earn(1.1)
+    assert budget.can_pay("plain", CONSTANTS.max_loss)
+    assert not budget.can_pay("plain", 2.1 * CONSTANTS.max_loss)
 
 
 def test_budget_closes_on_a_deficit_and_opens_when_it_is_repaid():
@@ -39,11 +46,9 @@ def test_budget_closes_on_a_deficit_and_opens_when_it_is_repaid():
     assert not budget.is_closed
 
 
-@pytest.mark.parametrize("won", [-CONSTANTS.max_loss, 0.5])
-def test_budget_stays_open_within_the_allowed_loss(won):
+def test_budget_stays_open_while_wins_and_losses_are_equal():
     budget, plain_s = LossBudget(), 0.01
     for number in range(2000):
-        # Good and bad rounds alternate; this is their mean loss.
-        budget.add((won + (1 if number % 2 else -1)) * plain_s, plain_s)
+        budget.add((1 if number % 2 else -1) * plain_s, plain_s)
         budget.earn(plain_s)
     assert not budget.num_closed

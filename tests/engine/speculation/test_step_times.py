@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.speculation.acceptance import Kind
+from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.step_times import (
     MAX_RISE,
     MAX_SKIPPED,
-    NEWEST,
+    NUM_UNTYPICAL,
     STALL,
     RoundKind,
     StepTimes,
@@ -21,26 +22,80 @@ from tests.support.loops import Loop, make_config, make_requests
 
 SHAPE = StepShape(num_seqs=4, num_levels=8, max_prompt_tokens=0)
 ROUND_OF_3 = RoundKind(SHAPE, 3)
+PLAIN = RoundKind(dataclasses.replace(SHAPE, num_levels=0))
+MIXED = RoundKind(dataclasses.replace(PLAIN.shape, max_prompt_tokens=32))
 
 
-def test_time_is_a_mean_from_the_second_run_on():
+def run(times: StepTimes, round_kind: RoundKind, seconds: float, count: int) -> None:
+    for _ in range(count):
+        times.record(round_kind, seconds)
+
+
+def test_time_is_known_from_the_second_run_on():
     times = StepTimes()
     assert times.record(ROUND_OF_3, 50.0) == 50.0
     assert times.seconds == {}
     times.record(ROUND_OF_3, 1.0)
-    times.record(ROUND_OF_3, 1.2)
-    known = NEWEST * 1.2 + (1 - NEWEST) * 1
-    assert times.seconds == {ROUND_OF_3: pytest.approx(known)}
+    assert times.seconds == {ROUND_OF_3: 1.0}
     times.check()
+
+
+def test_newest_time_counts_a_quarter_once_the_kind_is_known_well():
+    times = StepTimes()
+    run(times, ROUND_OF_3, 1.0, 1000)
+    times.record(ROUND_OF_3, 1.2)
+    assert times.seconds[ROUND_OF_3] == pytest.approx(1.05, abs=1e-3)
+    # So does that of a launch with prompts, from the first on.
+    times.seed(MIXED, 1.0)
+    times.record(MIXED, 1.2)
+    assert times.seconds[MIXED] == pytest.approx(1.05)
+
+
+def test_slow_machine_slows_down_all_rounds_of_a_batch_size():
+    times, wide = StepTimes(), dataclasses.replace(SHAPE, num_seqs=8)
+    known = {ROUND_OF_3: 2.0, PLAIN: 1.0, RoundKind(wide): 1.0, MIXED: 3.0}
+    for kind, seconds in known.items():
+        times.seed(kind, seconds)
+    run(times, ROUND_OF_3, 2.0, 100)
+    assert times.seconds == known
+    run(times, ROUND_OF_3, 3.0, 100)
+    assert times.seconds == pytest.approx(
+        known | {ROUND_OF_3: 3.0, PLAIN: 1.5}, rel=0.02
+    )
+
+
+def test_kind_that_does_not_run_changes_by_a_limited_factor():
+    times = StepTimes()
+    times.seed(ROUND_OF_3, 2.0)
+    times.seed(PLAIN, 1.0)
+    run(times, ROUND_OF_3, 18.0, 100)
+    assert times.seconds == pytest.approx({ROUND_OF_3: 18.0, PLAIN: 1.5})
+    run(times, ROUND_OF_3, 0.1, 100)
+    known = {ROUND_OF_3: 0.1, PLAIN: 1 / 1.5}
+    assert times.seconds == pytest.approx(known)
+
+
+def test_kind_that_has_not_run_for_long_gets_its_own_time():
+    """Otherwise an exploration would show that all kinds have changed, or none."""
+    times = StepTimes()
+    times.seed(ROUND_OF_3, 2.0)
+    times.seed(PLAIN, 1.0)
+    run(times, ROUND_OF_3, 2.0, 100)
+    run(times, PLAIN, 1.4, CONSTANTS.explore_rounds)
+    plain, drafted = times.seconds[PLAIN], times.seconds[ROUND_OF_3]
+    assert plain == pytest.approx(1.4, rel=0.01)
+    assert drafted / plain == pytest.approx(2.0 / 1.4, rel=0.1)
+    run(times, ROUND_OF_3, 2.0, NUM_UNTYPICAL + 8)
+    assert times.seconds[PLAIN] == pytest.approx(1.4, rel=0.1)
 
 
 def test_first_time_counts_even_if_it_is_untypical():
     times = StepTimes()
     for seconds in (50.0, 1.0, 2.0):
-        times.record(ROUND_OF_3, seconds, is_measure=False)
+        times.record(ROUND_OF_3, seconds)
     assert times.seconds == {ROUND_OF_3: 1.0}
     times.seed(ROUND_OF_3, 3.0)
-    assert times.record(ROUND_OF_3, 1000.0, is_measure=False) == 3 * STALL
+    assert times.record(ROUND_OF_3, 1000.0) == 3 * STALL
     assert times.seconds == {ROUND_OF_3: 3.0}
 
 
@@ -76,31 +131,54 @@ def test_fill_is_the_share_of_rows_with_tokens():
     assert num_rows_of(plain, np.array([8, 0])) == 2
 
 
+def test_times_count_only_some_rounds_after_drafts_begin_or_end():
+    times = StepTimes()
+    times.seed(ROUND_OF_3, 2.0)
+    times.seed(PLAIN, 1.0)
+    before = dict(times.seconds)
+    for _ in range(2):
+        run(times, ROUND_OF_3, 2.2, NUM_UNTYPICAL)
+        run(times, PLAIN, 1.2, NUM_UNTYPICAL)
+        # A probe of the draft model has the same effect.
+        times.record(RoundKind(StepShape.draft_prefill(64)), 1.0)
+        run(times, PLAIN, 1.2, NUM_UNTYPICAL)
+        assert times.seconds.items() >= before.items()
+        times.check()
+    run(times, PLAIN, 1.2, 1)
+    assert times.seconds[PLAIN] == pytest.approx(1.15, abs=0.01)
+
+
+def test_first_time_of_a_program_after_another_does_not_count():
+    times = StepTimes()
+    times.seed(PLAIN, 1.0)
+    run(times, PLAIN, 1.0, 100)
+    times.record(MIXED, 1.0)
+    times.record(PLAIN, 1.4)
+    assert times.seconds[PLAIN] == 1.0
+    times.record(PLAIN, 1.4)
+    assert times.seconds[PLAIN] > 1.05
+
+
 def test_untypical_time_counts_after_many_of_them():
     times = StepTimes()
-    times.seed(ROUND_OF_3, 1.0)
+    times.seed(PLAIN, 1.0)
     for _ in range(MAX_SKIPPED):
-        times.record(ROUND_OF_3, 2.0, is_measure=False)
-    assert times.seconds == {ROUND_OF_3: 1.0}
-    times.record(ROUND_OF_3, 2.0, is_measure=False)
-    found = times.seconds[ROUND_OF_3]
-    assert found == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
-    for _ in range(3):
-        for _ in range(MAX_SKIPPED):
-            times.record(ROUND_OF_3, 9.0, is_measure=False)
-        times.record(ROUND_OF_3, found)
-    assert times.seconds[ROUND_OF_3] == pytest.approx(found)
+        times.record(MIXED, 1.0)
+        times.record(PLAIN, 1.4)
+    assert times.seconds[PLAIN] == 1.0
+    times.record(MIXED, 1.0)
+    times.record(PLAIN, 1.4)
+    assert times.seconds[PLAIN] > 1.05
 
 
 def test_suspension_of_the_machine_counts_as_a_slow_round():
     times = StepTimes()
-    for seconds in (1.0, 1.0):
-        times.record(ROUND_OF_3, seconds)
-    assert times.record(ROUND_OF_3, 1000.0) == STALL
-    assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
+    run(times, ROUND_OF_3, 1.0, 1000)
+    assert times.record(ROUND_OF_3, 1000.0) == pytest.approx(STALL)
+    known = 1 + (MAX_RISE - 1) / 4
+    assert times.seconds[ROUND_OF_3] == pytest.approx(known, abs=1e-3)
     # For a shape without a measured time, the limit is its expected time.
-    other = RoundKind(dataclasses.replace(SHAPE, max_prompt_tokens=32), 3)
-    assert times.record(other, 1000.0, 2.0) == 2 * STALL
+    assert times.record(MIXED, 1000.0, 2.0) == 2 * STALL
 
 
 def test_time_between_two_measured_k_is_interpolated():
