@@ -7,8 +7,6 @@ import numpy as np
 
 from jaxspec.program.plan import StepShape
 
-# Weight of the newest time in the moving average of a launch with prompts.
-NEWEST = 0.25
 # How much the machine's speed varies from one round to the next, how much a kind's own
 # time may at most differ, and how much that grows in each round of another kind: as
 # variances, relative to that of one measured time. So if one kind runs all the time,
@@ -77,10 +75,19 @@ def max_rows_of(round_kind: RoundKind) -> int:
     return shape.num_seqs * width + shape.max_prompt_tokens
 
 
-def _is_decode(round_kind: RoundKind) -> bool:
-    """Return whether it is a round without prompts."""
-    shape = round_kind.shape
+def _is_decode(shape: StepShape) -> bool:
+    """Return whether its rounds are without prompts."""
     return not (shape.max_prompt_tokens or shape.is_draft_prefill)
+
+
+def _group_of(round_kind: RoundKind) -> RoundKind | int:
+    """Return the key of the kinds that share the machine's speed.
+
+    It is the batch size of a round without prompts. Other launches share nothing,
+    because the number of their tokens varies.
+    """
+    shape = round_kind.shape
+    return shape.num_seqs if _is_decode(shape) else round_kind
 
 
 class StepTimes:
@@ -114,8 +121,8 @@ class StepTimes:
         self._num_skipped = Counter[RoundKind]()
         # Each kind's time after its newest measurement.
         self._measured: dict[RoundKind, float] = {}
-        # By batch size: the variance of the own time of each kind without prompts.
-        self._variances = defaultdict[int, dict[RoundKind, float]](dict)
+        # By group: the variance of each kind's own time.
+        self._variances = defaultdict[RoundKind | int, dict[RoundKind, float]](dict)
         # The program that ran last, whether it makes drafts, and how many launches ago
         # that changed.
         self._newest_shape: StepShape | None = None
@@ -160,7 +167,7 @@ class StepTimes:
             self._num_skipped[round_kind] += 1
             if (
                 is_typical
-                or not _is_decode(round_kind)
+                or not _is_decode(round_kind.shape)
                 or self._num_skipped[round_kind] > MAX_SKIPPED
             ):
                 self._num_skipped[round_kind] = 0
@@ -183,17 +190,12 @@ class StepTimes:
     def _set(self, round_kind: RoundKind, full_s: float) -> None:
         """Set the first time of a kind, without padding."""
         self.seconds[round_kind] = self._measured[round_kind] = full_s
-        if _is_decode(round_kind):
-            num_seqs = round_kind.shape.num_seqs
-            self._variances[num_seqs][round_kind] = MAX_VARIANCE
+        self._variances[_group_of(round_kind)][round_kind] = MAX_VARIANCE
 
     def _update(self, round_kind: RoundKind, known: float, newest: float) -> None:
         """Update the times for a newest one, without padding."""
         change = newest / known - 1
-        if not _is_decode(round_kind):
-            self.seconds[round_kind] = known * (1 + NEWEST * change)
-            return
-        variances = self._variances[round_kind.shape.num_seqs]
+        variances = self._variances[_group_of(round_kind)]
         own = variances[round_kind]
         total = SPEED_VARIANCE + own + 1
         slowdown = 1 + SPEED_VARIANCE / total * change

@@ -128,7 +128,7 @@ def test_prompt_wait_is_bounded_after_a_stall_at_the_start():
     costs = {0: 0.010, 32: 0.012}
     for _ in range(3):
         pacer.record(PLAIN, costs[0])
-    pacer.step_times.seconds[round_of(32)] = 1000.0
+    pacer.step_times.seed(round_of(32), 1000.0)
     for _ in range(4000):
         chunk, charged = begin_chunk(pacer, ROUNDS[:1])
         chosen.append(chunk)

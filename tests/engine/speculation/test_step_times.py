@@ -45,10 +45,6 @@ def test_newest_time_counts_a_quarter_once_the_kind_is_known_well():
     run(times, ROUND_OF_3, 1.0, 1000)
     times.record(ROUND_OF_3, 1.2)
     assert times.seconds[ROUND_OF_3] == pytest.approx(1.05, abs=1e-3)
-    # So does that of a launch with prompts, from the first on.
-    times.seed(MIXED, 1.0)
-    times.record(MIXED, 1.2)
-    assert times.seconds[MIXED] == pytest.approx(1.05)
 
 
 def test_slow_machine_slows_down_all_rounds_of_a_batch_size():
