@@ -6,7 +6,6 @@ decides when such a launch runs and for which rows. It changes state only in
 `begin_turn`, `apply_plan`, `commit` and `restart`.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -311,11 +310,11 @@ class DraftPrefill:
     def _tiles_within(self, seconds: float) -> int:
         """Return the tiles of the largest program that takes at most `seconds`."""
         shapes = self._shapes.draft_prefills
-        times = self._step_times.seconds
         allowed = [
             shape.num_tiles
             for shape in shapes
-            if times.get(RoundKind(shape), math.inf) <= seconds
+            if (known := self._step_times.measured(RoundKind(shape))) is not None
+            and known <= seconds
         ]
         return max(allowed, default=shapes[0].num_tiles)
 

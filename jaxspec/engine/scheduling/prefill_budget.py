@@ -104,7 +104,7 @@ class Pacer:
         Args:
             rounds: From the smallest chunk.
         """
-        known = [self.step_times.seconds.get(kind) for kind in rounds]
+        known = [self.step_times.measured(kind) for kind in rounds]
         chunks = [kind.shape.max_prompt_tokens for kind in rounds]
         measured = [index for index, time_s in enumerate(known) if time_s is not None]
         if not measured:

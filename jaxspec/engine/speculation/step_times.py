@@ -1,6 +1,7 @@
 """Measured seconds of launches, by program and number of drafts."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -90,6 +91,23 @@ def _group_of(round_kind: RoundKind) -> RoundKind | int:
     return shape.num_seqs if _is_decode(shape) else round_kind
 
 
+@dataclass(slots=True)
+class _Kind:
+    """What is known of a kind of rounds.
+
+    Attributes:
+        seconds: Time without padding.
+        measured: The same after its newest measurement.
+        variance: Variance of the own time, relative to that of one measured time.
+        num_skipped: Times since then that were not typical.
+    """
+
+    seconds: float
+    measured: float
+    variance: float = MAX_VARIANCE
+    num_skipped: int = 0
+
+
 class StepTimes:
     """Averages of measured round times, in seconds.
 
@@ -101,10 +119,6 @@ class StepTimes:
     expected time to both: the longer a kind has not run, the more to its own time. A
     kind that does not run changes by a factor of at most `MAX_RISE`: perhaps only those
     that do run got slower.
-
-    Attributes:
-        seconds: Mean time of each kind of round without padding; known from its second
-            run on.
     """
 
     def __init__(self, fixed_rows: int | None = None):
@@ -116,17 +130,18 @@ class StepTimes:
                 as much as others.
         """
         self._fixed_rows = fixed_rows
-        self.seconds: dict[RoundKind, float] = {}
+        self._kinds: dict[RoundKind, _Kind] = {}
+        self._groups = defaultdict[RoundKind | int, list[_Kind]](list)
         self._has_run: set[RoundKind] = set()
-        self._num_skipped = Counter[RoundKind]()
-        # Each kind's time after its newest measurement.
-        self._measured: dict[RoundKind, float] = {}
-        # By group: the variance of each kind's own time.
-        self._variances = defaultdict[RoundKind | int, dict[RoundKind, float]](dict)
         # The program that ran last, whether it makes drafts, and how many launches ago
         # that changed.
         self._newest_shape: StepShape | None = None
         self._had_drafts, self._num_since = False, 0
+
+    @property
+    def seconds(self) -> dict[RoundKind, float]:
+        """Time of each kind without padding; known from its second run on."""
+        return {kind: one.seconds for kind, one in self._kinds.items()}
 
     def seed(self, round_kind: RoundKind, seconds: float, fill: float = 1.0) -> None:
         """Record a time measured by calibration.
@@ -135,7 +150,13 @@ class StepTimes:
             fill: As for `record`.
         """
         self._has_run.add(round_kind)
-        self._set(round_kind, seconds / self._scale(round_kind, fill))
+        full_s = seconds / self._scale(round_kind, fill)
+        known = self._kinds.get(round_kind)
+        if known is None:
+            known = self._kinds[round_kind] = _Kind(full_s, full_s)
+            self._groups[_group_of(round_kind)].append(known)
+        known.seconds = known.measured = full_s
+        known.variance = MAX_VARIANCE
 
     def record(
         self,
@@ -158,22 +179,21 @@ class StepTimes:
         Returns:
             The seconds, limited to `STALL` times the expected time.
         """
-        known, scale = self.seconds.get(round_kind), self._scale(round_kind, fill)
-        expected = expected if known is None else known * scale
+        known, scale = self._kinds.get(round_kind), self._scale(round_kind, fill)
+        expected = expected if known is None else known.seconds * scale
         if expected is not None:
             seconds = min(seconds, STALL * expected)
         is_typical = self._is_typical(round_kind.shape)
         if known is not None:
-            self._num_skipped[round_kind] += 1
+            known.num_skipped += 1
             if (
                 is_typical
                 or not _is_decode(round_kind.shape)
-                or self._num_skipped[round_kind] > MAX_SKIPPED
+                or known.num_skipped > MAX_SKIPPED
             ):
-                self._num_skipped[round_kind] = 0
-                self._update(round_kind, known, min(seconds / scale, MAX_RISE * known))
+                self._update(round_kind, known, seconds / scale)
         elif round_kind in self._has_run:
-            self._set(round_kind, seconds / scale)
+            self.seed(round_kind, seconds, fill)
         else:
             self._has_run.add(round_kind)
         return seconds
@@ -187,26 +207,23 @@ class StepTimes:
         self._num_since += 1
         return not is_other and self._num_since > NUM_UNTYPICAL
 
-    def _set(self, round_kind: RoundKind, full_s: float) -> None:
-        """Set the first time of a kind, without padding."""
-        self.seconds[round_kind] = self._measured[round_kind] = full_s
-        self._variances[_group_of(round_kind)][round_kind] = MAX_VARIANCE
-
-    def _update(self, round_kind: RoundKind, known: float, newest: float) -> None:
-        """Update the times for a newest one, without padding."""
-        change = newest / known - 1
-        variances = self._variances[_group_of(round_kind)]
-        own = variances[round_kind]
+    def _update(self, round_kind: RoundKind, known: _Kind, full_s: float) -> None:
+        """Update the times of a kind and its group for a newest one."""
+        change = min(full_s / known.seconds, MAX_RISE) - 1
+        own = known.variance
         total = SPEED_VARIANCE + own + 1
+        newest = known.seconds * (1 + (SPEED_VARIANCE + own) / total * change)
         slowdown = 1 + SPEED_VARIANCE / total * change
-        for other, variance in variances.items():
-            measured = self._measured[other]
-            seconds = min(slowdown * self.seconds[other], MAX_RISE * measured)
-            self.seconds[other] = max(seconds, measured / MAX_RISE)
-            variances[other] = min(variance + VARIANCE_GROWTH, MAX_VARIANCE)
-        newest = known * (1 + (SPEED_VARIANCE + own) / total * change)
-        self.seconds[round_kind] = self._measured[round_kind] = newest
-        variances[round_kind] = own * (1 - own / total)
+        for other in self._groups[_group_of(round_kind)]:
+            other.seconds *= slowdown
+            if other.seconds > MAX_RISE * other.measured:
+                other.seconds = MAX_RISE * other.measured
+            elif other.seconds < other.measured / MAX_RISE:
+                other.seconds = other.measured / MAX_RISE
+            if other.variance < MAX_VARIANCE:
+                other.variance += VARIANCE_GROWTH
+        known.seconds = known.measured = newest
+        known.variance, known.num_skipped = own * (1 - own / total), 0
 
     def _scale(self, round_kind: RoundKind, fill: float) -> float:
         """Return the share of the time without padding that a round takes."""
@@ -221,8 +238,8 @@ class StepTimes:
         Args:
             fill: Share of the round's rows that have tokens.
         """
-        full_s = self.seconds.get(round_kind)
-        return None if full_s is None else full_s * self._scale(round_kind, fill)
+        known = self._kinds.get(round_kind)
+        return None if known is None else known.seconds * self._scale(round_kind, fill)
 
     def expected(self, round_kind: RoundKind, fill: float = 1.0) -> float | None:
         """Return a round's time, measured or interpolated between two values of K.
@@ -239,14 +256,14 @@ class StepTimes:
 
     def _full(self, round_kind: RoundKind) -> float | None:
         """Return the expected time of a round without padding."""
-        measured = self.seconds.get(round_kind)
+        measured = self._kinds.get(round_kind)
         if measured is not None:
-            return measured
+            return measured.seconds
         shape, num_draft_tokens = round_kind
         known = {
-            k: seconds
+            k: one.seconds
             for k in range(shape.num_levels + 1)
-            if (seconds := self.seconds.get(RoundKind(shape, k))) is not None
+            if (one := self._kinds.get(RoundKind(shape, k))) is not None
         }
         fewer = max((k for k in known if k < num_draft_tokens), default=None)
         more = min((k for k in known if k > num_draft_tokens), default=None)
@@ -258,4 +275,4 @@ class StepTimes:
     def check(self) -> None:
         """Assert the invariants."""
         assert all(seconds > 0 for seconds in self.seconds.values())
-        assert self.seconds.keys() <= self._has_run
+        assert self._kinds.keys() <= self._has_run

@@ -234,7 +234,8 @@ def test_prompts_prefill_at_full_speed_without_streams():
 def test_prompts_use_the_launches_with_the_least_total_time():
     """A launch computes the full size of its program, even if it has fewer tokens."""
     pacer = make_pacer()
-    pacer.step_times.seconds = dict(zip(ROUNDS, (0.02, 0.05, 0.16, 0.7), strict=True))
+    for kind, seconds in zip(ROUNDS, (0.02, 0.05, 0.16, 0.7), strict=True):
+        pacer.step_times.seed(kind, seconds)
     reads = {1: 32, 32: 32, 64: 32, 65: 128, 128: 128, 384: 128, 416: 512, 512: 512}
     # One launch has 512 tokens, and smaller launches have the rest.
     reads |= {544: 512, 1024: 512, 1600: 512, 9999: 512}
@@ -258,7 +259,8 @@ def test_prompts_use_the_launches_with_the_least_total_time():
 )
 def test_untimed_programs_are_tried(known, chunk):
     pacer = make_pacer()
-    pacer.step_times.seconds = {round_of(size): one for size, one in known.items()}
+    for size, seconds in known.items():
+        pacer.step_times.seed(round_of(size), seconds)
     assert CHUNKS[pacer.fastest(96, ROUNDS)] == chunk
 
 
