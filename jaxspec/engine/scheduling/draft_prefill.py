@@ -269,11 +269,8 @@ class DraftPrefill:
             return None
         return self._shapes.select_draft_prefill(self._num_tiles(rows)).missing
 
-    def seconds_per_round(self, rows: np.ndarray) -> float:
-        """Return the seconds of draft prefill that are left, per round that is left.
-
-        Draft prefill is left until all rows can have drafts.
-        """
+    def seconds_left(self, rows: np.ndarray) -> float:
+        """Return the seconds of draft prefill until all rows can have drafts."""
         rows = rows[self._rows.lags(rows)]
         if not len(rows):
             return 0.0
@@ -283,9 +280,7 @@ class DraftPrefill:
             return 0.0
         fill = min(tiles / shape.num_tiles, 1.0)
         seconds = self._step_times.measured(RoundKind(shape), fill) or 0.0
-        launches = -(-tiles // shape.num_tiles)
-        left = self._rows.max_total[rows] - self._rows.num_tokens[rows]
-        return launches * seconds / max(float(left.mean()), 1.0)
+        return -(-tiles // shape.num_tiles) * seconds
 
     def _num_tiles(self, rows: np.ndarray) -> int:
         """Return the number of tiles that the draft model lacks for `rows`."""

@@ -134,8 +134,9 @@ class RoundEstimator:
                 len(rows), max_draft_tokens, features, has_side_branches=False
             )
         draft_prefill_s, is_observable = 0.0, self._lookups is not None
+        num_left = self._rows.max_total[rows] - self._rows.num_tokens[rows]
         if self._has_draft_model:
-            draft_prefill_s = self._draft_prefill.seconds_per_round(rows)
+            draft_prefill_s = self._draft_prefill.seconds_left(rows)
             # Of the draft model, whether or not lookups are followed.
             is_observable = not self.acceptance.is_unseeded(rows).any()
         return RoundEstimates(
@@ -147,6 +148,7 @@ class RoundEstimator:
             chain_seconds=chain_seconds,
             side_tokens=self.acceptance.side_tokens,
             draft_prefill_s=draft_prefill_s,
+            num_rounds_left=max(float(num_left.mean()), 1.0),
             is_whole_tree=self._is_whole_tree,
             is_observable=is_observable,
         )

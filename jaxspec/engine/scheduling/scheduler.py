@@ -70,7 +70,7 @@ class Scheduler:
         page_events: PageEvents | None = None,
     ):
         self.config, self.policy = config, policy
-        self._is_configured = config.draft_model_config is not None
+        self._has_configured_model = config.draft_model_config is not None
         self.stats = stats or EngineStats()
         self.step_times = step_times or StepTimes()
         self.acceptance = acceptance or make_acceptance(config, policy)
@@ -108,7 +108,7 @@ class Scheduler:
 
     @property
     def _has_draft_model(self) -> bool:
-        return self._is_configured and self.policy.stop_reason is None
+        return self._has_configured_model and self.policy.stop_reason is None
 
     def set_corpora(self, corpora: Mapping[str | None, TextIndex]) -> None:
         """Replace the corpora that acceptance estimates search, by cache salt."""

@@ -14,9 +14,10 @@ class PolicyConstants:
         look_rounds: Rounds with drafts between two choices, but 1, 2 and 4 between the
             first. A choice takes the host 50 to 80 microseconds; a round with drafts
             of the bundled pair takes 1,300.
-        idle_look_rounds: The same without drafts. With one choice per 32 rounds of the
-            bundled pair, choices were 1.4 % of the time at batch size 1. What a probe
-            or a lookup shows is considered at once.
+        idle_look_s: Seconds without drafts between two choices, but at least
+            `look_rounds`. A choice takes the host up to 0.5 ms: with one per 32 rounds
+            of the bundled pair, or 45 ms, choices were 1.4 % of the time at batch
+            size 1. What a probe or a lookup shows is considered at once.
         explore_rounds: Rounds in which another choice is measured. The first one or two
             still run the previous plan, and the times of the first four are not
             typical.
@@ -24,7 +25,7 @@ class PolicyConstants:
             without them, and that explorations may take.
         loss_rounds: Plain rounds that drafts may lose in a row beyond that share before
             they are stopped. With drafts that gain a tenth at batch 1, a round wins
-            0.1 +- 1.2 plain rounds; a random loss of 48 occurs once in 10^5 rounds.
+            0.1 +- 1.2 plain rounds; a random loss of 48 occurs once in 70,000 rounds.
         half_life_rounds: Rounds after which an observed acceptance counts half.
         prior_weight: Observations that a request's own rate needs to count as much as
             the mean of its kind, and a position's as much as the position before it.
@@ -37,7 +38,7 @@ class PolicyConstants:
 
     hysteresis: float = 1.04
     look_rounds: int = 8
-    idle_look_rounds: int = 128
+    idle_look_s: float = 0.1
     explore_rounds: int = 12
     max_loss: float = 0.01
     loss_rounds: float = 48.0

@@ -1,6 +1,6 @@
 """Bounds the time that drafts and explorations may lose if estimates are wrong."""
 
-from collections import defaultdict
+from collections.abc import Iterable
 
 from jaxspec.engine.speculation.constants import CONSTANTS
 
@@ -13,10 +13,9 @@ class LossBudget:
     the deficit becomes a debt, and nothing is drafted until it is repaid. What an
     exploration loses beyond its price is a debt as well.
 
-    The budget earns a share of the device's time. It repays the debt first; the rest
-    pays for explorations. Each kind of them may spend what was earned since it ran
-    last, divided by the number of kinds. If all kinds spent from one balance, cheap
-    explorations would leave nothing for dear ones, or would have to wait for them.
+    The budget earns a share of the device's time. It repays the debt first; the rest is
+    divided equally among the kinds of explorations. If they all spent from one balance,
+    cheap kinds would leave nothing for the others, or would have to wait for them.
 
     Attributes:
         is_closed: Drafts have lost too much.
@@ -24,29 +23,34 @@ class LossBudget:
     """
 
     def __init__(self):
-        self._earned_s = self._deficit_s = self._debt_s = 0.0
-        self._earned_before_s = defaultdict[str, float](float)
+        self._saved_s: dict[str, float] = {}  # by kind of exploration
+        self._deficit_s = self._debt_s = 0.0
         self.is_closed, self.num_closed = False, 0
+
+    def set_kinds(self, kinds: Iterable[str]) -> None:
+        """Set the kinds of explorations; others lose what they have saved."""
+        self._saved_s = {kind: self.saved_s(kind) for kind in kinds}
+
+    def saved_s(self, kind: str) -> float:
+        """Return the seconds that a kind of exploration may spend."""
+        return self._saved_s.get(kind, 0.0)
 
     def earn(self, seconds: float) -> None:
         """Add the budget's share of device seconds."""
         share_s = CONSTANTS.max_loss * seconds
         repaid_s = min(self._debt_s, share_s)
         self._debt_s -= repaid_s
-        self._earned_s += share_s - repaid_s
         self.is_closed &= self._debt_s > 0
-
-    def earned_since(self, kind: str) -> float:
-        """Return the seconds earned since a kind of exploration ran last."""
-        return self._earned_s - self._earned_before_s[kind]
+        for kind in self._saved_s:
+            self._saved_s[kind] += (share_s - repaid_s) / len(self._saved_s)
 
     def can_pay(self, kind: str, price_s: float) -> bool:
         """Return whether an exploration of that kind and price may begin."""
-        return not self._debt_s and self.earned_since(kind) >= price_s
+        return not self._debt_s and self.saved_s(kind) >= price_s
 
-    def run(self, kind: str) -> None:
-        """Record that a kind of exploration runs now."""
-        self._earned_before_s[kind] = self._earned_s
+    def pay(self, kind: str) -> None:
+        """Pay for an exploration with all that its kind has saved."""
+        self._saved_s[kind] = 0.0
 
     def charge(self, seconds: float) -> None:
         """Add to the debt what an exploration has lost beyond its price."""

@@ -69,8 +69,8 @@ class RoundEstimates:
         chain_seconds: The same without side branches; None where the engine has no such
             rounds.
         side_tokens: Tokens from side branches for each token of the main chain.
-        draft_prefill_s: Seconds per round that draft prefill takes before all sequences
-            can have drafts.
+        draft_prefill_s: Seconds of draft prefill before all sequences can have drafts.
+        num_rounds_left: Rounds until the sequences end, on average.
         is_whole_tree: All levels are drafted or none: fewer cost as much.
         is_observable: Acceptance is known without drafting: the draft model is probed,
             or, without one, lookups are followed.
@@ -82,6 +82,7 @@ class RoundEstimates:
     chain_seconds: Sequence[float | None] | None = None
     side_tokens: float = 0.0
     draft_prefill_s: float = 0.0
+    num_rounds_left: float = 1.0
     is_whole_tree: bool = False
     is_observable: bool = False
 
@@ -120,7 +121,7 @@ class RoundEstimates:
         times = self.times
         if not num_draft_tokens:
             times = times.copy()
-            times[:, 1:] += self.draft_prefill_s
+            times[:, 1:] += self.draft_prefill_s / self.num_rounds_left
         rates = self.tokens / times
         if self.is_whole_tree:
             rates[0, 1:-1] = 0
@@ -170,18 +171,6 @@ def _place(choice: Choice, rates: np.ndarray) -> tuple[int, int]:
     return int(is_chain), choice.num_draft_tokens
 
 
-def _kinds_of(choice: Choice, max_draft_tokens: int) -> list[str]:
-    """Return the kinds of explorations that a choice makes unnecessary."""
-    if not choice.num_draft_tokens:
-        return [PLAIN]
-    kinds = [DRAFTS, PROBE]
-    if choice.num_draft_tokens >= max_draft_tokens:
-        kinds.append(MOST)
-    if choice.has_side_branches:
-        kinds.append(SIDE)
-    return kinds
-
-
 class SpeculationPolicy:
     """Applies the rule round by round, within a loss budget.
 
@@ -214,8 +203,6 @@ class SpeculationPolicy:
         # same programs.
         self._budgets = defaultdict[int, LossBudget](LossBudget)
         self._budget = self._budgets[1]
-        # Kinds of explorations that share the budget.
-        self._num_kinds = 1
         self._probe_s = 0.0
 
     @property
@@ -316,22 +303,20 @@ class SpeculationPolicy:
     def choose(self, estimates: RoundEstimates) -> None:
         """Make a new choice for the next rounds."""
         num_seqs, before = len(estimates.max_draft_counts), self.choice
-        max_draft_tokens = len(estimates.seconds) - 1
-        self._load = num_seqs, max_draft_tokens
+        self._load = num_seqs, len(estimates.seconds) - 1
         self._budget = self._budgets[num_seqs.bit_length()]
         if self._budget.is_closed:
             self.choice = replace(before, num_draft_tokens=0)
         else:
             self.choice = best_choice(estimates, before)
-            for choice in (before, self.choice):
-                for kind in _kinds_of(choice, max_draft_tokens):
-                    self._budget.run(kind)
             if estimates.are_times_known:
                 self._explore(estimates)
         # The first rounds with drafts say most about their acceptance.
         self._rounds_left = min(1 + self._num_drafted_rounds, CONSTANTS.look_rounds)
         if not self.is_drafting:
-            self._rounds_left = CONSTANTS.idle_look_rounds
+            plain_s = estimates.seconds[0] or CONSTANTS.idle_look_s
+            num_rounds = int(CONSTANTS.idle_look_s / plain_s)
+            self._rounds_left = max(num_rounds, CONSTANTS.look_rounds)
 
     def _explore(self, estimates: RoundEstimates) -> None:
         """Begin to measure an alternative, if one is affordable."""
@@ -339,7 +324,7 @@ class SpeculationPolicy:
         rates = estimates.rates(choice.num_draft_tokens)
         alternatives = self._alternatives(estimates, rates)
         is_probed = not choice.num_draft_tokens and estimates.is_observable
-        self._num_kinds = max(len(alternatives) + is_probed, 1)
+        budget.set_kinds([*alternatives, *([PROBE] if is_probed else [])])
         affordable = dict[str, float]()  # seconds of a round
         for kind, other in alternatives.items():
             place = _place(other, rates)
@@ -349,14 +334,16 @@ class SpeculationPolicy:
                 share = float(1 - rates[place] / rates[_place(choice, rates)])
                 seconds *= max(share, CONSTANTS.hysteresis - 1)
             price_s = CONSTANTS.explore_rounds * seconds
-            if budget.can_pay(kind, self._num_kinds * price_s):
+            if kind == DRAFTS:
+                price_s += estimates.draft_prefill_s
+            if budget.can_pay(kind, price_s):
                 affordable[kind] = seconds
         if affordable:
-            kind = max(affordable, key=budget.earned_since)
+            kind = max(affordable, key=budget.saved_s)
+            budget.pay(kind)
             self._paid_s = affordable[kind]
             self._explored = alternatives[kind]
             self._explore_left = CONSTANTS.explore_rounds
-            budget.run(kind)
 
     def _alternatives(
         self, estimates: RoundEstimates, rates: np.ndarray
@@ -378,7 +365,9 @@ class SpeculationPolicy:
             k = estimates.trial_drafts(is_chain=bool(row))
         elif estimates.could_win():
             k = 1 + int(rates[row, 1:].argmax())
-        return {DRAFTS: replace(choice, num_draft_tokens=k)} if k else {}
+        else:
+            return {}
+        return {DRAFTS: replace(choice, num_draft_tokens=k)}
 
     def reconsider(self) -> None:
         """Make a new choice before the next round: something has changed."""
@@ -392,12 +381,11 @@ class SpeculationPolicy:
         """Return whether to probe the draft model while nothing is drafted."""
         if not self.is_adaptive or self.is_drafting or self.is_stopped:
             return False
-        price_s = self._probe_s * self._num_kinds
-        return not self._budget.is_closed and self._budget.can_pay(PROBE, price_s)
+        return not self._budget.is_closed and self._budget.can_pay(PROBE, self._probe_s)
 
     def begin_probe(self) -> None:
-        """Record that the draft model is probed now."""
-        self._budget.run(PROBE)
+        """Pay for a probe of the draft model."""
+        self._budget.pay(PROBE)
 
     def record_draft_prefill(self, seconds: float, *, is_probe: bool) -> None:
         """Record the time of a draft prefill launch.
@@ -433,8 +421,10 @@ class SpeculationPolicy:
         self._rounds_left -= 1
         self._num_drafted_rounds += num_draft_tokens > 0
         is_exploring = self._explored is not None
-        if is_exploring:
-            self._explore_left -= 1
+        if self._explored is not None:
+            # Not while draft prefill for an exploration with drafts is going on.
+            is_plain = not self._explored.num_draft_tokens
+            self._explore_left -= is_plain != (num_draft_tokens > 0)
             if self._explore_left <= 0:
                 self.end_exploration()
                 self.reconsider()

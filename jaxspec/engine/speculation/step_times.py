@@ -8,15 +8,19 @@ import numpy as np
 
 from jaxspec.program.plan import StepShape
 
-# How much the machine's speed varies from one round to the next, how much a kind's own
-# time may at most differ, and how much that grows in each round of another kind: as
-# variances, relative to that of one measured time. So if one kind runs all the time,
-# its newest time has a weight of a quarter.
+# Variances, relative to that of one measured time: of the machine's speed from one
+# round to the next; at most, of a kind's own time; and by which the latter grows in a
+# round of another kind. So if one kind runs all the time, its newest time has a weight
+# of 1/4.
 SPEED_VARIANCE, MAX_VARIANCE, VARIANCE_GROWTH = 1 / 3, 3.0, 1 / 16
+# Factor by which the machine's speed changes an estimate since it was measured, at
+# most. On a shared machine, times doubled for seconds. A larger change is probably not
+# the machine's, but that of the only kind that runs.
+MAX_CHANGE = 2.0
 # Times are limited to this multiple of the expected one: longer ones are suspensions of
 # the machine.
 STALL = 4.0
-# In the average, and where drafts are charged for what they lose, a time is limited to
+# In estimates, and where drafts are charged for what they lose, a time is limited to
 # this multiple of the known one. Otherwise one slow round in a hundred would change the
 # choice of K, and a few suspensions of the machine would stop drafts for seconds: in a
 # benchmark, eight rounds that took 3 to 9 times the expected time. A round that is
@@ -76,11 +80,6 @@ def max_rows_of(round_kind: RoundKind) -> int:
     return shape.num_seqs * width + shape.max_prompt_tokens
 
 
-def _is_decode(shape: StepShape) -> bool:
-    """Return whether its rounds are without prompts."""
-    return not (shape.max_prompt_tokens or shape.is_draft_prefill)
-
-
 def _group_of(round_kind: RoundKind) -> RoundKind | int:
     """Return the key of the kinds that share the machine's speed.
 
@@ -88,37 +87,74 @@ def _group_of(round_kind: RoundKind) -> RoundKind | int:
     because the number of their tokens varies.
     """
     shape = round_kind.shape
-    return shape.num_seqs if _is_decode(shape) else round_kind
+    return round_kind if shape.max_prompt_tokens else shape.num_seqs
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rounds that share the machine's speed.
+
+    Attributes:
+        slowness: Factor of all times since the start.
+        num_updates: Number of measured times.
+    """
+
+    slowness: float = 1.0
+    num_updates: int = 0
 
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of a kind of rounds.
+    """A kind of rounds, as of its newest measured time.
 
     Attributes:
-        seconds: Time without padding.
-        measured: The same after its newest measurement.
-        variance: Variance of the own time, relative to that of one measured time.
-        num_skipped: Times since then that were not typical.
+        measured: Seconds without padding.
+        slowness, num_updates: As in its group.
+        variance: Variance of the kind's own time: see `SPEED_VARIANCE`.
+        num_skipped: Times since then.
     """
 
-    seconds: float
+    group: _Group
     measured: float
+    slowness: float = 1.0
+    num_updates: int = 0
     variance: float = MAX_VARIANCE
     num_skipped: int = 0
 
+    @property
+    def seconds(self) -> float:
+        """Seconds without padding at the machine's speed now."""
+        factor = self.group.slowness / self.slowness
+        return self.measured * min(max(factor, 1 / MAX_CHANGE), MAX_CHANGE)
+
+    def set(self, full_s: float, variance: float = MAX_VARIANCE) -> None:
+        """Set a newest time."""
+        self.measured, self.slowness = full_s, self.group.slowness
+        self.num_updates, self.variance = self.group.num_updates, variance
+        self.num_skipped = 0
+
+    def update(self, full_s: float) -> None:
+        """Attribute the difference from a newest time to the group and the kind."""
+        known = self.seconds
+        change = min(full_s / known, MAX_RISE) - 1
+        num_others = self.group.num_updates - self.num_updates
+        own = min(self.variance + VARIANCE_GROWTH * num_others, MAX_VARIANCE)
+        total = SPEED_VARIANCE + own + 1
+        self.group.slowness *= 1 + SPEED_VARIANCE / total * change
+        self.group.num_updates += 1
+        newest = known * (1 + (SPEED_VARIANCE + own) / total * change)
+        self.set(newest, own * (1 - own / total))
+
 
 class StepTimes:
-    """Averages of measured round times, in seconds.
+    """Estimates of round times, in seconds.
 
     The machine's speed changes, and with it the times of all rounds. A choice of K
-    compares kinds of rounds that ran at different times; so what is known of a kind
-    that does not run must follow those that do. For rounds of one batch size without
-    prompts, the time is the product of the machine's speed, which these rounds share,
-    and the kind's own time. A Kalman filter attributes each difference from the
-    expected time to both: the longer a kind has not run, the more to its own time. A
-    kind that does not run changes by a factor of at most `MAX_RISE`: perhaps only those
-    that do run got slower.
+    compares kinds of rounds that ran at different times; so the estimates of kinds that
+    do not run must follow those that do. For rounds of one batch size without prompts,
+    the time is the product of the machine's speed, which these rounds share, and the
+    kind's own time. A Kalman filter attributes each difference from the expected time
+    to both: the longer a kind has not run, the more to its own time.
     """
 
     def __init__(self, fixed_rows: int | None = None):
@@ -131,10 +167,10 @@ class StepTimes:
         """
         self._fixed_rows = fixed_rows
         self._kinds: dict[RoundKind, _Kind] = {}
-        self._groups = defaultdict[RoundKind | int, list[_Kind]](list)
+        self._groups = defaultdict[RoundKind | int, _Group](_Group)
         self._has_run: set[RoundKind] = set()
-        # The program that ran last, whether it makes drafts, and how many launches ago
-        # that changed.
+        # The program that ran last; whether the last round without prompts was in a
+        # program with drafts, and for how many such rounds.
         self._newest_shape: StepShape | None = None
         self._had_drafts, self._num_since = False, 0
 
@@ -151,12 +187,10 @@ class StepTimes:
         """
         self._has_run.add(round_kind)
         full_s = seconds / self._scale(round_kind, fill)
-        known = self._kinds.get(round_kind)
-        if known is None:
-            known = self._kinds[round_kind] = _Kind(full_s, full_s)
-            self._groups[_group_of(round_kind)].append(known)
-        known.seconds = known.measured = full_s
-        known.variance = MAX_VARIANCE
+        if round_kind not in self._kinds:
+            group = self._groups[_group_of(round_kind)]
+            self._kinds[round_kind] = _Kind(group, full_s)
+        self._kinds[round_kind].set(full_s)
 
     def record(
         self,
@@ -186,13 +220,9 @@ class StepTimes:
         is_typical = self._is_typical(round_kind.shape)
         if known is not None:
             known.num_skipped += 1
-            if (
-                is_typical
-                or not _is_decode(round_kind.shape)
-                or known.num_skipped > MAX_SKIPPED
-            ):
-                self._update(round_kind, known, seconds / scale)
-        elif round_kind in self._has_run:
+            if is_typical or known.num_skipped > MAX_SKIPPED:
+                known.update(seconds / scale)
+        elif round_kind in self._has_run and seconds > 0:
             self.seed(round_kind, seconds, fill)
         else:
             self._has_run.add(round_kind)
@@ -200,30 +230,15 @@ class StepTimes:
 
     def _is_typical(self, shape: StepShape) -> bool:
         """Note which program ran, and return whether its time is typical."""
-        has_drafts = shape.num_levels > 0 or shape.is_draft_prefill
         is_other, self._newest_shape = shape != self._newest_shape, shape
+        if shape.max_prompt_tokens and not shape.is_draft_prefill:
+            return True
+        has_drafts = shape.num_levels > 0 or shape.is_draft_prefill
         if has_drafts != self._had_drafts:
             self._had_drafts, self._num_since = has_drafts, 0
         self._num_since += 1
-        return not is_other and self._num_since > NUM_UNTYPICAL
-
-    def _update(self, round_kind: RoundKind, known: _Kind, full_s: float) -> None:
-        """Update the times of a kind and its group for a newest one."""
-        change = min(full_s / known.seconds, MAX_RISE) - 1
-        own = known.variance
-        total = SPEED_VARIANCE + own + 1
-        newest = known.seconds * (1 + (SPEED_VARIANCE + own) / total * change)
-        slowdown = 1 + SPEED_VARIANCE / total * change
-        for other in self._groups[_group_of(round_kind)]:
-            other.seconds *= slowdown
-            if other.seconds > MAX_RISE * other.measured:
-                other.seconds = MAX_RISE * other.measured
-            elif other.seconds < other.measured / MAX_RISE:
-                other.seconds = other.measured / MAX_RISE
-            if other.variance < MAX_VARIANCE:
-                other.variance += VARIANCE_GROWTH
-        known.seconds = known.measured = newest
-        known.variance, known.num_skipped = own * (1 - own / total), 0
+        is_same = not is_other and self._num_since > NUM_UNTYPICAL
+        return is_same or shape.is_draft_prefill
 
     def _scale(self, round_kind: RoundKind, fill: float) -> float:
         """Return the share of the time without padding that a round takes."""

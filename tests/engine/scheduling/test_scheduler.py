@@ -432,7 +432,7 @@ def test_drafts_stop_if_rounds_stay_slow_but_not_for_a_suspension(num_slow):
         assert len(slow) == 10 and newest == {True}
         assert not loop.scheduler.policy.num_stops
     else:
-        assert len(slow) < 30 and newest == {False}
+        assert len(slow) < CONSTANTS.loss_rounds and newest == {False}
     loop.assert_said_the_truth(request)
 
 
@@ -457,7 +457,7 @@ def test_plain_rounds_are_timed_in_consecutive_launches():
     while policy.is_timing_plain:
         loop.step()
     timed = loop.launches[begin:-1]  # the newest launch has not been read
-    assert len(timed) == CONSTANTS.explore_rounds - 1  # one more launch was in flight
+    assert len(timed) == CONSTANTS.explore_rounds
     assert not any(
         one.shape.is_draft_prefill or one.draft_counts.any() for one in timed
     )

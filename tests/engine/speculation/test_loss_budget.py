@@ -6,21 +6,28 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.loss_budget import LossBudget
 
 
-def test_each_kind_of_exploration_spends_what_was_earned_since_it_ran():
+def test_kinds_of_explorations_share_what_is_earned():
     budget = LossBudget()
+    budget.earn(1.0)  # no kind
+    budget.set_kinds(["plain", "most"])
     assert not budget.can_pay("plain", 1e-9)
     budget.earn(10.0)
-    assert budget.can_pay("plain", 10 * CONSTANTS.max_loss)
-    assert not budget.can_pay("plain", 11 * CONSTANTS.max_loss)
-    budget.run("plain")
+    assert budget.saved_s("plain") == pytest.approx(5 * CONSTANTS.max_loss)
+    assert budget.can_pay("most", 4.9 * CONSTANTS.max_loss)
+    assert not budget.can_pay("most", 5.1 * CONSTANTS.max_loss)
+    budget.pay("plain")
     assert not budget.can_pay("plain", 1e-9)
-    budget.earn(1.0)
-    assert budget.earned_since("plain") == pytest.approx(CONSTANTS.max_loss)
-    assert budget.can_pay("most", 10.9 * CONSTANTS.max_loss)
+    assert budget.can_pay("most", 4.9 * CONSTANTS.max_loss)
+    budget.set_kinds(["most", "side"])
+    budget.earn(2.0)
+    assert budget.saved_s("most") == pytest.approx(6 * CONSTANTS.max_loss)
+    assert budget.saved_s("side") == pytest.approx(CONSTANTS.max_loss)
+    assert not budget.saved_s("plain")
 
 
 def test_losses_of_explorations_are_repaid_before_the_next_one():
     budget = LossBudget()
+    budget.set_kinds(["plain"])
     budget.earn(1.0)
     budget.charge(5 * CONSTANTS.max_loss)
     assert not budget.can_pay("plain", 1e-9)
@@ -29,6 +36,17 @@ def test_losses_of_explorations_are_repaid_before_the_next_one():
     budget.earn(1.1)
     assert budget.can_pay("plain", CONSTANTS.max_loss)
     assert not budget.can_pay("plain", 2.1 * CONSTANTS.max_loss)
+
+
+def test_closing_adds_to_the_debt_of_explorations():
+    budget, plain_s = LossBudget(), 0.01
+    budget.charge(1.0)
+    budget.add(-2 * CONSTANTS.loss_rounds * plain_s, plain_s)
+    assert budget.is_closed
+    budget.earn((0.9 + 2 * CONSTANTS.loss_rounds * plain_s) / CONSTANTS.max_loss)
+    assert budget.is_closed
+    budget.earn(0.2 / CONSTANTS.max_loss)
+    assert not budget.is_closed
 
 
 def test_budget_closes_on_a_deficit_and_opens_when_it_is_repaid():

@@ -230,7 +230,7 @@ class World:
 
 @pytest.mark.parametrize(
     ("rate", "rounds"),
-    [(0.9, CONSTANTS.look_rounds), (0.0, CONSTANTS.idle_look_rounds)],
+    [(0.9, CONSTANTS.look_rounds), (0.0, CONSTANTS.idle_look_s / TIMES[0])],
 )
 def test_choices_are_made_once_per_interval_of_rounds(rate, rounds):
     world = World(TIMES, rate)
@@ -279,11 +279,11 @@ def test_no_drafts_where_draft_prefill_costs_more_than_they_bring():
         world.round()
     assert world.chosen[-1] == 0
     world.rate, world.known["draft_prefill_s"] = 0.6, 1.0
-    for _ in range(2 * CONSTANTS.idle_look_rounds):
+    for _ in range(2 * int(CONSTANTS.idle_look_s / TIMES[0])):
         world.round()
     assert world.chosen[-1] == 0
     world.known["draft_prefill_s"] = 0.0
-    for _ in range(2 * CONSTANTS.idle_look_rounds):
+    for _ in range(2 * int(CONSTANTS.idle_look_s / TIMES[0])):
         world.round()
     assert world.chosen[-1] > 0
 

@@ -1,4 +1,4 @@
-"""Estimated round times are moving averages, and stalls hardly change them."""
+"""Estimated round times follow the machine's speed; stalls hardly change them."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ import pytest
 from jaxspec.engine.speculation.acceptance import Kind
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.step_times import (
+    MAX_CHANGE,
     MAX_RISE,
     MAX_SKIPPED,
     NUM_UNTYPICAL,
@@ -64,11 +65,48 @@ def test_kind_that_does_not_run_changes_by_a_limited_factor():
     times = StepTimes()
     times.seed(ROUND_OF_3, 2.0)
     times.seed(PLAIN, 1.0)
-    run(times, ROUND_OF_3, 18.0, 100)
-    assert times.seconds == pytest.approx({ROUND_OF_3: 18.0, PLAIN: 1.5})
+    run(times, ROUND_OF_3, 2.0, 1000)
+    run(times, ROUND_OF_3, 20.0, 100)
+    assert times.seconds == pytest.approx({ROUND_OF_3: 20.0, PLAIN: MAX_CHANGE})
     run(times, ROUND_OF_3, 0.1, 100)
-    known = {ROUND_OF_3: 0.1, PLAIN: 1 / 1.5}
-    assert times.seconds == pytest.approx(known)
+    assert times.seconds == pytest.approx({ROUND_OF_3: 0.1, PLAIN: 1 / MAX_CHANGE})
+    # Afterwards the times are what they were.
+    run(times, ROUND_OF_3, 2.0, 100)
+    assert times.seconds == pytest.approx({ROUND_OF_3: 2.0, PLAIN: 1.0}, rel=0.05)
+
+
+@pytest.mark.parametrize(("num_others", "plain"), [(8, 1.17), (64, 1.33)])
+def test_longer_absence_attributes_more_to_the_kind_itself(num_others, plain):
+    times = StepTimes()
+    times.seed(ROUND_OF_3, 2.0)
+    times.seed(PLAIN, 1.0)
+    for _ in range(4):  # now both are known well
+        run(times, PLAIN, 1.0, 100)
+        run(times, ROUND_OF_3, 2.0, 100)
+    run(times, PLAIN, 1.0, 100)
+    run(times, ROUND_OF_3, 2.0, num_others + NUM_UNTYPICAL)
+    run(times, PLAIN, 1.4, CONSTANTS.explore_rounds)
+    ratio = times.seconds[ROUND_OF_3] / times.seconds[PLAIN]
+    assert 2.0 / ratio == pytest.approx(plain, abs=0.03)
+
+
+def test_time_measured_by_calibration_replaces_what_was_known():
+    times = StepTimes()
+    times.seed(ROUND_OF_3, 2.0)
+    times.seed(PLAIN, 1.0)
+    run(times, ROUND_OF_3, 4.0, 100)
+    times.seed(PLAIN, 1.0)
+    assert times.seconds == pytest.approx({ROUND_OF_3: 4.0, PLAIN: 1.0})
+    run(times, PLAIN, 1.4, NUM_UNTYPICAL + 1)
+    assert times.seconds[PLAIN] > 1.25, "the first time counts much"
+
+
+def test_time_of_zero_by_a_coarse_clock_is_ignored():
+    times = StepTimes()
+    run(times, PLAIN, 0.0, 2)
+    assert times.seconds == {}
+    run(times, PLAIN, 1.0, 2)
+    assert times.seconds == {PLAIN: 1.0}
 
 
 def test_kind_that_has_not_run_for_long_gets_its_own_time():
@@ -144,11 +182,14 @@ def test_times_count_only_some_rounds_after_drafts_begin_or_end():
     assert times.seconds[PLAIN] == pytest.approx(1.15, abs=0.01)
 
 
-def test_first_time_of_a_program_after_another_does_not_count():
+@pytest.mark.parametrize("num_levels", [0, 8])
+def test_first_time_of_a_program_after_another_does_not_count(num_levels):
+    """Whether or not the launch with prompts was in a program with drafts."""
     times = StepTimes()
     times.seed(PLAIN, 1.0)
     run(times, PLAIN, 1.0, 100)
-    times.record(MIXED, 1.0)
+    shape = dataclasses.replace(MIXED.shape, num_levels=num_levels)
+    times.record(RoundKind(shape), 1.0)
     times.record(PLAIN, 1.4)
     assert times.seconds[PLAIN] == 1.0
     times.record(PLAIN, 1.4)
