@@ -493,8 +493,18 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
         policy, "can_probe", lambda: len(loop.launches) > 200 and not probed_at
     )
     monkeypatch.setattr(policy, "begin_probe", note_probe)
+    draft_prefill, num_turns = loop.scheduler._draft_prefill, 0
+    next_turn = draft_prefill.next_turn
+
+    def count_turns(**values: bool) -> Any:
+        nonlocal num_turns
+        num_turns += 1
+        return next_turn(**values)
+
+    monkeypatch.setattr(draft_prefill, "next_turn", count_turns)
     while len(loop.launches) < 200:
         loop.step()
+    assert num_turns <= 2 + len(chosen_at)
     assert set(np.diff(chosen_at[2:]).tolist()) == {num_rounds}
     assert not probed_at
     while not probed_at:

@@ -229,11 +229,16 @@ class World:
 
 
 @pytest.mark.parametrize(
-    ("rate", "rounds"),
-    [(0.9, CONSTANTS.look_rounds), (0.0, CONSTANTS.idle_look_s / TIMES[0])],
+    ("rate", "factor", "rounds"),
+    [
+        (0.9, 1.0, CONSTANTS.look_rounds),
+        (0.0, 0.1, 10 * CONSTANTS.idle_look_s / TIMES[0]),
+        (0.0, 10.0, CONSTANTS.look_rounds),
+    ],
 )
-def test_choices_are_made_once_per_interval_of_rounds(rate, rounds):
-    world = World(TIMES, rate)
+def test_choices_are_made_once_per_interval(rate, factor, rounds):
+    """Without drafts, it is an interval of time, but of at least some rounds."""
+    world = World([factor * one for one in TIMES], rate)
     for _ in range(320):
         world.round()
     timing = world.chosen.count(0) / CONSTANTS.explore_rounds if rate else 0
@@ -429,6 +434,63 @@ def test_drafts_that_were_too_slow_are_measured_again():
     world.estimated_times = TIMES
     world.run_until(40)
     assert world.policy.choice.num_draft_tokens in {3, 4}
+
+
+def test_probes_and_explorations_share_the_budget():
+    """Neither waits forever, and together they take what one of them may take."""
+    world, probe_s = World(TIMES, 0.5), 0.004
+    world.estimated_times = [TIMES[0], *[0.04] * 5]
+    policy, paid_s = world.policy, 0.0
+    world.run_until(1)
+    while world.now < 200:
+        if policy.can_probe():
+            policy.begin_probe()
+            world.now += probe_s
+            paid_s += probe_s
+            policy.record_time(probe_s)
+            policy.record_draft_prefill(probe_s, is_probe=True)
+        k = world.round()
+        # By the estimates, a token of such a round takes 3 times as long.
+        paid_s += (k > 0) * 0.04 * 0.7
+    assert policy.num_probes > 100
+    assert np.count_nonzero(world.chosen[100:]) > CONSTANTS.explore_rounds
+    assert 0.7 * CONSTANTS.max_loss < paid_s / world.now < 1.2 * CONSTANTS.max_loss
+
+
+def test_exploration_with_drafts_pays_for_their_draft_prefill():
+    world = World(TIMES, 0.5)
+    world.estimated_times = [TIMES[0], *[0.04] * 5]
+    world.known = dict(draft_prefill_s=2.0, num_rounds_left=1e9)
+    world.run_until(190)
+    assert not np.count_nonzero(world.chosen[100:])
+    world.known["draft_prefill_s"] = 0.0
+    world.run_until(200)
+    assert np.count_nonzero(world.chosen[100:])
+
+
+def test_exploration_counts_only_rounds_of_its_kind():
+    """Rounds are without drafts until draft prefill has caught up."""
+    policy = make_policy(5)
+    policy._explored, policy._explore_left = Choice(num_draft_tokens=3), 2
+    for k in (0, 0, 0, 3, 0):
+        policy.record_round(1, k, 1, TIMES[k], TIMES[0])
+        assert policy.next_choice.num_draft_tokens == 3
+    policy.record_round(1, 3, 1, TIMES[3], TIMES[0])
+    assert policy._explored is None and policy._rounds_left <= 0
+
+
+def test_explorations_go_on_while_the_batch_size_changes():
+    """At one size, rounds have drafts; at the other, their times are overestimated."""
+    small, large = World(TIMES, 0.8, 3), World(TIMES, 0.8, 4)
+    large.policy, large.estimated_times = small.policy, [TIMES[0], *[0.06] * 5]
+    large.run_until(1)
+    large.chosen.clear()
+    for _ in range(200):
+        for world in (small, large):
+            for _ in range(50):
+                world.round()
+    assert np.count_nonzero(small.chosen) > 0.9 * len(small.chosen)
+    assert 0 < np.count_nonzero(large.chosen) < 0.1 * len(large.chosen)
 
 
 DEARER = [TIMES[0], *(1.4 * one for one in TIMES[1:])]
