@@ -504,7 +504,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     monkeypatch.setattr(draft_prefill, "next_turn", count_turns)
     while len(loop.launches) < 200:
         loop.step()
-    assert num_turns <= 2 + len(chosen_at)
+    assert num_turns < 20
     assert set(np.diff(chosen_at[2:]).tolist()) == {num_rounds}
     assert not probed_at
     while not probed_at:
