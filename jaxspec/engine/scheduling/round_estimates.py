@@ -151,6 +151,7 @@ class RoundEstimator:
             num_rounds_left=max(float(num_left.mean()), 1.0),
             is_whole_tree=self._is_whole_tree,
             is_observable=is_observable,
+            is_probed=self._has_draft_model and is_observable,
         )
 
     def _seconds(

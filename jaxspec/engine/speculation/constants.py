@@ -17,10 +17,11 @@ class PolicyConstants:
         idle_look_s: Seconds without drafts between two choices, but at least
             `look_rounds`. A choice takes the host up to 0.5 ms: with one per 32 rounds
             of the bundled pair, or 45 ms, choices were 1.4 % of the time at batch
-            size 1. What a probe or a lookup shows is considered at once.
-        explore_rounds: Rounds in which another choice is measured. The first one or two
-            still run the previous plan, and the times of the first four are not
-            typical.
+            size 1. A probe, a long lookup match or a new request
+            triggers a choice at once.
+        explore_rounds: Rounds with the alternative in one exploration. After a change
+            between drafts and none, the first four are not measured
+            (`step_times.NUM_UNTYPICAL`).
         max_loss: Share of the device's time that drafts may lose against decoding
             without them, and that explorations may take.
         loss_rounds: Plain rounds that drafts may lose in a row beyond that share before

@@ -24,12 +24,13 @@ class LossBudget:
 
     def __init__(self):
         self._saved_s: dict[str, float] = {}  # by kind of exploration
+        self._kinds: tuple[str, ...] = ()  # those that save now
         self._deficit_s = self._debt_s = 0.0
         self.is_closed, self.num_closed = False, 0
 
     def set_kinds(self, kinds: Iterable[str]) -> None:
-        """Set the kinds of explorations; others lose what they have saved."""
-        self._saved_s = {kind: self.saved_s(kind) for kind in kinds}
+        """Set the kinds of explorations that earnings are divided among."""
+        self._kinds = tuple(kinds)
 
     def saved_s(self, kind: str) -> float:
         """Return the seconds that a kind of exploration may spend."""
@@ -41,15 +42,16 @@ class LossBudget:
         repaid_s = min(self._debt_s, share_s)
         self._debt_s -= repaid_s
         self.is_closed &= self._debt_s > 0
-        for kind in self._saved_s:
-            self._saved_s[kind] += (share_s - repaid_s) / len(self._saved_s)
+        for kind in self._kinds:
+            saved_s = (share_s - repaid_s) / len(self._kinds)
+            self._saved_s[kind] = self.saved_s(kind) + saved_s
 
     def can_pay(self, kind: str, price_s: float) -> bool:
         """Return whether an exploration of that kind and price may begin."""
         return not self._debt_s and self.saved_s(kind) >= price_s
 
     def pay(self, kind: str) -> None:
-        """Pay for an exploration with all that its kind has saved."""
+        """Spend all savings: a kind is explored, or runs anyway."""
         self._saved_s[kind] = 0.0
 
     def charge(self, seconds: float) -> None:

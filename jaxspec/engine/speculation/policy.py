@@ -11,10 +11,10 @@ position (`acceptance`). Another choice must be faster than the present one by a
 of `hysteresis`.
 
 Estimates can be wrong or old. When a `LossBudget` can pay, an alternative is run for a
-few rounds. Alternatives are plain decoding, the largest K,
-and the other draft shape; with K = 0, the best K above it if drafts would win if they
-took no time, or a few drafts, if acceptance cannot be estimated otherwise. The same
-budget stops drafts that lose against plain decoding.
+few rounds. Alternatives are plain decoding, the largest K, and drafts with side
+branches; with K = 0, the best K above it if drafts would win if they took no time, or a
+few drafts, if acceptance cannot be estimated otherwise. The same budget stops drafts
+that lose against plain decoding.
 
 The choice does not change the distribution of the text. Greedy and seeded text does not
 depend on K, and a choice depends only on tokens read before the round samples.
@@ -74,6 +74,7 @@ class RoundEstimates:
         is_whole_tree: All levels are drafted or none: fewer cost as much.
         is_observable: Acceptance is known without drafting: the draft model is probed,
             or, without one, lookups are followed.
+        is_probed: The draft model is probed while nothing is drafted.
     """
 
     max_draft_counts: np.ndarray
@@ -85,6 +86,7 @@ class RoundEstimates:
     num_rounds_left: float = 1.0
     is_whole_tree: bool = False
     is_observable: bool = False
+    is_probed: bool = False
 
     @property
     def are_times_known(self) -> bool:
@@ -194,7 +196,7 @@ class SpeculationPolicy:
         self.num_probes = 0
         # The alternative that is being measured, and the number of its rounds left.
         self._explored: Choice | None = None
-        self._explore_left = 0
+        self._explore_left = 0.0
         self._paid_s = 0.0  # by the loss budget for each of these rounds
         # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
@@ -309,6 +311,9 @@ class SpeculationPolicy:
             self.choice = replace(before, num_draft_tokens=0)
         else:
             self.choice = best_choice(estimates, before)
+            runs = (DRAFTS, PROBE) if self.choice.num_draft_tokens else (PLAIN,)
+            for kind in runs:
+                self._budget.pay(kind)
             if estimates.are_times_known:
                 self._explore(estimates)
         # The first rounds with drafts say most about their acceptance.
@@ -323,7 +328,7 @@ class SpeculationPolicy:
         choice, budget = self.choice, self._budget
         rates = estimates.rates(choice.num_draft_tokens)
         alternatives = self._alternatives(estimates, rates)
-        is_probed = not choice.num_draft_tokens and estimates.is_observable
+        is_probed = not choice.num_draft_tokens and estimates.is_probed
         budget.set_kinds([*alternatives, *([PROBE] if is_probed else [])])
         affordable = dict[str, float]()  # seconds of a round
         for kind, other in alternatives.items():
@@ -375,7 +380,7 @@ class SpeculationPolicy:
 
     def end_exploration(self) -> None:
         """Stop measuring an alternative: prompts interrupt it."""
-        self._explored, self._explore_left = None, 0
+        self._explored, self._explore_left = None, 0.0
 
     def can_probe(self) -> bool:
         """Return whether to probe the draft model while nothing is drafted."""
@@ -422,9 +427,10 @@ class SpeculationPolicy:
         self._num_drafted_rounds += num_draft_tokens > 0
         is_exploring = self._explored is not None
         if self._explored is not None:
-            # Not while draft prefill for an exploration with drafts is going on.
+            # Plain rounds during draft prefill for an exploration count an eighth, so
+            # that it ends if there are no drafts at all.
             is_plain = not self._explored.num_draft_tokens
-            self._explore_left -= is_plain != (num_draft_tokens > 0)
+            self._explore_left -= 1 if is_plain != (num_draft_tokens > 0) else 1 / 8
             if self._explore_left <= 0:
                 self.end_exploration()
                 self.reconsider()

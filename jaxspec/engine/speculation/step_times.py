@@ -1,5 +1,6 @@
 """Measured seconds of launches, by program and number of drafts."""
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,11 +9,14 @@ import numpy as np
 
 from jaxspec.program.plan import StepShape
 
-# Variances, relative to that of one measured time: of the machine's speed from one
-# round to the next; at most, of a kind's own time; and by which the latter grows in a
-# round of another kind. So if one kind runs all the time, its newest time has a weight
-# of 1/4.
-SPEED_VARIANCE, MAX_VARIANCE, VARIANCE_GROWTH = 1 / 3, 3.0, 1 / 16
+# Variance of the machine's speed from one round to the next, relative to that of one
+# measured time (as are the next two; none was measured). If one kind runs all the time,
+# its newest time has a weight of a quarter.
+SPEED_VARIANCE = 1 / 3
+# Maximum variance of a kind's own time: so a first time counts most.
+MAX_VARIANCE = 3.0
+# Growth of that variance in each round of another kind.
+VARIANCE_GROWTH = 1 / 16
 # Factor by which the machine's speed changes an estimate since it was measured, at
 # most. On a shared machine, times doubled for seconds. A larger change is probably not
 # the machine's, but that of the only kind that runs.
@@ -95,11 +99,11 @@ class _Group:
     """Rounds that share the machine's speed.
 
     Attributes:
-        slowness: Factor of all times since the start.
+        log_slowness: Logarithm of the current times relative to those at the start.
         num_updates: Number of measured times.
     """
 
-    slowness: float = 1.0
+    log_slowness: float = 0.0
     num_updates: int = 0
 
 
@@ -109,14 +113,14 @@ class _Kind:
 
     Attributes:
         measured: Seconds without padding.
-        slowness, num_updates: As in its group.
-        variance: Variance of the kind's own time: see `SPEED_VARIANCE`.
-        num_skipped: Times since then.
+        log_slowness, num_updates: As in its group.
+        variance: Variance of the kind's own time: see `MAX_VARIANCE`.
+        num_skipped: Times ignored since then.
     """
 
     group: _Group
     measured: float
-    slowness: float = 1.0
+    log_slowness: float = 0.0
     num_updates: int = 0
     variance: float = MAX_VARIANCE
     num_skipped: int = 0
@@ -124,25 +128,29 @@ class _Kind:
     @property
     def seconds(self) -> float:
         """Seconds without padding at the machine's speed now."""
-        factor = self.group.slowness / self.slowness
+        factor = math.exp(self.group.log_slowness - self.log_slowness)
         return self.measured * min(max(factor, 1 / MAX_CHANGE), MAX_CHANGE)
 
     def set(self, full_s: float, variance: float = MAX_VARIANCE) -> None:
         """Set a newest time."""
-        self.measured, self.slowness = full_s, self.group.slowness
+        self.measured, self.log_slowness = full_s, self.group.log_slowness
         self.num_updates, self.variance = self.group.num_updates, variance
         self.num_skipped = 0
 
     def update(self, full_s: float) -> None:
-        """Attribute the difference from a newest time to the group and the kind."""
-        known = self.seconds
-        change = min(full_s / known, MAX_RISE) - 1
-        num_others = self.group.num_updates - self.num_updates
+        """Attribute the difference from a newest time to the group and the kind.
+
+        The mean of the differences is that of their logarithms. Otherwise the slowness
+        would grow without limit if kinds alternate and their times vary.
+        """
+        known, group = self.seconds, self.group
+        error = math.log(min(max(full_s / known, 1 / STALL), MAX_RISE))
+        num_others = group.num_updates - self.num_updates
         own = min(self.variance + VARIANCE_GROWTH * num_others, MAX_VARIANCE)
         total = SPEED_VARIANCE + own + 1
-        self.group.slowness *= 1 + SPEED_VARIANCE / total * change
-        self.group.num_updates += 1
-        newest = known * (1 + (SPEED_VARIANCE + own) / total * change)
+        group.log_slowness += SPEED_VARIANCE / total * error
+        group.num_updates += 1
+        newest = known * math.exp((SPEED_VARIANCE + own) / total * error)
         self.set(newest, own * (1 - own / total))
 
 
@@ -169,8 +177,8 @@ class StepTimes:
         self._kinds: dict[RoundKind, _Kind] = {}
         self._groups = defaultdict[RoundKind | int, _Group](_Group)
         self._has_run: set[RoundKind] = set()
-        # The program that ran last; whether the last round without prompts was in a
-        # program with drafts, and for how many such rounds.
+        # The program that ran last; whether the last launch without prompts was with
+        # drafts, and the number of such launches since that changed.
         self._newest_shape: StepShape | None = None
         self._had_drafts, self._num_since = False, 0
 
@@ -231,14 +239,14 @@ class StepTimes:
     def _is_typical(self, shape: StepShape) -> bool:
         """Note which program ran, and return whether its time is typical."""
         is_other, self._newest_shape = shape != self._newest_shape, shape
-        if shape.max_prompt_tokens and not shape.is_draft_prefill:
+        if not shape.max_prompt_tokens or shape.is_draft_prefill:
+            has_drafts = shape.num_levels > 0 or shape.is_draft_prefill
+            if has_drafts != self._had_drafts:
+                self._had_drafts, self._num_since = has_drafts, 0
+            self._num_since += 1
+        if shape.max_prompt_tokens:
             return True
-        has_drafts = shape.num_levels > 0 or shape.is_draft_prefill
-        if has_drafts != self._had_drafts:
-            self._had_drafts, self._num_since = has_drafts, 0
-        self._num_since += 1
-        is_same = not is_other and self._num_since > NUM_UNTYPICAL
-        return is_same or shape.is_draft_prefill
+        return not is_other and self._num_since > NUM_UNTYPICAL
 
     def _scale(self, round_kind: RoundKind, fill: float) -> float:
         """Return the share of the time without padding that a round takes."""

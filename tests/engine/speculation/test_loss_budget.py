@@ -22,7 +22,8 @@ def test_kinds_of_explorations_share_what_is_earned():
     budget.earn(2.0)
     assert budget.saved_s("most") == pytest.approx(6 * CONSTANTS.max_loss)
     assert budget.saved_s("side") == pytest.approx(CONSTANTS.max_loss)
-    assert not budget.saved_s("plain")
+    budget.set_kinds(["plain"])
+    assert budget.saved_s("most") == pytest.approx(6 * CONSTANTS.max_loss), "it waits"
 
 
 def test_losses_of_explorations_are_repaid_before_the_next_one():

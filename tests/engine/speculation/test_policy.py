@@ -49,6 +49,7 @@ def estimates(
         acceptance=np.full((num_seqs, most), rate),
         seconds=list(times),
         is_observable=True,
+        is_probed=named.get("is_observable", True),
     )
     return RoundEstimates(**(values | named))
 
@@ -479,7 +480,7 @@ def test_exploration_counts_only_rounds_of_its_kind():
     assert policy._explored is None and policy._rounds_left <= 0
 
 
-def test_explorations_go_on_while_the_batch_size_changes():
+def test_explorations_continue_while_the_batch_size_changes():
     """At one size, rounds have drafts; at the other, their times are overestimated."""
     small, large = World(TIMES, 0.8, 3), World(TIMES, 0.8, 4)
     large.policy, large.estimated_times = small.policy, [TIMES[0], *[0.06] * 5]
@@ -491,6 +492,32 @@ def test_explorations_go_on_while_the_batch_size_changes():
                 world.round()
     assert np.count_nonzero(small.chosen) > 0.9 * len(small.chosen)
     assert 0 < np.count_nonzero(large.chosen) < 0.1 * len(large.chosen)
+
+
+def test_explorations_continue_while_requests_with_hopeless_drafts_alternate():
+    """With these, nothing is explored, but what was saved before is kept."""
+    good, hopeless = World(TIMES, 0.5), World(TIMES, 0.0)
+    hopeless.policy, good.estimated_times = good.policy, [TIMES[0], *[0.04] * 5]
+    good.run_until(1)
+    good.chosen.clear()
+    for _ in range(200):
+        for world in (good, hopeless):
+            world.policy.reconsider()
+            for _ in range(100):
+                world.round()
+    assert 0 < np.count_nonzero(good.chosen) < 0.02 * len(good.chosen)
+    assert np.count_nonzero(hopeless.chosen[100:]) < 20
+
+
+def test_exploration_ends_if_there_are_no_drafts():
+    policy, num_rounds = make_policy(5), 0
+    policy._explored = Choice(num_draft_tokens=3)
+    policy._explore_left = CONSTANTS.explore_rounds
+    while policy._explored is not None:
+        policy.record_round(1, 0, 1, TIMES[0], TIMES[0])
+        num_rounds += 1
+        assert num_rounds < 200
+    assert num_rounds > 4 * CONSTANTS.explore_rounds
 
 
 DEARER = [TIMES[0], *(1.4 * one for one in TIMES[1:])]
