@@ -6,7 +6,7 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.loss_budget import LossBudget
 
 
-def test_kinds_of_explorations_share_what_is_earned():
+def test_kinds_of_explorations_share_earnings():
     budget = LossBudget()
     budget.earn(1.0)  # no kind
     budget.set_kinds(["plain", "most"])
@@ -65,9 +65,11 @@ def test_budget_closes_on_a_deficit_and_opens_when_it_is_repaid():
     assert not budget.is_closed
 
 
-def test_budget_stays_open_while_wins_and_losses_are_equal():
+@pytest.mark.parametrize("won", [0.0, 0.5])
+def test_budget_is_open_unless_losses_exceed_wins(won):
     budget, plain_s = LossBudget(), 0.01
     for number in range(2000):
-        budget.add((1 if number % 2 else -1) * plain_s, plain_s)
+        # Good and bad rounds alternate; this is their mean gain.
+        budget.add((won + (1 if number % 2 else -1)) * plain_s, plain_s)
         budget.earn(plain_s)
     assert not budget.num_closed

@@ -495,7 +495,7 @@ def test_explorations_continue_while_the_batch_size_changes():
 
 
 def test_explorations_continue_while_requests_with_hopeless_drafts_alternate():
-    """With these, nothing is explored, but what was saved before is kept."""
+    """With these, nothing is explored, but earlier savings are kept."""
     good, hopeless = World(TIMES, 0.5), World(TIMES, 0.0)
     hopeless.policy, good.estimated_times = good.policy, [TIMES[0], *[0.04] * 5]
     good.run_until(1)

@@ -102,7 +102,7 @@ def test_noise_of_two_rounds_in_turn_does_not_change_a_third():
     assert times.seconds[PLAIN] == pytest.approx(1.0, rel=0.4)
 
 
-def test_time_measured_by_calibration_replaces_what_was_known():
+def test_time_measured_by_calibration_replaces_earlier_ones():
     times = StepTimes()
     times.seed(ROUND_OF_3, 2.0)
     times.seed(PLAIN, 1.0)
