@@ -544,7 +544,11 @@ def short(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
 
     def seconds(way: Way, tokens: list[int]) -> float:
         params = sampling(SHORT_TOKENS, way.num_drafts, 0.0)
-        return run_batch(way.engine, Batch(prompts=[tokens], params=[params])).elapsed_s
+        batch = Batch(prompts=[tokens], params=[params])
+        elapsed_s = run_batch(way.engine, batch).elapsed_s
+        # Programs that the request asked for would slow down the next engine's.
+        way.engine.wait_for_programs()
+        return elapsed_s
 
     def by_plain(
         ways: Ways, tokens: list[int], *, is_reversed: bool

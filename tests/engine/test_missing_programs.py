@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.program.plan import Features, StepShape
 from tests.support.loops import (
@@ -151,6 +152,33 @@ def test_programs_with_drafts_wait_until_a_short_request_ends(round_s, num_befor
         programs.tick()
     assert num_drafting == num_before
     assert count_drafting(programs) >= 2
+
+
+def test_host_plans_few_drafts_while_their_programs_wait(monkeypatch):
+    """Otherwise rounds of the first request take a sixth longer than plain ones."""
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_num_batched_tokens=128, controller=ADAPTIVE
+    )
+    (request,) = make_requests(config, 1, max_draft_tokens=3)
+    request.prompt_token_ids, request.max_total = [2] * 20, 90
+    loop = Loop(config, 0, programs=(programs := ComingPrograms(pause=1)))
+    loop.fastest_s, loop.prompt_token_s = 1e-6, 0.0
+    scheduler, num_choices = loop.scheduler, 0
+    scheduler.shapes.hold_drafts()
+    choose = scheduler.policy.choose
+
+    def count(estimates):
+        nonlocal num_choices
+        num_choices += 1
+        choose(estimates)
+
+    monkeypatch.setattr(scheduler.policy, "choose", count)
+    monkeypatch.delattr("jaxspec.engine.scheduling.row_table.RowTable.lagging")
+    scheduler.add(request)
+    while scheduler.has_unfinished():
+        loop.step()
+        programs.tick()
+    assert 1 < num_choices < 70 / 4
 
 
 @pytest.mark.parametrize("is_prefilling", [False, True])

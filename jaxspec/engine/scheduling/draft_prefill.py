@@ -115,7 +115,9 @@ class DraftPrefill:
             may_draft: Rounds may have drafts now.
         """
         policy = self._policy
-        if policy.is_idle or not (may_draft and self._rows.wants_drafts):
+        if policy.is_idle or self._shapes.are_drafts_held:
+            return False
+        if not (may_draft and self._rows.wants_drafts):
             return False
         if policy.is_timing_plain:
             return False  # it would slow down the plain rounds being timed

@@ -291,6 +291,11 @@ class Shapes:
         """Whether a draft prefill program is compiled."""
         return any(shape in self._programs for shape in self.draft_prefills)
 
+    @property
+    def are_drafts_held(self) -> bool:
+        """Whether no draft prefill program is compiled, nor may be requested yet."""
+        return self._held is not None and not self.can_draft_prefill
+
     def select_draft_prefill(self, num_tiles: int) -> Selection:
         """Return the draft prefill programs for a number of tiles.
 

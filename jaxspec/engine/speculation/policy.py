@@ -316,8 +316,11 @@ class SpeculationPolicy:
                 self._budget.pay(kind)
             if estimates.are_times_known:
                 self._explore(estimates)
-        # The first rounds with drafts say most about their acceptance.
-        self._rounds_left = min(1 + self._num_drafted_rounds, CONSTANTS.look_rounds)
+        self._rounds_left = CONSTANTS.look_rounds
+        if estimates.are_times_known:
+            # The first rounds with drafts say most about their acceptance.
+            num_rounds = 1 + self._num_drafted_rounds
+            self._rounds_left = min(num_rounds, CONSTANTS.look_rounds)
         if not self.is_drafting:
             plain_s = estimates.seconds[0] or CONSTANTS.idle_look_s
             num_rounds = int(CONSTANTS.idle_look_s / plain_s)
