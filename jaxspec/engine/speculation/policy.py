@@ -332,7 +332,9 @@ class SpeculationPolicy:
         rates = estimates.rates(choice.num_draft_tokens)
         alternatives = self._alternatives(estimates, rates)
         is_probed = not choice.num_draft_tokens and estimates.is_probed
-        budget.set_kinds([*alternatives, *([PROBE] if is_probed else [])])
+        is_blind = DRAFTS in alternatives and not estimates.is_observable
+        kinds = [*alternatives, *([PROBE] if is_probed else [])]
+        budget.set_kinds(kinds, DRAFTS if is_blind else None)
         affordable = dict[str, float]()  # seconds of a round
         for kind, other in alternatives.items():
             place = _place(other, rates)

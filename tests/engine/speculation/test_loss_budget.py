@@ -3,7 +3,7 @@
 import pytest
 
 from jaxspec.engine.speculation.constants import CONSTANTS
-from jaxspec.engine.speculation.loss_budget import LossBudget
+from jaxspec.engine.speculation.loss_budget import WON_SHARE, LossBudget
 
 
 def test_kinds_of_explorations_share_earnings():
@@ -73,3 +73,37 @@ def test_budget_is_open_unless_losses_exceed_wins(won):
         budget.add((won + (1 if number % 2 else -1)) * plain_s, plain_s)
         budget.earn(plain_s)
     assert not budget.num_closed
+
+
+def test_what_drafts_have_won_is_spent_on_one_kind_over_time():
+    budget, plain_s = LossBudget(), 0.01
+    limit_s = CONSTANTS.loss_rounds * plain_s
+    budget.add(-0.5 * limit_s, plain_s)
+    for _ in range(2 * int(CONSTANTS.loss_rounds)):
+        budget.add(plain_s, plain_s)  # a quarter repays the deficit
+    budget.earn(1.0)  # no kind
+    budget.set_kinds(["drafts", "probe"], "drafts")
+    budget.earn(1.0)
+    own = CONSTANTS.max_loss / 2
+    assert budget.saved_s("drafts") == pytest.approx(own + WON_SHARE)
+    assert budget.saved_s("probe") == pytest.approx(own)
+    budget.pay("drafts")
+    budget.set_kinds(["probe"])
+    budget.earn(1.0)
+    assert not budget.saved_s("drafts"), "the rest is kept"
+    budget.set_kinds(["drafts"], "drafts")
+    budget.earn(100.0)
+    rest_s = limit_s - WON_SHARE
+    assert budget.saved_s("drafts") == pytest.approx(rest_s + 200 * own)
+
+
+def test_losses_are_subtracted_from_what_drafts_win():
+    budget = LossBudget()
+    for won_s in (-0.1, 0.04, 0.05):
+        budget.add(won_s, 0.01)
+    budget.set_kinds([], "drafts")
+    budget.earn(100.0)
+    assert not budget.saved_s("drafts")
+    budget.add(0.03, 0.01)
+    budget.earn(100.0)
+    assert budget.saved_s("drafts") == pytest.approx(0.02)

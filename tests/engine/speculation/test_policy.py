@@ -575,6 +575,20 @@ def test_lookups_are_followed_if_k_is_chosen_and_drafts_are_verified():
     assert not make_policy(3).can_follow_lookups
 
 
+def test_what_was_won_is_not_spent_where_acceptance_is_observable():
+    """Overestimated times are measured again, but not sooner than otherwise."""
+    world = World(TIMES, 0.9)
+    world.run_until(5)
+    assert world.chosen[-1] == 5
+    world.estimated_times, begin = [TIMES[0], *(4 * s for s in TIMES[1:])], world.now
+    while world.round():
+        pass
+    while not world.round():
+        pass
+    elapsed_s = world.now - begin
+    assert 60 < elapsed_s < 120
+
+
 # The tests below compare the policy with the best fixed K.
 
 
@@ -600,13 +614,17 @@ class Replay:
             seconds += self.times[k]
         return seconds
 
-    def adaptive(self) -> tuple[float, list[int]]:
-        """Return the seconds if the policy chooses K, and the chosen values of K."""
+    def adaptive(self, *, is_observable: bool = True) -> tuple[float, list[int]]:
+        """Return the seconds if the policy chooses K, and the chosen values of K.
+
+        Args:
+            is_observable: The draft model can be probed.
+        """
         acceptance, now, chosen = AcceptanceRates(1, self.most), 0.0, list[int]()
         policy, row = make_policy(self.most), np.array([0])
         position, lag = 0, 0
         while position < len(self.accepts):
-            if lag and policy.can_probe():
+            if is_observable and lag and policy.can_probe():
                 policy.begin_probe()
                 first = max(position - lag, position - 32)
                 seen = self.accepts[first:position].astype(float)
@@ -616,7 +634,8 @@ class Replay:
                 now, lag = now + PREFILL_S, 0
             if policy.is_due(1, self.most):
                 rates = acceptance.of_rows(row)
-                policy.choose(estimates(times=self.times, acceptance=rates))
+                values = dict(acceptance=rates, is_observable=is_observable)
+                policy.choose(estimates(times=self.times, **values))
             k = policy.next_choice.num_draft_tokens
             accepted = min(k, int(self.run[position]))
             acceptance.record(row, np.array([k]), np.array([accepted]))
@@ -629,10 +648,12 @@ class Replay:
         return now, chosen
 
 
-def speeds(accepts: Any, times: list[float] = TIMES) -> tuple[float, float, set[int]]:
+def speeds(
+    accepts: Any, times: list[float] = TIMES, *, is_observable: bool = True
+) -> tuple[float, float, set[int]]:
     """Return the speed relative to the best fixed K and to K = 0, and the chosen K."""
     replay = Replay(np.array(accepts, bool), times)
-    seconds, chosen = replay.adaptive()
+    seconds, chosen = replay.adaptive(is_observable=is_observable)
     fixed = [replay.fixed(k) for k in range(len(times))]
     return min(fixed) / seconds, fixed[0] / seconds, set(chosen)
 
@@ -690,6 +711,23 @@ def test_text_that_changes_is_faster_than_with_any_fixed_k(length):
     to_best, _, chosen = speeds(np.concatenate(parts))
     assert to_best >= (1.0 if length == 1000 else 0.97)
     assert {0, 5} <= chosen
+
+
+@pytest.mark.parametrize("num_bad", [100, 300])
+def test_drafts_that_won_are_soon_tried_again(num_bad):
+    """The draft model cannot be probed. Otherwise, the next trial is after 15 s."""
+    bad = np.zeros(num_bad, bool)
+    for seed in range(3):
+        good = np.random.default_rng(seed).random(600) < 0.9
+        text = np.concatenate([good, bad] * 4)
+        to_best, _, chosen = speeds(text, is_observable=False)
+        assert to_best >= 1.0
+        assert 0 in chosen
+    # What was won is spent once.
+    text = np.concatenate([good, np.zeros(6000, bool)])
+    _, chosen = Replay(text).adaptive(is_observable=False)
+    assert 0 < np.count_nonzero(chosen[400:1000]) <= 5 * CONSTANTS.explore_rounds
+    assert np.count_nonzero(chosen[-4000:]) <= 4 * CONSTANTS.explore_rounds
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.5])
