@@ -546,7 +546,8 @@ def short(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
         params = sampling(SHORT_TOKENS, way.num_drafts, 0.0)
         batch = Batch(prompts=[tokens], params=[params])
         elapsed_s = run_batch(way.engine, batch).elapsed_s
-        # Programs that the request asked for would slow down the next engine's.
+        # Otherwise, programs that the request needs would be loaded during that of the
+        # next engine.
         way.engine.wait_for_programs()
         return elapsed_s
 

@@ -154,8 +154,8 @@ def test_programs_with_drafts_wait_until_a_short_request_ends(round_s, num_befor
     assert count_drafting(programs) >= 2
 
 
-def test_host_plans_few_drafts_while_their_programs_wait(monkeypatch):
-    """Otherwise rounds of the first request take a sixth longer than plain ones."""
+def test_draft_prefill_is_not_planned_while_its_programs_wait(monkeypatch):
+    """Choosing K and planning it make the first request a sixth slower."""
     config = make_config(
         max_num_seqs=4, num_pages=200, max_num_batched_tokens=128, controller=ADAPTIVE
     )
@@ -173,11 +173,13 @@ def test_host_plans_few_drafts_while_their_programs_wait(monkeypatch):
         choose(estimates)
 
     monkeypatch.setattr(scheduler.policy, "choose", count)
+    # Raises if draft prefill is planned.
     monkeypatch.delattr("jaxspec.engine.scheduling.row_table.RowTable.lagging")
     scheduler.add(request)
     while scheduler.has_unfinished():
         loop.step()
         programs.tick()
+    # Of the 70 rounds, one in eight, and one after each new program.
     assert 1 < num_choices < 70 / 4
 
 

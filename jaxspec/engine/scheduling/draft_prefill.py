@@ -115,7 +115,7 @@ class DraftPrefill:
             may_draft: Rounds may have drafts now.
         """
         policy = self._policy
-        if policy.is_idle or self._shapes.are_drafts_held:
+        if policy.is_idle or self._shapes.is_draft_prefill_held:
             return False
         if not (may_draft and self._rows.wants_drafts):
             return False

@@ -292,8 +292,8 @@ class Shapes:
         return any(shape in self._programs for shape in self.draft_prefills)
 
     @property
-    def are_drafts_held(self) -> bool:
-        """Whether no draft prefill program is compiled, nor may be requested yet."""
+    def is_draft_prefill_held(self) -> bool:
+        """Whether draft prefill has no program, and none is requested yet."""
         return self._held is not None and not self.can_draft_prefill
 
     def select_draft_prefill(self, num_tiles: int) -> Selection:

@@ -12,8 +12,8 @@ class PolicyConstants:
             choice changes. Two plain engines of one process differ by 4 % in the median
             (benchmarks.control, part `free`).
         look_rounds: Rounds with drafts between two choices, but 1, 2 and 4 between the
-            first. A choice takes the host 50 to 80 microseconds; a round with drafts
-            of the bundled pair takes 1,300.
+            first for which all times are known. A choice takes the host 50 to 80
+            microseconds; a round with drafts of the bundled pair takes 1,300.
         idle_look_s: Seconds without drafts between two choices, but at least
             `look_rounds`. A choice takes the host up to 0.5 ms: with one per 32 rounds
             of the bundled pair, or 45 ms, choices were 1.4 % of the time at batch
@@ -23,10 +23,12 @@ class PolicyConstants:
             between drafts and none, the first four are not measured
             (`step_times.NUM_UNTYPICAL`).
         max_loss: Share of the device's time that drafts may lose against decoding
-            without them, and that explorations may take.
+            without them, and that explorations may take. Trials may also spend time
+            that drafts have won (`loss_budget.WON_SHARE`).
         loss_rounds: Plain rounds that drafts may lose in a row beyond that share before
             they are stopped. With drafts that gain a tenth at batch 1, a round wins
             0.1 +- 1.2 plain rounds; a random loss of 48 occurs once in 70,000 rounds.
+            Also the limit of the won time that is kept.
         half_life_rounds: Rounds after which an observed acceptance counts half.
         prior_weight: Observations that a request's own rate needs to count as much as
             the mean of its kind, and a position's as much as the position before it.

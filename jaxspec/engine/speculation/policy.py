@@ -316,9 +316,10 @@ class SpeculationPolicy:
                 self._budget.pay(kind)
             if estimates.are_times_known:
                 self._explore(estimates)
+        # While a time is unknown, K is the configured one: choices change nothing.
         self._rounds_left = CONSTANTS.look_rounds
         if estimates.are_times_known:
-            # The first rounds with drafts say most about their acceptance.
+            # The first rounds with drafts are most informative about acceptance.
             num_rounds = 1 + self._num_drafted_rounds
             self._rounds_left = min(num_rounds, CONSTANTS.look_rounds)
         if not self.is_drafting:
@@ -332,9 +333,9 @@ class SpeculationPolicy:
         rates = estimates.rates(choice.num_draft_tokens)
         alternatives = self._alternatives(estimates, rates)
         is_probed = not choice.num_draft_tokens and estimates.is_probed
-        is_blind = DRAFTS in alternatives and not estimates.is_observable
         kinds = [*alternatives, *([PROBE] if is_probed else [])]
-        budget.set_kinds(kinds, DRAFTS if is_blind else None)
+        has_trials = DRAFTS in alternatives and not estimates.is_observable
+        budget.set_kinds(kinds, won_kind=DRAFTS if has_trials else None)
         affordable = dict[str, float]()  # seconds of a round
         for kind, other in alternatives.items():
             place = _place(other, rates)

@@ -75,7 +75,7 @@ def test_budget_is_open_unless_losses_exceed_wins(won):
     assert not budget.num_closed
 
 
-def test_what_drafts_have_won_is_spent_on_one_kind_over_time():
+def test_won_time_is_spent_gradually_on_one_kind():
     budget, plain_s = LossBudget(), 0.01
     limit_s = CONSTANTS.loss_rounds * plain_s
     budget.add(-0.5 * limit_s, plain_s)
@@ -84,9 +84,9 @@ def test_what_drafts_have_won_is_spent_on_one_kind_over_time():
     budget.earn(1.0)  # no kind
     budget.set_kinds(["drafts", "probe"], "drafts")
     budget.earn(1.0)
-    own = CONSTANTS.max_loss / 2
-    assert budget.saved_s("drafts") == pytest.approx(own + WON_SHARE)
-    assert budget.saved_s("probe") == pytest.approx(own)
+    earned_s = CONSTANTS.max_loss / 2
+    assert budget.saved_s("drafts") == pytest.approx(earned_s + WON_SHARE)
+    assert budget.saved_s("probe") == pytest.approx(earned_s)
     budget.pay("drafts")
     budget.set_kinds(["probe"])
     budget.earn(1.0)
@@ -94,10 +94,10 @@ def test_what_drafts_have_won_is_spent_on_one_kind_over_time():
     budget.set_kinds(["drafts"], "drafts")
     budget.earn(100.0)
     rest_s = limit_s - WON_SHARE
-    assert budget.saved_s("drafts") == pytest.approx(rest_s + 200 * own)
+    assert budget.saved_s("drafts") == pytest.approx(rest_s + 200 * earned_s)
 
 
-def test_losses_are_subtracted_from_what_drafts_win():
+def test_deficit_is_repaid_before_won_time_is_saved():
     budget = LossBudget()
     for won_s in (-0.1, 0.04, 0.05):
         budget.add(won_s, 0.01)

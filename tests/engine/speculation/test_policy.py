@@ -575,16 +575,16 @@ def test_lookups_are_followed_if_k_is_chosen_and_drafts_are_verified():
     assert not make_policy(3).can_follow_lookups
 
 
-def test_what_was_won_is_not_spent_where_acceptance_is_observable():
-    """Overestimated times are measured again, but not sooner than otherwise."""
+def test_won_time_is_not_spent_if_acceptance_is_observable():
+    """Overestimated times are measured again, paid by the 1 % alone."""
     world = World(TIMES, 0.9)
     world.run_until(5)
     assert world.chosen[-1] == 5
     world.estimated_times, begin = [TIMES[0], *(4 * s for s in TIMES[1:])], world.now
     while world.round():
-        pass
+        pass  # until K is 0
     while not world.round():
-        pass
+        pass  # until drafts are tried
     elapsed_s = world.now - begin
     assert 60 < elapsed_s < 120
 
@@ -715,7 +715,7 @@ def test_text_that_changes_is_faster_than_with_any_fixed_k(length):
 
 @pytest.mark.parametrize("num_bad", [100, 300])
 def test_drafts_that_won_are_soon_tried_again(num_bad):
-    """The draft model cannot be probed. Otherwise, the next trial is after 15 s."""
+    """The draft model cannot be probed. Without won time, trials are 15 s apart."""
     bad = np.zeros(num_bad, bool)
     for seed in range(3):
         good = np.random.default_rng(seed).random(600) < 0.9
@@ -723,7 +723,7 @@ def test_drafts_that_won_are_soon_tried_again(num_bad):
         to_best, _, chosen = speeds(text, is_observable=False)
         assert to_best >= 1.0
         assert 0 in chosen
-    # What was won is spent once.
+    # Won time is spent only once.
     text = np.concatenate([good, np.zeros(6000, bool)])
     _, chosen = Replay(text).adaptive(is_observable=False)
     assert 0 < np.count_nonzero(chosen[400:1000]) <= 5 * CONSTANTS.explore_rounds
