@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.config.speculation import ADAPTIVE
+from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.program.plan import Features, StepShape
 from tests.support.loops import (
@@ -181,6 +181,51 @@ def test_draft_prefill_is_not_planned_while_its_programs_wait(monkeypatch):
         programs.tick()
     # Of the 70 rounds, one in eight, and one after each new program.
     assert 1 < num_choices < 70 / 4
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("controller", [FIXED, ADAPTIVE])
+def test_draft_prefill_is_requested_in_the_size_that_is_needed(controller, is_held):
+    """Until it is compiled, the request decodes without drafts, so that more lacks."""
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_num_batched_tokens=128, controller=controller
+    )
+    (request,) = make_requests(config, 1, max_draft_tokens=3)
+    request.prompt_token_ids, request.max_total = [2] * 20, 60
+    loop = Loop(config, 0, programs=(programs := ComingPrograms(pause=1)))
+    loop.fastest_s, loop.prompt_token_s = 1e-6, 0.0
+    small, large = loop.scheduler.shapes.draft_prefills
+    if is_held:
+        loop.scheduler.shapes.hold_drafts()
+    loop.scheduler.add(request)
+    asked = []
+    while loop.scheduler.has_unfinished():
+        asked.append({shape for shape in programs.asked if shape.is_draft_prefill})
+        loop.step()
+        for shape in set(programs.asked) - {small, large}:
+            programs.asked.remove(shape)
+            programs.add(shape)
+    assert {small, large} <= set(programs.asked)
+    assert asked[-1] == (set() if is_held else {small, large})
+
+
+@pytest.mark.parametrize("controller", [FIXED, ADAPTIVE])
+def test_compiled_programs_with_drafts_do_not_wait(controller):
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_num_batched_tokens=128, controller=controller
+    )
+    (request,) = make_requests(config, 1, max_draft_tokens=3)
+    request.prompt_token_ids, request.max_total = [2] * 20, 60
+    loop = Loop(config, 0, programs=(programs := SomePrograms()))
+    loop.fastest_s, loop.prompt_token_s = 1e-6, 0.0
+    for shape in loop.scheduler.shapes.all(with_on_demand=True):
+        programs.add(shape)
+    loop.scheduler.shapes.hold_drafts()
+    loop.scheduler.add(request)
+    for _ in range(200):
+        loop.step()
+    loop.check_ended([request])
+    assert sum(bool(launch.draft_counts.any()) for launch in loop.launches) > 2
 
 
 @pytest.mark.parametrize("is_prefilling", [False, True])

@@ -465,6 +465,9 @@ class Scheduler:
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         else:
+            if self.shapes.is_draft_prefill_held and self._may_draft:
+                missing = self._draft_prefill.missing(self.rows.decoding)
+                self.shapes.request_compile(missing)
             self._leave(request)
         self._estimator.finish(request)
         if not self.has_unfinished():

@@ -36,17 +36,19 @@ class LossBudget:
         self._saved_s: dict[str, float] = {}  # by kind of exploration
         self._kinds: tuple[str, ...] = ()  # those that save now
         self._deficit_s = self._debt_s = self._won_s = 0.0
-        self._won_kind: str | None = None
+        self._trial: tuple[str, float] | None = None
         self.is_closed, self.num_closed = False, 0
 
-    def set_kinds(self, kinds: Iterable[str], won_kind: str | None = None) -> None:
+    def set_kinds(
+        self, kinds: Iterable[str], trial: tuple[str, float] | None = None
+    ) -> None:
         """Set the kinds of explorations that earnings are divided among.
 
         Args:
-            won_kind: The kind that may also spend the time won by drafts; None for no
-                kind.
+            trial: The kind that may also spend the time won by drafts, and its price;
+                None for no kind.
         """
-        self._kinds, self._won_kind = tuple(kinds), won_kind
+        self._kinds, self._trial = tuple(kinds), trial
 
     def saved_s(self, kind: str) -> float:
         """Return the seconds that a kind of exploration may spend."""
@@ -61,10 +63,13 @@ class LossBudget:
         for kind in self._kinds:
             saved_s = (share_s - repaid_s) / len(self._kinds)
             self._saved_s[kind] = self.saved_s(kind) + saved_s
-        if self._won_kind is not None:
-            moved_s = min(self._won_s, WON_SHARE * seconds)
+        if self._trial is not None:
+            kind, price_s = self._trial
+            # The price grows with the tokens that draft prefill lacks.
+            lacking_s = max(2 * price_s - self.saved_s(kind), 0.0)
+            moved_s = min(self._won_s, WON_SHARE * seconds, lacking_s)
             self._won_s -= moved_s
-            self._saved_s[self._won_kind] = self.saved_s(self._won_kind) + moved_s
+            self._saved_s[kind] = self.saved_s(kind) + moved_s
 
     def can_pay(self, kind: str, price_s: float) -> bool:
         """Return whether an exploration of that kind and price may begin."""

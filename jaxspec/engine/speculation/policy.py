@@ -332,28 +332,28 @@ class SpeculationPolicy:
         choice, budget = self.choice, self._budget
         rates = estimates.rates(choice.num_draft_tokens)
         alternatives = self._alternatives(estimates, rates)
-        is_probed = not choice.num_draft_tokens and estimates.is_probed
-        kinds = [*alternatives, *([PROBE] if is_probed else [])]
-        has_trials = DRAFTS in alternatives and not estimates.is_observable
-        budget.set_kinds(kinds, won_kind=DRAFTS if has_trials else None)
-        affordable = dict[str, float]()  # seconds of a round
+        seconds, prices_s = dict[str, float](), dict[str, float]()
         for kind, other in alternatives.items():
             place = _place(other, rates)
-            seconds = float(estimates.times[place])
+            lost_s = float(estimates.times[place])  # in a round
             if choice.num_draft_tokens or estimates.is_observable:
                 # The share that is expected to be lost.
                 share = float(1 - rates[place] / rates[_place(choice, rates)])
-                seconds *= max(share, CONSTANTS.hysteresis - 1)
-            price_s = CONSTANTS.explore_rounds * seconds
+                lost_s *= max(share, CONSTANTS.hysteresis - 1)
+            seconds[kind], prices_s[kind] = lost_s, CONSTANTS.explore_rounds * lost_s
             if kind == DRAFTS:
-                price_s += estimates.draft_prefill_s
-            if budget.can_pay(kind, price_s):
-                affordable[kind] = seconds
+                prices_s[kind] += estimates.draft_prefill_s
+        is_probed = not choice.num_draft_tokens and estimates.is_probed
+        has_trials = DRAFTS in prices_s and not estimates.is_observable
+        budget.set_kinds(
+            [*alternatives, *([PROBE] if is_probed else [])],
+            (DRAFTS, prices_s[DRAFTS]) if has_trials else None,
+        )
+        affordable = [kind for kind in prices_s if budget.can_pay(kind, prices_s[kind])]
         if affordable:
             kind = max(affordable, key=budget.saved_s)
             budget.pay(kind)
-            self._paid_s = affordable[kind]
-            self._explored = alternatives[kind]
+            self._paid_s, self._explored = seconds[kind], alternatives[kind]
             self._explore_left = CONSTANTS.explore_rounds
 
     def _alternatives(

@@ -82,7 +82,7 @@ def test_won_time_is_spent_gradually_on_one_kind():
     for _ in range(2 * int(CONSTANTS.loss_rounds)):
         budget.add(plain_s, plain_s)  # a quarter repays the deficit
     budget.earn(1.0)  # no kind
-    budget.set_kinds(["drafts", "probe"], "drafts")
+    budget.set_kinds(["drafts", "probe"], ("drafts", 1.0))
     budget.earn(1.0)
     earned_s = CONSTANTS.max_loss / 2
     assert budget.saved_s("drafts") == pytest.approx(earned_s + WON_SHARE)
@@ -91,17 +91,22 @@ def test_won_time_is_spent_gradually_on_one_kind():
     budget.set_kinds(["probe"])
     budget.earn(1.0)
     assert not budget.saved_s("drafts"), "the rest is kept"
-    budget.set_kinds(["drafts"], "drafts")
-    budget.earn(100.0)
-    rest_s = limit_s - WON_SHARE
-    assert budget.saved_s("drafts") == pytest.approx(rest_s + 200 * earned_s)
+    budget.set_kinds(["drafts"], ("drafts", 0.1))
+    budget.earn(10.0)
+    # Not more than twice the price, of what the budget's share does not pay.
+    assert budget.saved_s("drafts") == pytest.approx(0.2)
+    budget.pay("drafts")
+    budget.set_kinds([], ("drafts", 1.0))
+    budget.earn(10.0)
+    rest_s = limit_s - WON_SHARE - (0.2 - 20 * earned_s)
+    assert budget.saved_s("drafts") == pytest.approx(rest_s)
 
 
 def test_deficit_is_repaid_before_won_time_is_saved():
     budget = LossBudget()
     for won_s in (-0.1, 0.04, 0.05):
         budget.add(won_s, 0.01)
-    budget.set_kinds([], "drafts")
+    budget.set_kinds([], ("drafts", 1.0))
     budget.earn(100.0)
     assert not budget.saved_s("drafts")
     budget.add(0.03, 0.01)

@@ -634,8 +634,13 @@ class Replay:
                 now, lag = now + PREFILL_S, 0
             if policy.is_due(1, self.most):
                 rates = acceptance.of_rows(row)
-                values = dict(acceptance=rates, is_observable=is_observable)
-                policy.choose(estimates(times=self.times, **values))
+                known = estimates(
+                    times=self.times,
+                    acceptance=rates,
+                    is_observable=is_observable,
+                    draft_prefill_s=0.0 if is_observable else lag * PREFILL_S / 16,
+                )
+                policy.choose(known)
             k = policy.next_choice.num_draft_tokens
             accepted = min(k, int(self.run[position]))
             acceptance.record(row, np.array([k]), np.array([accepted]))
@@ -721,9 +726,10 @@ def test_drafts_that_won_are_soon_tried_again(num_bad):
         good = np.random.default_rng(seed).random(600) < 0.9
         text = np.concatenate([good, bad] * 4)
         to_best, _, chosen = speeds(text, is_observable=False)
-        assert to_best >= 1.0
+        assert to_best >= 0.95
         assert 0 in chosen
     # Won time is spent only once.
+    good = np.random.default_rng(0).random(600) < 0.9
     text = np.concatenate([good, np.zeros(6000, bool)])
     _, chosen = Replay(text).adaptive(is_observable=False)
     assert 0 < np.count_nonzero(chosen[400:1000]) <= 5 * CONSTANTS.explore_rounds
