@@ -48,6 +48,7 @@ assert llm.get_tokenizer().decode(completion.token_ids) == completion.text
 assert llm.llm_engine.runner.num_launches > 0
 # A first text may finish before the program with drafts is compiled.
 llm.wait_for_programs()
+llm.llm_engine.policy.set_adaptive(False)  # on a busy machine, K may be 0
 ((completion,),) = [one.outputs for one in llm.generate(prompts, sampling_params)]
 assert completion.spec_decode_metrics.num_draft_tokens > 0
 """
