@@ -6,8 +6,8 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 
 # Maximum share of the device's time that trials take from the time won by drafts. In
 # simulated texts whose drafts alternate between 600 tokens of acceptance 0.9 and 100 of
-# 0, shares of 0, 0.04, 0.1 and 0.2 lead to 0.81, 0.89, 1.03 and 1.10 of the speed of
-# the best fixed K; with 300 tokens of 0, to 0.96, 1.23, 1.25 and 0.96.
+# 0, shares of 0, 0.04, 0.1 and 0.2 lead to 0.74, 0.79, 1.00 and 1.09 of the speed of
+# the best fixed K; with 300 tokens of 0, to 0.95, 1.10, 1.19 and 0.94.
 WON_SHARE = 10 * CONSTANTS.max_loss
 
 
