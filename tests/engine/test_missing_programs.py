@@ -154,29 +154,38 @@ def test_programs_with_drafts_wait_until_a_short_request_ends(round_s, num_befor
     assert count_drafting(programs) >= 2
 
 
-def test_draft_prefill_is_not_planned_while_its_programs_wait(monkeypatch):
-    """Choosing K and planning it make the first request a sixth slower."""
+def add_request(
+    programs: SomePrograms, controller: str, num_tokens: int, *, is_held: bool = True
+) -> tuple[Loop, Request]:
+    """Return a loop with one request, whose rounds take little of `DRAFTS_AFTER_S`."""
     config = make_config(
-        max_num_seqs=4, num_pages=200, max_num_batched_tokens=128, controller=ADAPTIVE
+        max_num_seqs=4, num_pages=200, max_num_batched_tokens=128, controller=controller
     )
     (request,) = make_requests(config, 1, max_draft_tokens=3)
-    request.prompt_token_ids, request.max_total = [2] * 20, 90
-    loop = Loop(config, 0, programs=(programs := ComingPrograms(pause=1)))
+    request.prompt_token_ids, request.max_total = [2] * 20, num_tokens
+    loop = Loop(config, 0, programs=programs)
     loop.fastest_s, loop.prompt_token_s = 1e-6, 0.0
-    scheduler, num_choices = loop.scheduler, 0
-    scheduler.shapes.hold_drafts()
-    choose = scheduler.policy.choose
+    if is_held:
+        loop.scheduler.shapes.hold_drafts()
+    loop.scheduler.add(request)
+    return loop, request
+
+
+def test_draft_prefill_is_not_planned_while_its_programs_wait(monkeypatch):
+    """Choosing K and planning it make the first request a sixth slower."""
+    programs, num_choices = ComingPrograms(pause=1), 0
+    loop, _ = add_request(programs, ADAPTIVE, 90)
+    choose = loop.scheduler.policy.choose
 
     def count(estimates):
         nonlocal num_choices
         num_choices += 1
         choose(estimates)
 
-    monkeypatch.setattr(scheduler.policy, "choose", count)
+    monkeypatch.setattr(loop.scheduler.policy, "choose", count)
     # Raises if draft prefill is planned.
     monkeypatch.delattr("jaxspec.engine.scheduling.row_table.RowTable.lagging")
-    scheduler.add(request)
-    while scheduler.has_unfinished():
+    while loop.scheduler.has_unfinished():
         loop.step()
         programs.tick()
     # Of the 70 rounds, one in eight, and one after each new program.
@@ -187,18 +196,9 @@ def test_draft_prefill_is_not_planned_while_its_programs_wait(monkeypatch):
 @pytest.mark.parametrize("controller", [FIXED, ADAPTIVE])
 def test_draft_prefill_is_requested_in_the_size_that_is_needed(controller, is_held):
     """Until it is compiled, the request decodes without drafts, so that more lacks."""
-    config = make_config(
-        max_num_seqs=4, num_pages=200, max_num_batched_tokens=128, controller=controller
-    )
-    (request,) = make_requests(config, 1, max_draft_tokens=3)
-    request.prompt_token_ids, request.max_total = [2] * 20, 60
-    loop = Loop(config, 0, programs=(programs := ComingPrograms(pause=1)))
-    loop.fastest_s, loop.prompt_token_s = 1e-6, 0.0
+    programs, asked = ComingPrograms(pause=1), []
+    loop, _ = add_request(programs, controller, 60, is_held=is_held)
     small, large = loop.scheduler.shapes.draft_prefills
-    if is_held:
-        loop.scheduler.shapes.hold_drafts()
-    loop.scheduler.add(request)
-    asked = []
     while loop.scheduler.has_unfinished():
         asked.append({shape for shape in programs.asked if shape.is_draft_prefill})
         loop.step()
@@ -211,17 +211,9 @@ def test_draft_prefill_is_requested_in_the_size_that_is_needed(controller, is_he
 
 @pytest.mark.parametrize("controller", [FIXED, ADAPTIVE])
 def test_compiled_programs_with_drafts_do_not_wait(controller):
-    config = make_config(
-        max_num_seqs=4, num_pages=200, max_num_batched_tokens=128, controller=controller
-    )
-    (request,) = make_requests(config, 1, max_draft_tokens=3)
-    request.prompt_token_ids, request.max_total = [2] * 20, 60
-    loop = Loop(config, 0, programs=(programs := SomePrograms()))
-    loop.fastest_s, loop.prompt_token_s = 1e-6, 0.0
+    loop, request = add_request(programs := SomePrograms(), controller, 60)
     for shape in loop.scheduler.shapes.all(with_on_demand=True):
         programs.add(shape)
-    loop.scheduler.shapes.hold_drafts()
-    loop.scheduler.add(request)
     for _ in range(200):
         loop.step()
     loop.check_ended([request])
