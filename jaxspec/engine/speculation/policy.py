@@ -316,7 +316,7 @@ class SpeculationPolicy:
                 self._budget.pay(kind)
             if estimates.are_times_known:
                 self._explore(estimates)
-        # While a time is unknown, K is the configured one: choices change nothing.
+        # Until all times are known, the choice is always the configured K.
         self._rounds_left = CONSTANTS.look_rounds
         if estimates.are_times_known:
             # The first rounds with drafts are most informative about acceptance.
