@@ -122,7 +122,7 @@ def texts_equal_plain_decoding(name: str) -> None:
         engine = proposers.engine(name, rejection_sample_method=rule)
         outputs = generate(engine, prompts(), params)
         assert tokens_of(outputs) == texts
-        assert engine.stats.num_draft_tokens > 100
+        assert engine.stats.num_draft_tokens > 50
         if proposer.head is None:
             assert engine.stats.num_accepted_tokens > 0
         assert engine.stats.acceptance_rate < proposer.at_most

@@ -71,9 +71,14 @@ class Pacer:
             fill: As for `StepTimes.record`.
         """
         seconds = self.step_times.record(round_kind, seconds, charged_s, fill=fill)
+        has_prompts = round_kind.shape.max_prompt_tokens > 0
         if charged_s is not None:
-            self.saved_s += charged_s - seconds
-        if not round_kind.shape.max_prompt_tokens:
+            # If a round without prompts takes longer than expected, prefill is not the
+            # cause: the round adds more to the balance. Prompts would otherwise wait on
+            # a busy machine, where the mean time exceeds the expected one.
+            share = 1.0 if has_prompts else 1 - MAX_SLOWDOWN
+            self.saved_s += share * (charged_s - seconds)
+        if not has_prompts:
             self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
     def begin(self, chunk: PacedChunk) -> None:
@@ -130,7 +135,7 @@ class Pacer:
         """
         base = self._measured(plain, num_rows)
         if base is None:  # measure one round first
-            return PacedChunk(0, None, self.saved_s, self._num_waited)
+            return self._unmeasured(mixed[0].shape.max_prompt_tokens)
         allowance = MAX_SLOWDOWN * base
         costs = self._costs_of(base, mixed, num_rows)
         chunks = [kind.shape.max_prompt_tokens for kind in mixed]
@@ -145,12 +150,25 @@ class Pacer:
         saved_s = min(self.saved_s + allowance, max_saved_s + cost) - cost
         return PacedChunk(chosen, cost, saved_s, num_waited)
 
+    def _unmeasured(self, smallest: int) -> PacedChunk:
+        """Return the chunk if the round without prompts was not measured."""
+        if self._num_waited < MAX_WAIT_ROUNDS:
+            return PacedChunk(0, None, self.saved_s, self._num_waited + 1)
+        return PacedChunk(smallest, None, self.saved_s, 0)
+
     def _measured(self, round_kind: RoundKind, num_rows: int | None) -> float | None:
-        fill = 1.0
-        if num_rows is not None:
-            num_prompt_tokens = round_kind.shape.max_prompt_tokens
-            fill = fill_of(round_kind, num_rows, num_prompt_tokens)
-        return self.step_times.measured(round_kind, fill)
+        """Return a round's time; that without drafts if none with drafts was measured.
+
+        Where lookups find no drafts, every round counts as one without.
+        """
+        num_prompt_tokens = round_kind.shape.max_prompt_tokens
+        for kind in (round_kind, RoundKind(round_kind.shape)):
+            fill = 1.0
+            if num_rows is not None:
+                fill = fill_of(kind, num_rows, num_prompt_tokens)
+            if (seconds := self.step_times.measured(kind, fill)) is not None:
+                return seconds
+        return None
 
     def _costs_of(
         self, base: float, mixed: list[RoundKind], num_rows: int | None

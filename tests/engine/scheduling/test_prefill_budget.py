@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,6 +139,46 @@ def test_prompt_wait_is_bounded_after_a_stall_at_the_start():
     waits = "".join(" " if one else "." for one in chosen).split()
     assert max(map(len, waits)) == MAX_WAIT_ROUNDS
     assert chosen[-10:] == [32] * 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_do_not_wait_longer_on_a_busy_machine(seed):
+    """Times of rounds vary by the machine; a chunk takes four times a plain round."""
+    random, pacer, costs = np.random.default_rng(seed), make_pacer(), {0: 1.0, 32: 4.0}
+    num_chunks, spent, without_prompts = 0, 0.0, 0.0
+    for slowness in random.lognormal(0.0, 0.7, 3000):
+        chunk, charged = begin_chunk(pacer, ROUNDS[:1])
+        seconds = slowness * costs[chunk]
+        pacer.record(round_of(chunk), seconds, charged)
+        num_chunks += chunk > 0
+        spent, without_prompts = spent + seconds, without_prompts + slowness
+    # If all rounds take the usual time, one in six has a chunk.
+    assert 3000 / 8 < num_chunks < 3000 / 5
+    assert spent < MAX_SLOWDOWN * without_prompts
+
+
+@pytest.mark.parametrize("size", [16, None], ids=["padding is free", "padding costs"])
+def test_prompts_do_not_wait_for_drafts_that_lookups_do_not_find(size):
+    """Rounds whose lookups find nothing are measured as rounds without drafts."""
+    pacer, costs, waits = Pacer(StepTimes(fixed_rows=size)), {0: 1.0, 32: 1.2}, []
+    for _ in range(40):
+        chunk = pacer.chunk(PLAIN, ROUNDS[:1], num_rows=16)
+        pacer.begin(chunk)
+        waits.append(not chunk.num_tokens)
+        without_drafts = RoundKind(round_of(chunk.num_tokens).shape)
+        pacer.record(without_drafts, costs[chunk.num_tokens], chunk.charged_s)
+    assert waits[:3] == [True, True, False] and not any(waits[-20:])
+
+
+def test_prompts_wait_a_bounded_number_of_rounds_that_are_never_measured():
+    """Every round has another K, so none has a known time."""
+    pacer, waits = make_pacer(), []
+    for _ in range(3 * (MAX_WAIT_ROUNDS + 1)):
+        chunk = pacer.chunk(PLAIN, ROUNDS)
+        pacer.begin(chunk)
+        waits.append(not chunk.num_tokens)
+        assert chunk.num_tokens in (0, CHUNKS[0]) and chunk.charged_s is None
+    assert waits == ([True] * MAX_WAIT_ROUNDS + [False]) * 3
 
 
 def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
