@@ -89,7 +89,7 @@ def test_launch_prefills_up_to_the_token_budget(monkeypatch):
         for number in range(16)
     ]
     settings: dict[str, Any] = dict(
-        max_num_seqs=16, max_model_len=256, num_pages=1024, runner=OneProgramRunner
+        max_num_seqs=16, max_model_len=256, num_pages=2048, runner=OneProgramRunner
     )
     few = make_engine(target, max_num_batched_tokens=512, **settings)
     expected = tokens_of(generate(few, prompts, params))
