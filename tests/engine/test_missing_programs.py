@@ -6,6 +6,7 @@ import pytest
 from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.program.plan import Features, StepShape
+from jaxspec.sampling_params import RequestOutputKind
 from tests.support.loops import (
     Loop,
     SomePrograms,
@@ -131,6 +132,43 @@ def test_a_request_decodes_without_drafts_until_their_program_is_compiled():
     used = [launch.shape for launch in loop.launches[count:]]
     assert used[used.index(draft_prefill) + 1 :].count(own) > 2
     loop.assert_said_the_truth(request)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_prompt_does_not_wait_for_a_program_with_prompts_and_drafts(is_streamed):
+    """Meanwhile the other requests decode without drafts."""
+    config = make_config(max_num_seqs=4, num_pages=400, max_num_batched_tokens=128)
+    first, other = make_requests(config, 2, max_draft_tokens=3)
+    first.prompt_token_ids, first.max_total = list(range(10)), 95
+    other.prompt_token_ids, other.max_total = list(range(20)), 60
+    if is_streamed:
+        first.params.output_kind = RequestOutputKind.DELTA
+    programs = ComingPrograms(pause=10**9)
+    loop = Loop(config, 0, programs=programs)
+    both = set()
+    for shape in loop.scheduler.shapes.all(with_on_demand=True):
+        if shape.num_levels and shape.max_prompt_tokens:
+            both.add(shape)
+        else:
+            programs.add(shape)
+    loop.scheduler.add(first)
+    while not (loop.launches and loop.launches[-1].has_drafts):
+        loop.step()
+    count = len(loop.launches)
+    programs.asked.clear()
+    loop.scheduler.add(other)
+    for _ in range(40):
+        if other.status is Status.DECODE:
+            break
+        loop.step()
+    assert other.status is Status.DECODE and first.status is Status.DECODE
+    waited = [launch for launch in loop.launches[count:] if launch.decoding]
+    assert waited and not any(launch.has_drafts for launch in waited)
+    assert programs.asked and both >= set(programs.asked)
+    loop.run()
+    assert sum(launch.has_drafts for launch in loop.launches[count:]) > 3
+    for request in (first, other):
+        loop.assert_said_the_truth(request)
 
 
 @pytest.mark.parametrize(("round_s", "num_before"), [(0.001, 0), (0.1, 2)])

@@ -223,8 +223,10 @@ class PrefillPlanner:
             features |= request.features
             tokens += _tiles_left(request) * TILE
         compiled = self._shapes.with_prompts(num_seqs, num_draft_tokens, features)
-        if compiled and compiled[-1].num_tiles < self._shapes.max_tiles:
-            # A larger program exists, and is faster if enough tokens wait.
+        largest = compiled[-1].num_tiles if compiled else 0
+        if largest < self._shapes.max_tiles and (compiled or num_draft_tokens):
+            # A larger program is faster if enough tokens wait; without any, prompts wait
+            # until rows decode without drafts.
             tokens += sum(_tiles_left(one) for one in newcomers) * TILE
         missing = None
         if tokens:
@@ -247,7 +249,8 @@ class PrefillPlanner:
                     num_rows_of(decode.shape, decode.draft_counts),
                 )
                 num_tiles = account.num_tokens // TILE
-        return PrefillBudget(tuple(shapes), num_tiles, account, missing)
+        lacks_program = not shapes and bool(prefilling or newcomers)
+        return PrefillBudget(tuple(shapes), num_tiles, account, missing, lacks_program)
 
     def _fast(
         self, shapes: list[StepShape], decode: Decode, requests: Sequence[Request]

@@ -201,6 +201,13 @@ class Scheduler:
     ) -> LaunchPlan:
         decode = self.select_decode(candidates)
         budget = self.budget_prefill(decode, is_paced=is_paced)
+        if decode.num_draft_tokens and budget.lacks_program:
+            # Until the program with drafts and prompts is compiled, rows decode without
+            # drafts, so that prompts need not wait.
+            plain = self._selector.without_drafts(decode, budget.missing)
+            plain_budget = self.budget_prefill(plain, is_paced=is_paced)
+            if plain_budget.shapes:
+                decode, budget = plain, plain_budget
         claims = self.claim_pages(decode, budget)
         # Free pages behind windows only if pages are needed: finding them takes time.
         if self.tables.has_local and (claims.grants or self.waiting):

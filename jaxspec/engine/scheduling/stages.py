@@ -87,12 +87,14 @@ class PrefillBudget(NamedTuple):
         shapes: Compiled programs for a launch with prompts, from the smallest.
         num_tiles: Maximum number of prompt tiles.
         account: The pacer's account after the launch; None if it does not change.
+        lacks_program: Prompts wait only because no program in `shapes` is compiled.
     """
 
     shapes: tuple[StepShape, ...] = ()
     num_tiles: int = 0
     account: PacedChunk | None = None
     missing: StepShape | None = None
+    lacks_program: bool = False
 
     @property
     def max_tiles(self) -> int:
