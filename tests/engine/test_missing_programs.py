@@ -1,10 +1,13 @@
 """While better programs are compiled, requests run in others and get the same texts."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import RequestOutputKind
 from tests.support.loops import (
@@ -134,41 +137,84 @@ def test_a_request_decodes_without_drafts_until_their_program_is_compiled():
     loop.assert_said_the_truth(request)
 
 
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_prompt_does_not_wait_for_a_program_with_prompts_and_drafts(is_streamed):
-    """Meanwhile the other requests decode without drafts."""
-    config = make_config(max_num_seqs=4, num_pages=400, max_num_batched_tokens=128)
-    first, other = make_requests(config, 2, max_draft_tokens=3)
-    first.prompt_token_ids, first.max_total = list(range(10)), 95
-    other.prompt_token_ids, other.max_total = list(range(20)), 60
-    if is_streamed:
-        first.params.output_kind = RequestOutputKind.DELTA
+def drafting_loop(
+    controller: str, **changes: Any
+) -> tuple[Loop, ComingPrograms, Request, Request]:
+    """Return a loop with a stream that drafts, and a request to be added.
+
+    No program serves prompts and drafts together; all others are compiled.
+    """
+    config = make_config(
+        max_num_seqs=4, max_num_batched_tokens=128, controller=controller, **changes
+    )
+    stream, other = make_requests(config, 2, max_draft_tokens=3)
+    stream.params.output_kind = RequestOutputKind.DELTA
+    stream.prompt_token_ids, stream.max_total = list(range(10)), 95
     programs = ComingPrograms(pause=10**9)
     loop = Loop(config, 0, programs=programs)
-    both = set()
     for shape in loop.scheduler.shapes.all(with_on_demand=True):
-        if shape.num_levels and shape.max_prompt_tokens:
-            both.add(shape)
-        else:
+        if not (shape.num_levels and shape.max_prompt_tokens):
             programs.add(shape)
-    loop.scheduler.add(first)
+    loop.scheduler.add(stream)
     while not (loop.launches and loop.launches[-1].has_drafts):
         loop.step()
-    count = len(loop.launches)
     programs.asked.clear()
+    return loop, programs, stream, other
+
+
+@pytest.mark.parametrize(("length", "has_times"), [(20, True), (80, True), (20, False)])
+@pytest.mark.parametrize("controller", [FIXED, ADAPTIVE])
+def test_a_prompt_does_not_wait_for_a_program_with_prompts_and_drafts(
+    controller, length, has_times
+):
+    """Until it is compiled, launches with prompts have no drafts, the others do.
+
+    Without known times, some rounds without either are measured first.
+    """
+    loop, programs, stream, other = drafting_loop(controller, num_pages=400)
+    other.prompt_token_ids, other.max_total = list(range(length)), 90
+    loop.prompt_token_s = 1 / 32
+    for shape in programs.there if has_times else ():
+        seconds = 1.0 + shape.max_prompt_tokens / 32
+        loop.scheduler.step_times.seed(RoundKind(shape), seconds)
+    count = len(loop.launches)
     loop.scheduler.add(other)
-    for _ in range(40):
-        if other.status is Status.DECODE:
-            break
+    while other.status is not Status.DECODE:
         loop.step()
-    assert other.status is Status.DECODE and first.status is Status.DECODE
-    waited = [launch for launch in loop.launches[count:] if launch.decoding]
-    assert waited and not any(launch.has_drafts for launch in waited)
-    assert programs.asked and both >= set(programs.asked)
+    assert stream.status is Status.DECODE
+    for launch in loop.launches[count:]:
+        assert not (launch.has_drafts and launch.num_prefilled)
+    if has_times:
+        largest = max(shape.num_tiles for shape in programs.asked)
+        assert largest == (1 if length == 20 else 4)
     loop.run()
     assert sum(launch.has_drafts for launch in loop.launches[count:]) > 3
-    for request in (first, other):
+    for request in (stream, other):
         loop.assert_said_the_truth(request)
+
+
+@pytest.mark.parametrize("controller", [FIXED, ADAPTIVE])
+@pytest.mark.parametrize("reason", ["pages", "features"])
+def test_drafts_continue_while_a_prompt_waits_for_something_else(reason, controller):
+    """The program with prompts and drafts would not help."""
+    num_pages = 30 if reason == "pages" else 400
+    loop, programs, stream, other = drafting_loop(controller, num_pages=num_pages)
+    other.prompt_token_ids, other.max_total = [3] * 85, 90
+    if reason == "features":
+        other.prompt_token_ids, other.features = [3] * 20, LOGPROBS
+    while len(stream.output_token_ids) < 30:
+        loop.step()
+    programs.asked.clear()
+    count = len(loop.launches)
+    loop.scheduler.add(other)
+    while stream.status is not Status.FINISHED:
+        loop.step()
+    rounds = [launch for launch in loop.launches[count:] if launch.decoding]
+    # A few rounds without drafts are measured.
+    assert sum(not launch.has_drafts for launch in rounds) <= 4 < len(rounds) / 2
+    if reason == "features":
+        form = loop.scheduler.shapes.form(LOGPROBS)
+        assert {shape.features for shape in programs.asked} == {form}
 
 
 @pytest.mark.parametrize(("round_s", "num_before"), [(0.001, 0), (0.1, 2)])

@@ -7,7 +7,6 @@ from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stages import Candidates, Decode
 from jaxspec.engine.speculation.policy import SpeculationPolicy
-from jaxspec.program.plan import StepShape
 
 
 class DecodeSelector:
@@ -108,15 +107,10 @@ class DecodeSelector:
         lacks_drafts = wants_drafts and not k
         return Decode(rows, draft_counts, k, shape, features, lacks_drafts, missing)
 
-    def without_drafts(self, decode: Decode, missing: StepShape | None) -> Decode:
-        """Return the decode part without drafts; unchanged if no program serves it.
-
-        Args:
-            missing: A program to be requested, which allows drafts.
-        """
-        count = len(decode.rows)
+    def without_drafts(self, decode: Decode) -> Decode:
+        """Return the decode part without drafts; unchanged if no program serves it."""
         shape, better = self._shapes.select(
-            count, 0, 0, decode.features, may_request_on_demand=False
+            len(decode.rows), 0, 0, decode.features, may_request_on_demand=False
         )
         if shape is None:
             return decode
@@ -125,5 +119,5 @@ class DecodeSelector:
             num_draft_tokens=0,
             shape=shape,
             lacks_drafts=True,
-            missing=(*decode.missing, missing, better),
+            missing=(*decode.missing, better),
         )

@@ -73,9 +73,9 @@ class Pacer:
         seconds = self.step_times.record(round_kind, seconds, charged_s, fill=fill)
         has_prompts = round_kind.shape.max_prompt_tokens > 0
         if charged_s is not None:
-            # If a round without prompts takes longer than expected, prefill is not the
-            # cause: the round adds more to the balance. Prompts would otherwise wait on
-            # a busy machine, where the mean time exceeds the expected one.
+            # A round without prompts adds half of the time it takes. If it takes longer
+            # than expected, prefill is not the cause. On a busy machine the mean time
+            # exceeds the expected one, and prompts would otherwise wait.
             share = 1.0 if has_prompts else 1 - MAX_SLOWDOWN
             self.saved_s += share * (charged_s - seconds)
         if not has_prompts:
@@ -133,42 +133,32 @@ class Pacer:
             mixed: The same round with some, from the smallest chunk.
             num_rows: Rows of decoding sequences with tokens; None if all have some.
         """
-        base = self._measured(plain, num_rows)
+        base, smallest = self._measured(plain, num_rows), mixed[0]
+        num_waited = self._num_waited + 1
+        has_waited = num_waited > MAX_WAIT_ROUNDS
         if base is None:  # measure one round first
-            return self._unmeasured(mixed[0].shape.max_prompt_tokens)
+            size = smallest.shape.max_prompt_tokens if has_waited else 0
+            num_waited = 0 if has_waited else num_waited
+            return PacedChunk(size, saved_s=self.saved_s, num_waited=num_waited)
         allowance = MAX_SLOWDOWN * base
         costs = self._costs_of(base, mixed, num_rows)
         chunks = [kind.shape.max_prompt_tokens for kind in mixed]
+        saved_s = min(self.saved_s, max(costs[0] - allowance, 0.0))
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
-            if seconds <= (allowance + self.saved_s) * ROUNDING:
+            if seconds <= (allowance + saved_s) * ROUNDING:
                 chosen, cost = size, seconds
-        num_waited = 0 if chosen else self._num_waited + 1
-        if num_waited > MAX_WAIT_ROUNDS:
-            chosen, cost, num_waited = chunks[0], costs[0], 0
-        max_saved_s = max(costs[0] - allowance, 0.0)
-        saved_s = min(self.saved_s + allowance, max_saved_s + cost) - cost
-        return PacedChunk(chosen, cost, saved_s, num_waited)
-
-    def _unmeasured(self, smallest: int) -> PacedChunk:
-        """Return the chunk if the round without prompts was not measured."""
-        if self._num_waited < MAX_WAIT_ROUNDS:
-            return PacedChunk(0, None, self.saved_s, self._num_waited + 1)
-        return PacedChunk(smallest, None, self.saved_s, 0)
+        if not chosen and has_waited:
+            chosen, cost = chunks[0], costs[0]
+        num_waited = 0 if chosen else num_waited
+        return PacedChunk(chosen, cost, base, saved_s + allowance - cost, num_waited)
 
     def _measured(self, round_kind: RoundKind, num_rows: int | None) -> float | None:
-        """Return a round's time; that without drafts if none with drafts was measured.
-
-        Where lookups find no drafts, every round counts as one without.
-        """
-        num_prompt_tokens = round_kind.shape.max_prompt_tokens
-        for kind in (round_kind, RoundKind(round_kind.shape)):
-            fill = 1.0
-            if num_rows is not None:
-                fill = fill_of(kind, num_rows, num_prompt_tokens)
-            if (seconds := self.step_times.measured(kind, fill)) is not None:
-                return seconds
-        return None
+        fill = 1.0
+        if num_rows is not None:
+            num_prompt_tokens = round_kind.shape.max_prompt_tokens
+            fill = fill_of(round_kind, num_rows, num_prompt_tokens)
+        return self.step_times.measured(round_kind, fill)
 
     def _costs_of(
         self, base: float, mixed: list[RoundKind], num_rows: int | None
@@ -184,7 +174,7 @@ class Pacer:
         costs = [times[0]]
         for index, known in enumerate(times[1:], 1):
             if known is None:
-                more = costs[-1] - base
+                more = max(costs[-1] - base, 0.0)
                 known = base + more * chunks[index] / chunks[index - 1]
             costs.append(known)
         return costs
@@ -225,8 +215,7 @@ class PrefillPlanner:
         compiled = self._shapes.with_prompts(num_seqs, num_draft_tokens, features)
         largest = compiled[-1].num_tiles if compiled else 0
         if largest < self._shapes.max_tiles and (compiled or num_draft_tokens):
-            # A larger program is faster if enough tokens wait; without any, prompts wait
-            # until rows decode without drafts.
+            # A program that is larger, or the first one for prompts and drafts.
             tokens += sum(_tiles_left(one) for one in newcomers) * TILE
         missing = None
         if tokens:
@@ -242,15 +231,27 @@ class PrefillPlanner:
         if is_streaming:
             num_tiles = 0  # if no row can decode, prompts wait for the next read
             if decode.shape is not None and shapes:
-                mixed = [RoundKind(shape, num_draft_tokens) for shape in shapes]
-                account = self._pacer.chunk(
-                    RoundKind(decode.shape, num_draft_tokens),
-                    mixed,
-                    num_rows_of(decode.shape, decode.draft_counts),
-                )
+                account = self._account(decode, shapes)
                 num_tiles = account.num_tokens // TILE
         lacks_program = not shapes and bool(prefilling or newcomers)
         return PrefillBudget(tuple(shapes), num_tiles, account, missing, lacks_program)
+
+    def _account(self, decode: Decode, shapes: list[StepShape]) -> PacedChunk:
+        """Return the prompt tokens that `Pacer` allows.
+
+        Where lookups find no drafts, only rounds without drafts have known times.
+        """
+        assert decode.shape is not None
+        with_drafts = num_rows_of(decode.shape, decode.draft_counts)
+        for k, num_rows in (
+            (decode.num_draft_tokens, with_drafts),
+            (0, len(decode.rows)),
+        ):
+            plain, *mixed = (RoundKind(shape, k) for shape in (decode.shape, *shapes))
+            account = self._pacer.chunk(plain, mixed, num_rows)
+            if account.charged_s is not None:
+                break
+        return account
 
     def _fast(
         self, shapes: list[StepShape], decode: Decode, requests: Sequence[Request]

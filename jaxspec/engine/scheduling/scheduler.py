@@ -200,14 +200,15 @@ class Scheduler:
         self, candidates: Candidates, *, is_paced: bool = True
     ) -> LaunchPlan:
         decode = self.select_decode(candidates)
+        plan = self._plan_launch(decode, is_paced=is_paced)
+        if not (decode.num_draft_tokens and plan.budget.lacks_program):
+            return plan
+        without_drafts = self._selector.without_drafts(decode)
+        plain = self._plan_launch(without_drafts, is_paced=is_paced)
+        return plan.or_without_drafts(plain)
+
+    def _plan_launch(self, decode: Decode, *, is_paced: bool) -> LaunchPlan:
         budget = self.budget_prefill(decode, is_paced=is_paced)
-        if decode.num_draft_tokens and budget.lacks_program:
-            # Until the program with drafts and prompts is compiled, rows decode without
-            # drafts, so that prompts need not wait.
-            plain = self._selector.without_drafts(decode, budget.missing)
-            plain_budget = self.budget_prefill(plain, is_paced=is_paced)
-            if plain_budget.shapes:
-                decode, budget = plain, plain_budget
         claims = self.claim_pages(decode, budget)
         # Free pages behind windows only if pages are needed: finding them takes time.
         if self.tables.has_local and (claims.grants or self.waiting):
@@ -364,6 +365,7 @@ class Scheduler:
         self.shapes.request_compile(budget.missing, may_wait=bool(budget.shapes))
         account = budget.account
         if account is not None:
+            account = account if plan.has_prompts else account.without_prompts()
             self.pacer.begin(account)
         batch = LaunchBuilder(table, self.tables, has_draft_model=self._has_draft_model)
         for grant in claims.grants:

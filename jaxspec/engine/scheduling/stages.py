@@ -70,14 +70,25 @@ class PacedChunk(NamedTuple):
     Attributes:
         num_tokens: 0 if prompts must wait.
         charged_s: Seconds charged for the round; None if its time is unknown.
+        plain_s: Expected seconds of the round without prompts.
         saved_s: The balance afterwards.
         num_waited: Rounds in a row without prompt tokens, afterwards.
     """
 
     num_tokens: int = 0
     charged_s: float | None = None
+    plain_s: float = 0.0
     saved_s: float = 0.0
     num_waited: int = 0
+
+    def without_prompts(self) -> "PacedChunk":
+        """Return the account if the round has no prompts after all."""
+        if self.charged_s is None:
+            return self
+        refund_s = self.charged_s - self.plain_s
+        return self._replace(
+            num_tokens=0, charged_s=self.plain_s, saved_s=self.saved_s + refund_s
+        )
 
 
 class PrefillBudget(NamedTuple):
@@ -87,7 +98,8 @@ class PrefillBudget(NamedTuple):
         shapes: Compiled programs for a launch with prompts, from the smallest.
         num_tiles: Maximum number of prompt tiles.
         account: The pacer's account after the launch; None if it does not change.
-        lacks_program: Prompts wait only because no program in `shapes` is compiled.
+        lacks_program: There are prompts, but no compiled program for a launch of them
+            and the decoding rows.
     """
 
     shapes: tuple[StepShape, ...] = ()
@@ -183,6 +195,11 @@ class LaunchPlan(NamedTuple):
     missing: StepShape | None = None
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether the launch prefills prompts."""
+        return bool(self.claims.chunks or self.admissions.admitted)
+
+    @property
     def is_deferred(self) -> bool:
         """Whether rows could decode, but nothing is launched.
 
@@ -190,3 +207,23 @@ class LaunchPlan(NamedTuple):
         """
         has_rows = len(self.decode.rows) > 0
         return self.shape is None and has_rows and not self.budget.num_tiles
+
+    def or_without_drafts(self, plain: "LaunchPlan") -> "LaunchPlan":
+        """Return this plan, or one without drafts whose launch can have prompts.
+
+        Until the program with drafts and prompts is compiled, only launches with
+        prompts have no drafts, and those that measure the time of a round without both.
+
+        Args:
+            plain: The plan without drafts.
+        """
+        missing, account = self.budget.missing, plain.budget.account
+        if plain.has_prompts:
+            decode = plain.decode
+            decode = decode._replace(missing=(*decode.missing, missing))
+            return plain._replace(decode=decode)
+        if account is not None and account.charged_s is None:
+            return plain
+        # The missing program might not help the waiting requests.
+        budget = self.budget._replace(account=account, missing=None)
+        return self._replace(budget=budget)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.config.speculation import FIXED, SpeculativeConfig
 from jaxspec.engine.scheduling.prefill_budget import (
     MAX_LAUNCH_S,
     MAX_SLOWDOWN,
@@ -157,28 +158,94 @@ def test_prompts_do_not_wait_longer_on_a_busy_machine(seed):
     assert spent < MAX_SLOWDOWN * without_prompts
 
 
-@pytest.mark.parametrize("size", [16, None], ids=["padding is free", "padding costs"])
-def test_prompts_do_not_wait_for_drafts_that_lookups_do_not_find(size):
-    """Rounds whose lookups find nothing are measured as rounds without drafts."""
-    pacer, costs, waits = Pacer(StepTimes(fixed_rows=size)), {0: 1.0, 32: 1.2}, []
-    for _ in range(40):
-        chunk = pacer.chunk(PLAIN, ROUNDS[:1], num_rows=16)
-        pacer.begin(chunk)
-        waits.append(not chunk.num_tokens)
-        without_drafts = RoundKind(round_of(chunk.num_tokens).shape)
-        pacer.record(without_drafts, costs[chunk.num_tokens], chunk.charged_s)
-    assert waits[:3] == [True, True, False] and not any(waits[-20:])
-
-
 def test_prompts_wait_a_bounded_number_of_rounds_that_are_never_measured():
     """Every round has another K, so none has a known time."""
     pacer, waits = make_pacer(), []
+    pacer.saved_s = -1.0
     for _ in range(3 * (MAX_WAIT_ROUNDS + 1)):
         chunk = pacer.chunk(PLAIN, ROUNDS)
+        assert chunk.saved_s == -1.0
         pacer.begin(chunk)
         waits.append(not chunk.num_tokens)
         assert chunk.num_tokens in (0, CHUNKS[0]) and chunk.charged_s is None
     assert waits == ([True] * MAX_WAIT_ROUNDS + [False]) * 3
+
+
+@pytest.mark.parametrize("drafts_s", [1.3, 2.0])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_prompts_do_not_wait_for_lookups_that_seldom_find_drafts(share, drafts_s):
+    """Rounds are expected to have drafts; those without are shorter."""
+    random, pacer, num_chunks = np.random.default_rng(0), make_pacer(), 0
+    for _ in range(20):
+        pacer.record(PLAIN, drafts_s)
+    for has_drafts in random.random(1000) < share:
+        chunk, charged = begin_chunk(pacer, ROUNDS[:1])
+        shape = round_of(chunk).shape
+        seconds = (drafts_s if has_drafts else 1.0) + (1.5 if chunk else 0.0)
+        pacer.record(RoundKind(shape, 3 if has_drafts else 0), seconds, charged)
+        num_chunks += chunk > 0
+    assert num_chunks > 250
+
+
+def test_a_chunk_that_no_prompt_uses_is_not_charged():
+    """The next request may wait for pages or for its program."""
+    pacer = make_pacer()
+    pacer.step_times.seed(PLAIN, 1.0)
+    pacer.step_times.seed(ROUNDS[0], 4.0)
+    for number in range(100):
+        chunk = pacer.chunk(PLAIN, ROUNDS[:1])
+        assert (chunk.num_tokens > 0) == (number >= 5)
+        chunk = chunk.without_prompts()
+        assert (chunk.num_tokens, chunk.charged_s) == (0, 1.0)
+        pacer.begin(chunk)
+        pacer.record(PLAIN, 1.0, chunk.charged_s)
+
+
+def test_larger_chunks_cost_no_less_than_a_round_without_prompts():
+    """The smallest chunk seems to be faster than a round without any."""
+    pacer = make_pacer()
+    pacer.step_times.seed(PLAIN, 2.0)
+    pacer.step_times.seed(ROUNDS[0], 1.8)
+    chunk = pacer.chunk(PLAIN, ROUNDS)
+    assert chunk.charged_s is not None and chunk.charged_s >= 1.8
+
+
+@pytest.mark.parametrize("num_found", [0, 3])
+@pytest.mark.parametrize("fixed_rows", [16, None])
+def test_prompts_do_not_wait_for_drafts_that_lookups_do_not_find(
+    monkeypatch, fixed_rows, num_found
+):
+    """Rounds whose lookups find nothing are measured as rounds without drafts."""
+    lookup = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=3,
+        prompt_lookup_max=3,
+        prompt_lookup_min=2,
+        controller=FIXED,
+    )
+    config = make_config(
+        max_num_seqs=16, num_pages=400, draft_model_config=None, speculative=lookup
+    )
+    loop = Loop(config, seed=0)
+    loop.scheduler.step_times._fixed_rows = fixed_rows
+    loop.prompt_token_s = 1 / 16
+    monkeypatch.setattr(loop.device, "_num_found", lambda _, k: min(k, num_found))
+    *streams, other = make_requests(config, 6, max_draft_tokens=3)
+    for stream in streams:
+        stream.params.output_kind = RequestOutputKind.DELTA
+        stream.prompt_token_ids, stream.max_total = [1] * 8, 90
+        loop.scheduler.add(stream)
+    loop.steps(6)
+    other.prompt_token_ids, other.max_total = [2] * 40, 50
+    loop.scheduler.add(other)
+    count = len(loop.launches)
+    while other.status is not Status.DECODE:
+        loop.step()
+    assert all(stream.status is Status.DECODE for stream in streams)
+    rounds = [one for one in loop.launches[count:] if one.decoding]
+    assert sum(map(loop.cost, rounds)) / len(rounds) < 1.6 * loop.fastest_s
+    charged = [one.charged_s for one in rounds if one.charged_s and not one.tiled]
+    assert charged[-1] == pytest.approx(loop.fastest_s, rel=0.05)
 
 
 def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
