@@ -140,9 +140,10 @@ def test_a_request_decodes_without_drafts_until_their_program_is_compiled():
 def drafting_loop(
     controller: str, **changes: Any
 ) -> tuple[Loop, ComingPrograms, Request, Request]:
-    """Return a loop with a stream that drafts, and a request to be added.
+    """Return a loop with a stream that drafts, its programs, and both requests.
 
-    No program serves prompts and drafts together; all others are compiled.
+    The second request is not added yet. No program serves prompts and drafts together;
+    all others are compiled.
     """
     config = make_config(
         max_num_seqs=4, max_num_batched_tokens=128, controller=controller, **changes
@@ -169,7 +170,7 @@ def test_a_prompt_does_not_wait_for_a_program_with_prompts_and_drafts(
 ):
     """Until it is compiled, launches with prompts have no drafts, the others do.
 
-    Without known times, some rounds without either are measured first.
+    Without known times, some rounds with neither are measured first.
     """
     loop, programs, stream, other = drafting_loop(controller, num_pages=400)
     other.prompt_token_ids, other.max_total = list(range(length)), 90
@@ -179,8 +180,8 @@ def test_a_prompt_does_not_wait_for_a_program_with_prompts_and_drafts(
         loop.scheduler.step_times.seed(RoundKind(shape), seconds)
     count = len(loop.launches)
     loop.scheduler.add(other)
-    while other.status is not Status.DECODE:
-        loop.step()
+    while other.status is not Status.DECODE and loop.step():
+        pass
     assert stream.status is Status.DECODE
     for launch in loop.launches[count:]:
         assert not (launch.has_drafts and launch.num_prefilled)
@@ -196,7 +197,7 @@ def test_a_prompt_does_not_wait_for_a_program_with_prompts_and_drafts(
 @pytest.mark.parametrize("controller", [FIXED, ADAPTIVE])
 @pytest.mark.parametrize("reason", ["pages", "features"])
 def test_drafts_continue_while_a_prompt_waits_for_something_else(reason, controller):
-    """The program with prompts and drafts would not help."""
+    """The program with prompts and drafts is not requested."""
     num_pages = 30 if reason == "pages" else 400
     loop, programs, stream, other = drafting_loop(controller, num_pages=num_pages)
     other.prompt_token_ids, other.max_total = [3] * 85, 90

@@ -70,20 +70,23 @@ class Pacer:
             charged_s: Seconds that `chunk` has charged for it.
             fill: As for `StepTimes.record`.
         """
-        seconds = self.step_times.record(round_kind, seconds, charged_s, fill=fill)
         has_prompts = round_kind.shape.max_prompt_tokens > 0
+        expected = charged_s if has_prompts else None
+        seconds = self.step_times.record(round_kind, seconds, expected, fill=fill)
         if charged_s is not None:
-            # A round without prompts adds half of the time it takes. If it takes longer
-            # than expected, prefill is not the cause. On a busy machine the mean time
-            # exceeds the expected one, and prompts would otherwise wait.
-            share = 1.0 if has_prompts else 1 - MAX_SLOWDOWN
-            self.saved_s += share * (charged_s - seconds)
+            # `begin` added half of the expected time of a round without prompts. This
+            # makes it half of the measured time: if the difference counted in full,
+            # prompts would wait on a busy machine, where the mean exceeds the expected
+            # time.
+            factor = 1.0 if has_prompts else 1 - MAX_SLOWDOWN
+            self.saved_s += factor * (charged_s - seconds)
         if not has_prompts:
             self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
     def begin(self, chunk: PacedChunk) -> None:
         """Set the balance to that of `chunk`, once the round is launched."""
-        self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
+        self.saved_s = chunk.saved_s
+        self._num_waited = 0 if chunk.num_tokens else chunk.num_waited
 
     def num_rounds(
         self, round_kind: RoundKind, max_rounds: int, fill: float = 1.0
@@ -133,24 +136,21 @@ class Pacer:
             mixed: The same round with some, from the smallest chunk.
             num_rows: Rows of decoding sequences with tokens; None if all have some.
         """
-        base, smallest = self._measured(plain, num_rows), mixed[0]
-        num_waited = self._num_waited + 1
-        has_waited = num_waited > MAX_WAIT_ROUNDS
+        base, num_waited = self._measured(plain, num_rows), self._num_waited + 1
+        is_overdue = num_waited > MAX_WAIT_ROUNDS
+        chunks = [kind.shape.max_prompt_tokens for kind in mixed]
         if base is None:  # measure one round first
-            size = smallest.shape.max_prompt_tokens if has_waited else 0
-            num_waited = 0 if has_waited else num_waited
-            return PacedChunk(size, saved_s=self.saved_s, num_waited=num_waited)
+            chosen = chunks[0] if is_overdue else 0
+            return PacedChunk(chosen, saved_s=self.saved_s, num_waited=num_waited)
         allowance = MAX_SLOWDOWN * base
         costs = self._costs_of(base, mixed, num_rows)
-        chunks = [kind.shape.max_prompt_tokens for kind in mixed]
         saved_s = min(self.saved_s, max(costs[0] - allowance, 0.0))
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
             if seconds <= (allowance + saved_s) * ROUNDING:
                 chosen, cost = size, seconds
-        if not chosen and has_waited:
+        if not chosen and is_overdue:
             chosen, cost = chunks[0], costs[0]
-        num_waited = 0 if chosen else num_waited
         return PacedChunk(chosen, cost, base, saved_s + allowance - cost, num_waited)
 
     def _measured(self, round_kind: RoundKind, num_rows: int | None) -> float | None:
@@ -215,7 +215,7 @@ class PrefillPlanner:
         compiled = self._shapes.with_prompts(num_seqs, num_draft_tokens, features)
         largest = compiled[-1].num_tiles if compiled else 0
         if largest < self._shapes.max_tiles and (compiled or num_draft_tokens):
-            # A program that is larger, or the first one for prompts and drafts.
+            # Request a larger program, or the first that serves prompts and drafts.
             tokens += sum(_tiles_left(one) for one in newcomers) * TILE
         missing = None
         if tokens:
@@ -237,9 +237,10 @@ class PrefillPlanner:
         return PrefillBudget(tuple(shapes), num_tiles, account, missing, lacks_program)
 
     def _account(self, decode: Decode, shapes: list[StepShape]) -> PacedChunk:
-        """Return the prompt tokens that `Pacer` allows.
+        """Return the account of the next round.
 
-        Where lookups find no drafts, only rounds without drafts have known times.
+        If rounds with K drafts have no known time, as when lookups find none, the times
+        of rounds without drafts are used.
         """
         assert decode.shape is not None
         with_drafts = num_rows_of(decode.shape, decode.draft_counts)

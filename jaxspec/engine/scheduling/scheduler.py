@@ -7,7 +7,8 @@ A plan is made in stages, each a function of the state and the previous stages:
 They write nothing: not to requests, rows, pages, accounts, the policy or the compiler
 (only the hashes that identify pages are cached). `apply_plan` applies the plan. Held
 rows and K are updated before the first stage, from the launches that were read; local
-pages that no row reads are freed between stages.
+pages that no row reads, or that drafts need, are freed between stages. If no program
+for prompts and drafts is compiled, launches with prompts are planned without drafts.
 
 One launch is planned before the previous one is read, so lengths are bounds: only the
 device knows the number of accepted drafts. Knows nothing of texts or devices.
@@ -200,15 +201,21 @@ class Scheduler:
         self, candidates: Candidates, *, is_paced: bool = True
     ) -> LaunchPlan:
         decode = self.select_decode(candidates)
-        plan = self._plan_launch(decode, is_paced=is_paced)
-        if not (decode.num_draft_tokens and plan.budget.lacks_program):
-            return plan
-        without_drafts = self._selector.without_drafts(decode)
-        plain = self._plan_launch(without_drafts, is_paced=is_paced)
-        return plan.or_without_drafts(plain)
-
-    def _plan_launch(self, decode: Decode, *, is_paced: bool) -> LaunchPlan:
         budget = self.budget_prefill(decode, is_paced=is_paced)
+        if decode.num_draft_tokens and budget.lacks_program:
+            # Until that program is compiled, a launch with prompts has no drafts.
+            plain = self._selector.without_drafts(decode)
+            plain_budget = self.budget_prefill(plain, is_paced=is_paced)
+            if plain_budget.num_tiles or plain_budget.is_unmeasured:
+                plan = self._plan_launch(plain, plain_budget)
+                if plan.has_prompts:
+                    return plan.with_request(budget.missing)
+                if plain_budget.is_unmeasured:
+                    return plan
+            budget = budget.with_account_of(plain_budget)
+        return self._plan_launch(decode, budget)
+
+    def _plan_launch(self, decode: Decode, budget: PrefillBudget) -> LaunchPlan:
         claims = self.claim_pages(decode, budget)
         # Free pages behind windows only if pages are needed: finding them takes time.
         if self.tables.has_local and (claims.grants or self.waiting):
@@ -363,10 +370,6 @@ class Scheduler:
         # not wait. With `batch_invariant`, all programs are programs with drafts.
         self.shapes.request_compile(*decode.missing, may_wait=decode.shape is not None)
         self.shapes.request_compile(budget.missing, may_wait=bool(budget.shapes))
-        account = budget.account
-        if account is not None:
-            account = account if plan.has_prompts else account.without_prompts()
-            self.pacer.begin(account)
         batch = LaunchBuilder(table, self.tables, has_draft_model=self._has_draft_model)
         for grant in claims.grants:
             for request in grant.preempted:
@@ -381,6 +384,8 @@ class Scheduler:
         self.shapes.request_compile(plan.missing)
         if plan.shape is None:
             return None
+        if (account := plan.account) is not None:
+            self.pacer.begin(account)
         rows, num_rounds = claims.rows, claims.num_rounds
         draft_counts = table.possible_drafts(rows, claims.draft_counts)
         table.count_launched(rows, draft_counts, num_rounds)

@@ -70,9 +70,10 @@ class PacedChunk(NamedTuple):
     Attributes:
         num_tokens: 0 if prompts must wait.
         charged_s: Seconds charged for the round; None if its time is unknown.
-        plain_s: Expected seconds of the round without prompts.
+        plain_s: Expected seconds of the round without prompts; unused if `charged_s` is
+            None.
         saved_s: The balance afterwards.
-        num_waited: Rounds in a row without prompt tokens, afterwards.
+        num_waited: Rounds in a row without prompt tokens, if this one has none.
     """
 
     num_tokens: int = 0
@@ -82,13 +83,12 @@ class PacedChunk(NamedTuple):
     num_waited: int = 0
 
     def without_prompts(self) -> "PacedChunk":
-        """Return the account if the round has no prompts after all."""
+        """Return the account of a launch that has no prompts although it may."""
+        chunk = self._replace(num_tokens=0)
         if self.charged_s is None:
-            return self
-        refund_s = self.charged_s - self.plain_s
-        return self._replace(
-            num_tokens=0, charged_s=self.plain_s, saved_s=self.saved_s + refund_s
-        )
+            return chunk
+        saved_s = self.saved_s + self.charged_s - self.plain_s
+        return chunk._replace(charged_s=self.plain_s, saved_s=saved_s)
 
 
 class PrefillBudget(NamedTuple):
@@ -97,9 +97,10 @@ class PrefillBudget(NamedTuple):
     Attributes:
         shapes: Compiled programs for a launch with prompts, from the smallest.
         num_tiles: Maximum number of prompt tiles.
-        account: The pacer's account after the launch; None if it does not change.
-        lacks_program: There are prompts, but no compiled program for a launch of them
-            and the decoding rows.
+        account: The pacer's account after a launch with `account.num_tokens`; None if
+            it does not change.
+        lacks_program: Prompts wait, and no compiled program serves them together with
+            the decoding rows at this K.
     """
 
     shapes: tuple[StepShape, ...] = ()
@@ -107,6 +108,21 @@ class PrefillBudget(NamedTuple):
     account: PacedChunk | None = None
     missing: StepShape | None = None
     lacks_program: bool = False
+
+    def with_account_of(self, plain: "PrefillBudget") -> "PrefillBudget":
+        """Return the budget with the account of a launch without drafts.
+
+        Its rounds save time for a chunk of prompts, which will run without drafts. A
+        missing program is not requested, because the requests may wait for pages or
+        other programs, unless no program serves prompts at all.
+        """
+        missing = None if plain.shapes else self.missing
+        return self._replace(account=plain.account, missing=missing)
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether the time of a round without prompts is needed, and not known."""
+        return self.account is not None and self.account.charged_s is None
 
     @property
     def max_tiles(self) -> int:
@@ -200,6 +216,14 @@ class LaunchPlan(NamedTuple):
         return bool(self.claims.chunks or self.admissions.admitted)
 
     @property
+    def account(self) -> PacedChunk | None:
+        """The pacer's account after the launch; None if it does not change."""
+        account = self.budget.account
+        if account is None or self.has_prompts:
+            return account
+        return account.without_prompts()
+
+    @property
     def is_deferred(self) -> bool:
         """Whether rows could decode, but nothing is launched.
 
@@ -208,22 +232,7 @@ class LaunchPlan(NamedTuple):
         has_rows = len(self.decode.rows) > 0
         return self.shape is None and has_rows and not self.budget.num_tiles
 
-    def or_without_drafts(self, plain: "LaunchPlan") -> "LaunchPlan":
-        """Return this plan, or one without drafts whose launch can have prompts.
-
-        Until the program with drafts and prompts is compiled, only launches with
-        prompts have no drafts, and those that measure the time of a round without both.
-
-        Args:
-            plain: The plan without drafts.
-        """
-        missing, account = self.budget.missing, plain.budget.account
-        if plain.has_prompts:
-            decode = plain.decode
-            decode = decode._replace(missing=(*decode.missing, missing))
-            return plain._replace(decode=decode)
-        if account is not None and account.charged_s is None:
-            return plain
-        # The missing program might not help the waiting requests.
-        budget = self.budget._replace(account=account, missing=None)
-        return self._replace(budget=budget)
+    def with_request(self, missing: StepShape | None) -> "LaunchPlan":
+        """Return the plan with one more program to be requested."""
+        decode = self.decode
+        return self._replace(decode=decode._replace(missing=(*decode.missing, missing)))
