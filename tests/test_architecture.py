@@ -34,7 +34,12 @@ def shown_round() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rule", "temperature"), [("standard", 0.0), ("standard", 0.8), ("coupled", 0.8)]
+    ("rule", "temperature"),
+    [
+        pytest.param("standard", 0.0, marks=pytest.mark.slow),
+        pytest.param("standard", 0.8, marks=pytest.mark.slow),
+        ("coupled", 0.8),
+    ],
 )
 def test_engine_runs_the_documented_round(rule: str, temperature: float):
     target = make_micro()

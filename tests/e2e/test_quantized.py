@@ -84,10 +84,8 @@ def test_texts_of_quantized_target_do_not_depend_on_drafts(kind):
         assert alone != plain()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["int4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "fp8"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_texts_of_quantized_target_do_not_depend_on_devices(kind):
     alone, _ = texts(quantization=kind)
     assert texts(quantization=kind, tensor_parallel_size=2)[0] == alone

@@ -50,6 +50,7 @@ def test_metrics_equal_huggingface(folders, num_rows):
     assert found.share_of_same_first == (theirs.argmax(2) == own.argmax(2)).mean()
 
 
+@pytest.mark.slow
 def test_quantized_weights_and_kv_are_compared_with_unquantized_weights(folders):
     mesh = make_mesh(1)
     plain = Reader(folders[0], mesh)
