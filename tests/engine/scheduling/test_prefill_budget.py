@@ -16,6 +16,14 @@ from jaxspec.engine.scheduling.prefill_budget import (
     Pacer,
 )
 from jaxspec.engine.scheduling.request import Status
+from jaxspec.engine.scheduling.stages import (
+    Admissions,
+    Chunk,
+    Decode,
+    LaunchPlan,
+    PacedChunk,
+    PrefillBudget,
+)
 from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind
@@ -29,6 +37,7 @@ def round_of(chunk: int) -> RoundKind:
 
 
 PLAIN = round_of(0)
+NO_ROWS = Decode(np.zeros(0, np.int64), np.zeros(0, np.int64))
 ROUNDS = [round_of(chunk) for chunk in CHUNKS]
 
 
@@ -202,6 +211,22 @@ def test_a_chunk_that_no_prompt_uses_is_not_charged():
         assert (chunk.num_tokens, chunk.charged_s) == (0, 1.0)
         pacer.begin(chunk)
         pacer.record(PLAIN, 1.0, chunk.charged_s)
+
+
+def test_launch_without_prompts_is_charged_as_such():
+    loop = Loop(make_config(), seed=0)
+    (request,) = make_requests(loop.config, 1)
+    account = PacedChunk(num_tokens=32, charged_s=4.0, plain_s=1.0)
+    for chunks in ((), (Chunk(request, 0, 32),)):
+        claims = loop.scheduler.claim_pages(NO_ROWS, PrefillBudget())
+        plan = LaunchPlan(
+            NO_ROWS,
+            PrefillBudget(account=account),
+            claims._replace(chunks=chunks),
+            Admissions(),
+        )
+        assert plan.account is not None
+        assert plan.account.charged_s == (4.0 if chunks else 1.0)
 
 
 @pytest.mark.parametrize("is_measured", [True, False])
