@@ -109,6 +109,10 @@ def check_side_branches(name: str, engine: LLMEngine) -> None:
         assert has_any == PROPOSERS[name].has_side_branches
 
 
+# Minimum number of drafts where it is not 100: lookups find 61 in these texts.
+FEWEST = {"suffix, leaves": 60}
+
+
 def texts_equal_plain_decoding(name: str) -> None:
     """Check texts in batches, in chunks, and for every requested number of drafts.
 
@@ -122,7 +126,7 @@ def texts_equal_plain_decoding(name: str) -> None:
         engine = proposers.engine(name, rejection_sample_method=rule)
         outputs = generate(engine, prompts(), params)
         assert tokens_of(outputs) == texts
-        assert engine.stats.num_draft_tokens > 50
+        assert engine.stats.num_draft_tokens > FEWEST.get(name, 100)
         if proposer.head is None:
             assert engine.stats.num_accepted_tokens > 0
         assert engine.stats.acceptance_rate < proposer.at_most

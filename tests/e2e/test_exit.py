@@ -8,7 +8,7 @@ import pytest
 from tests.support.processes import run_python
 from tests.support.programs import quick_environment
 
-MANY = 10  # number of times that each script runs in the slow test
+MANY = 50  # number of times that each script runs in the slow test
 
 ASYNC = """
 import asyncio, sys
