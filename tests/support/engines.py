@@ -358,11 +358,13 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     """Return a new engine with another draft of the same sizes, without compiling."""
-    config, old = engine.config, engine.runner
-    assert config.draft_model_config == model_config(draft)
-    return with_params(
-        engine, load_weights(draft, old.dtype, old.mesh, DRAFT_MESH_AXES)
+    old, scan_layers = engine.runner, engine.config.model_config.scan_layers
+    same = model_config(draft, scan_layers=scan_layers)
+    assert engine.config.draft_model_config == same
+    params = load_weights(
+        draft, old.dtype, old.mesh, DRAFT_MESH_AXES, scan_layers=scan_layers
     )
+    return with_params(engine, params)
 
 
 def with_params(engine: LLMEngine, params: Any, target_params: Any = None) -> LLMEngine:
