@@ -49,6 +49,11 @@ NATIVE = tuple(f"kernels/jaxspec_kernels/native/*.{kind}" for kind in ("cc", "h"
 KERNELS = ("kernels/jaxspec_kernels/", "tests/")
 PROGRAM = (*KERNELS, "jaxspec/program/", "jaxspec/models/", "jaxspec/sharding.py")
 ENGINE = (*PROGRAM, "jaxspec/engine/")
+# The same, for tests that start processes and import little themselves.
+ENGINE_FILES = (
+    *("jaxspec/engine/**/*.py", "jaxspec/models/**/*.py", "jaxspec/program/**/*.py"),
+    *("jaxspec/sharding.py", "kernels/jaxspec_kernels/**/*.py"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +157,55 @@ SUITES = (
             "tests/program/tree/test_verify_distribution.py",
         ),
         reads=ENGINE,
+    ),
+    LongSuite(
+        name="claims",
+        files=("tests/conformance/test_claims.py",),
+        reads=ENGINE,
+    ),
+    LongSuite(
+        name="grammars",
+        files=("tests/e2e/test_grammars.py", "tests/e2e/test_structured_texts.py"),
+        reads=(*ENGINE, "jaxspec/text/"),
+    ),
+    LongSuite(
+        name="real_model",
+        files=("tests/accuracy/test_real.py",),
+        reads=("tests/accuracy/", "tests/support/", "checkpoints/"),
+        data=(*ENGINE_FILES, "jaxspec/config/*.py", "jaxspec/text/*.py"),
+    ),
+    LongSuite(
+        name="several_hosts",
+        files=("tests/e2e/test_several_hosts.py",),
+        reads=("tests/e2e/", "tests/support/", "jaxspec/engine/"),
+        data=(*ENGINE_FILES, "jaxspec/serve/*.py"),
+    ),
+    LongSuite(
+        name="exit",
+        files=("tests/e2e/test_exit.py",),
+        reads=("tests/e2e/", "tests/support/"),
+        # The modules that call native code or own threads.
+        data=(
+            *("jaxspec/__init__.py", "jaxspec/exit.py", "jaxspec/llm.py"),
+            *("jaxspec/engine/*.py", "jaxspec/text/*.py"),
+        ),
+    ),
+    LongSuite(
+        name="memory",
+        files=("tests/engine/test_resident_memory.py",),
+        reads=("tests/engine/", "tests/support/"),
+        data=(*ENGINE_FILES, "jaxspec/llm.py", "jaxspec/serve/*.py"),
+    ),
+    LongSuite(
+        name="device_run",
+        files=("tests/test_device.py",),
+        reads=(*ENGINE, "benchmarks/"),
+    ),
+    LongSuite(
+        name="head_training",
+        files=("tests/test_notebooks.py",),
+        reads=("tests/test_notebooks.py", "tests/support/"),
+        data=(*ENGINE_FILES, "jaxspec/train/*.py", "notebooks/train_a_head.ipynb"),
     ),
     LongSuite(
         name="same_bits",

@@ -182,7 +182,7 @@ def test_pair_is_measured_in_all_parts(form):
     assert names == {"1x0_sampled", "1x1_sampled", "1x3t6_sampled", "1x3t8_sampled"}
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="device_run")
 @pytest.mark.parametrize(
     ("part", "what", "count"),
     [

@@ -390,7 +390,7 @@ def test_trained_head_reads_the_notebooks_prompts(tmp_path, monkeypatch):
     assert len(prompts) > 700
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="head_training")
 @pytest.mark.parametrize("is_real", [False, True])
 def test_train_a_head_runs(is_real: bool, tmp_path):
     sizes: dict[str, Any] = dict(MODEL="jaxspec/tiny-gemma2")

@@ -237,7 +237,7 @@ def huggingface() -> Any:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="real_model")
 def test_greedy_texts_equal_transformers():
     model, num_equal = huggingface(), 0
     for tokens, ours in continued_texts():
@@ -250,7 +250,7 @@ def test_greedy_texts_equal_transformers():
     assert num_equal >= len(continued_texts()) - 1
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="real_model")
 def test_transformers_agrees_after_several_windows():
     """Compare the largest logprobs of a continuation of 4,000 tokens."""
     pages = sorted((ROOT / "docs").glob("*.md"))
@@ -291,7 +291,7 @@ def write_unpacked(source: Path, target: Path) -> None:
     writer.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="real_model")
 def test_llama_cpp_continues_texts_alike(tmp_path: Path):
     """Compare greedy texts with llama.cpp's, with all weights in float32.
 

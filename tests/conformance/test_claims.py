@@ -1,6 +1,6 @@
 """Run the conformance checks of `claims.py` on the proposers of `proposers.py`.
 
-`TABLE` lists the proposers on which a check runs in `make test` and in `make test-all`,
+`TABLE` lists the proposers on which a check runs in `make test` and in the long suite,
 and the reason for each proposer that it skips. Tests are ordered by proposer, so that a
 process compiles each proposer once.
 """
@@ -51,16 +51,17 @@ class Row:
     """A conformance check, and the proposers on which it runs.
 
     Attributes:
-        quick: Proposers tested in `make test`; `slow`: only in `make test-all`.
+        quick: Proposers tested in `make test`; `long`: only in the long suite.
         omitted: Skipped proposers, by reason.
     """
 
     check: Callable[[str], None]
     quick: tuple[str, ...] = ()
-    slow: tuple[str, ...] = ()
+    long: tuple[str, ...] = ()
     omitted: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+IN_SUITE = pytest.mark.long_suite(name="claims")
 SPLIT = ("draft model", "pard", "trimmed", *HEADS, GEMMA3)
 
 
@@ -86,7 +87,7 @@ def _distribution(rule: str) -> Row:
     """
     return Row(
         check=partial(claims.positions_follow_target, rule=rule),
-        slow=(
+        long=(
             "draft model",
             *("pard", "pard, leaves", *QUANTIZED, "trimmed", *HEADS, *HEAD_BRANCHES),
             *(*LOOKUPS, "leaves", "tree", "n-gram, tree"),
@@ -108,7 +109,7 @@ TABLE: dict[str, Row] = {
             *("draft model", GEMMA3, "pard", "trimmed, scanned", *HEADS),
             *("medusa, tree", "n-gram", "suffix", "tree"),
         ),
-        slow=(
+        long=(
             *(*PARD, "trimmed", "trimmed, n-gram", "trimmed, leaves", "trimmed, tree"),
             *("trimmed, pard", *QUANTIZED, *LOOKUPS[1::2], "eagle, leaves"),
             *("eagle3, leaves", "dflash, tree", "leaves", "tree, scanned"),
@@ -119,7 +120,7 @@ TABLE: dict[str, Row] = {
     "texts end within rounds": Row(
         check=claims.texts_end_within_rounds,
         quick=("draft model", "n-gram", "tree"),
-        slow=("pard", "trimmed", *HEADS, *LOOKUPS[1:], "leaves", "n-gram, tree")
+        long=("pard", "trimmed", *HEADS, *LOOKUPS[1:], "leaves", "n-gram, tree")
         + ("tree, scanned", "largest tree", "n-gram + draft model, leaves")
         + ("suffix, leaves",),
         omitted={
@@ -130,7 +131,7 @@ TABLE: dict[str, Row] = {
     "preemption, caching and aborts change nothing": Row(
         check=claims.preemption_caching_and_aborts_change_nothing,
         quick=("draft model", "eagle3"),
-        slow=(
+        long=(
             *("pard", "trimmed", "eagle", "medusa", "dflash", "n-gram", "suffix"),
             "tree",
         ),
@@ -145,7 +146,7 @@ TABLE: dict[str, Row] = {
     "drafting stops in a crowd and resumes": Row(
         check=claims.drafting_stops_and_resumes,
         quick=("draft model",),
-        slow=("pard", *LOOKUPS),
+        long=("pard", *LOOKUPS),
         omitted={
             SAME_PATH: (*(*PARD, "trimmed", *TRIMMED, *QUANTIZED, *BRANCHES, GEMMA3),),
             NO_DRAFT_PREFILL: (*HEADS, *HEAD_BRANCHES),
@@ -154,7 +155,7 @@ TABLE: dict[str, Row] = {
     "correct drafts are all accepted": Row(
         check=claims.correct_drafts_are_all_accepted,
         quick=("draft model", GEMMA3, "tree"),
-        slow=("leaves", "tree, scanned", "largest tree"),
+        long=("leaves", "tree, scanned", "largest tree"),
         omitted={
             NO_MODEL: (
                 *(*HEADS, *HEAD_BRANCHES, "n-gram", "suffix", "n-gram, tree"),
@@ -170,7 +171,7 @@ TABLE: dict[str, Row] = {
     "any choice of K changes nothing": Row(
         check=claims.any_choice_of_k_changes_nothing,
         quick=("tree",),
-        slow=("draft model", "pard", "leaves", "tree, scanned")
+        long=("draft model", "pard", "leaves", "tree, scanned")
         + ("n-gram + draft model, leaves",),
         omitted={
             SAME_PATH: (
@@ -182,7 +183,7 @@ TABLE: dict[str, Row] = {
     ),
     "controls hold": Row(
         check=claims.controls_hold,
-        slow=(*HEADS, "pard", "trimmed", "n-gram", "suffix"),
+        long=(*HEADS, "pard", "trimmed", "n-gram", "suffix"),
         omitted={
             ELSEWHERE: ("draft model", GEMMA3, *QUANTIZED, *LOOKUPS[1::2]),
             MAIN_CHAIN: (
@@ -197,7 +198,7 @@ TABLE: dict[str, Row] = {
     ),
     "forms of rounds change nothing": Row(
         check=claims.forms_of_rounds_change_nothing,
-        slow=(*HEADS, "pard", "trimmed", "leaves", "tree"),
+        long=(*HEADS, "pard", "trimmed", "leaves", "tree"),
         omitted={
             "tested in test_several_rounds.py and the lossless suite": (
                 "draft model",
@@ -210,7 +211,7 @@ TABLE: dict[str, Row] = {
     ),
     "bfloat16 texts equal plain decoding": Row(
         check=claims.bfloat16_equals_plain_decoding,
-        slow=(*HEADS, "pard", "trimmed"),
+        long=(*HEADS, "pard", "trimmed"),
         omitted={
             SEEDED: ("draft model",),
             IN_LOSSLESS: (*LOOKUPS, GEMMA3),
@@ -218,10 +219,10 @@ TABLE: dict[str, Row] = {
             SAME_PATH: (*QUANTIZED, *TRIMMED[:2], TRIMMED[4], PARD[0]),
         },
     ),
-    "two devices with a draft on one equal one": _devices(2, 1, slow=("draft model",)),
-    "eight devices equal one": _devices(8, 8, slow=SPLIT),
+    "two devices with a draft on one equal one": _devices(2, 1, long=("draft model",)),
+    "eight devices equal one": _devices(8, 8, long=SPLIT),
     "eight devices with a draft on two equal one": _devices(
-        8, 2, quick=("dflash",), slow=tuple(one for one in SPLIT if one != "dflash")
+        8, 2, quick=("dflash",), long=tuple(one for one in SPLIT if one != "dflash")
     ),
     **{f"positions follow the target, {rule}": _distribution(rule) for rule in RULES},
 }
@@ -232,12 +233,12 @@ def pairs() -> list[Any]:
     return [
         pytest.param(
             *(claim, name),
-            marks=() if name in row.quick else pytest.mark.slow,
+            marks=() if name in row.quick else IN_SUITE,
             id=f"{name}: {claim}",
         )
         for name in PROPOSERS
         for claim, row in TABLE.items()
-        if name in (*row.quick, *row.slow)
+        if name in (*row.quick, *row.long)
     ]
 
 
@@ -250,4 +251,4 @@ def test_proposer_meets_claim(claim, name):
 def test_table_has_every_proposer_once(claim):
     row = TABLE[claim]
     omitted = [name for names in row.omitted.values() for name in names]
-    assert sorted((*row.quick, *row.slow, *omitted)) == sorted(PROPOSERS)
+    assert sorted((*row.quick, *row.long, *omitted)) == sorted(PROPOSERS)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.long_suites import members
 from tests.support.processes import run_python
 from tests.support.programs import quick_environment
 
-MANY = 50  # number of times that each script runs in the slow test
+MANY = 50  # number of times that each script runs in the long suite
 
 ASYNC = """
 import asyncio, sys
@@ -99,7 +100,7 @@ SCRIPTS = {
         1,
     ),
 }
-# These do several things at the same time; the slow test also does each alone.
+# These do several things at the same time; the slow tests also do each alone.
 IN_MAKE_TEST = ("daemon thread, tokenizing", "compiling, loop is left, an exception")
 
 
@@ -111,12 +112,14 @@ def run(script: str, cache: Path | None = None) -> "subprocess.CompletedProcess[
     return run_python("-c", script, env=environment, timeout=300)
 
 
-CASES = [(name, 1) for name in IN_MAKE_TEST] + [
-    pytest.param(name, MANY, marks=pytest.mark.slow) for name in SCRIPTS
+ONCE = [
+    pytest.param(name, 1, marks=() if name in IN_MAKE_TEST else pytest.mark.slow)
+    for name in SCRIPTS
 ]
+OFTEN = members("exit", [(name, MANY) for name in SCRIPTS], is_example=lambda _: False)
 
 
-@pytest.mark.parametrize(("name", "count"), CASES)
+@pytest.mark.parametrize(("name", "count"), [*ONCE, *OFTEN])
 def test_script_exits_with_its_own_status(name: str, count: int, tmp_path: Path):
     script, status = SCRIPTS[name]
     for number in range(count):

@@ -24,6 +24,7 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.conformance import proposers
+from tests.long_suites import members
 from tests.support import pair
 from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.engines import (
@@ -355,12 +356,11 @@ def enumerated_distribution(target: Any, words: list[list[int]]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("rule", "count"),
-    [
-        ("standard", 600),
-        slow("standard", 2000),
-        slow("block", 2000),
-        slow("seeded", 2000),
-    ],
+    members(
+        "grammars",
+        [("standard", 600), ("standard", 2000), ("block", 2000), ("seeded", 2000)],
+        is_example=lambda one: one[1] == 600,
+    ),
 )
 def test_distribution_with_a_grammar_equals_enumeration(rule, count):
     words = words_of_the_form()

@@ -139,7 +139,7 @@ def result_of(hosts: Hosts, name: str, path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="several_hosts")
 @pytest.mark.parametrize("controller", ["fixed", "adaptive"])
 def test_two_processes_give_the_texts_of_one_process(
     hosts: Hosts, model: Path, controller: str
@@ -221,7 +221,7 @@ def load(client: httpx.Client) -> Iterator[list[object]]:
             thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="several_hosts")
 @pytest.mark.parametrize(
     ("who", "number"),
     [
@@ -256,7 +256,7 @@ def test_all_processes_end_if_one_ends(
     print(f"{other} has ended {took_s:.1f} s after {number.name} to {who}: {status}")
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="several_hosts")
 def test_group_shuts_down_cleanly_on_signal(hosts: Hosts, model: Path):
     """All processes get the signal at once; the follower lets requests finish."""
     with serve(hosts, model) as client:
@@ -272,7 +272,7 @@ def test_group_shuts_down_cleanly_on_signal(hosts: Hosts, model: Path):
     assert answers[0].json()["usage"]["completion_tokens"] == 100
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="several_hosts")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -293,7 +293,7 @@ def test_different_command_lines_fail_at_start(
         assert f"differs from the leader in {message}" in log
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="several_hosts")
 def test_unused_devices_are_reported(hosts: Hosts, model: Path):
     values = arguments(model, num_devices=2)
     hosts.lead({"arguments": values | hosts.shared}, DEVICES_EACH)

@@ -154,7 +154,7 @@ def write(temperature: float, **draft: Any) -> list[RequestOutput]:
     return outputs
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="grammars")
 @pytest.mark.parametrize(
     ("temperature", "draft"),
     [(0.0, DRAFT), (0.8, DRAFT), (0.8, TARGET)],
@@ -183,7 +183,7 @@ def test_every_text_matches_its_grammar_and_drafts_change_nothing(
         assert all(sum(one.histogram[:-1]) <= 1 for one in metrics if one)
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="grammars")
 def test_texts_of_grammars_close_to_the_librarys_limits_are_equal(monkeypatch):
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
     names = [name for name, (_, _, count) in NEAR_LIMITS.items() for _ in range(count)]

@@ -14,7 +14,7 @@ from tests.support.processes import run_python
 from tests.support.programs import ROOT
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long_suite(name="memory"),
     pytest.mark.skipif(
         platform.libc_ver()[0] != "glibc", reason="reads /proc and needs malloc_trim"
     ),
