@@ -46,10 +46,14 @@ ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 BASES = ("", "kernels", "checkpoints")
 # Modules that every program for a CPU calls, so that their changes make suites due.
 NATIVE = tuple(f"kernels/jaxspec_kernels/native/*.{kind}" for kind in ("cc", "h"))
+# Modules that are imported by names that are computed: networks, and kernels.
+BY_NAME = ("jaxspec/models/*/*.py", "kernels/jaxspec_kernels/*/reference.py")
+CPU_KERNELS = "kernels/jaxspec_kernels/*/cpu.py"
+DEVICE_KERNELS = "kernels/jaxspec_kernels/*/[gt]pu*.py"
 KERNELS = ("kernels/jaxspec_kernels/", "tests/")
 PROGRAM = (*KERNELS, "jaxspec/program/", "jaxspec/models/", "jaxspec/sharding.py")
 ENGINE = (*PROGRAM, "jaxspec/engine/")
-# The same, for tests that start processes and import little themselves.
+# The same as globs, for tests that start processes and import few modules.
 ENGINE_FILES = (
     *("jaxspec/engine/**/*.py", "jaxspec/models/**/*.py", "jaxspec/program/**/*.py"),
     *("jaxspec/sharding.py", "kernels/jaxspec_kernels/**/*.py"),
@@ -63,8 +67,9 @@ class LongSuite:
     Attributes:
         files: Test files with the marked tests.
         reads: Folders and files whose changes make the suite due. Imports from
-            elsewhere (configuration, checkpoints, text) do not affect its result.
-        data: Further files that the tests read, as globs.
+            elsewhere do not affect its result.
+        data: Further files that the tests, or processes that they start, read or
+            import, as globs.
         needs_compilers: Whether it needs the compilers for TPU and GPU; see `aot` in
             tests/conftest.py.
     """
@@ -77,15 +82,17 @@ class LongSuite:
 
     def sources(self) -> list[Path]:
         """Return the files whose change makes the long suite due."""
-        own = {
-            path
-            for path in _imported([ROOT / file for file in self.files])
-            if path.relative_to(ROOT).as_posix().startswith(self.reads)
-            and path != THIS  # else a new suite would make all others due
-        }
+        kernels = DEVICE_KERNELS if self.needs_compilers else CPU_KERNELS
+        named = [path for glob in (*BY_NAME, kernels) for path in ROOT.glob(glob)]
+        tests = [ROOT / file for file in self.files]
+        # This file is left out: a new suite would make most others due.
+        own = set(filter(self._reads, _imported(tests + named))) - {THIS}
         globs = self.data if self.needs_compilers else (*self.data, *NATIVE)
         own.update(path for glob in globs for path in ROOT.glob(glob))
         return sorted(own)
+
+    def _reads(self, path: Path) -> bool:
+        return path.relative_to(ROOT).as_posix().startswith(self.reads)
 
     def digest(self) -> str:
         """Return the digest of the sources. It is recorded when the suite passes."""
@@ -178,28 +185,36 @@ SUITES = (
         name="several_hosts",
         files=("tests/e2e/test_several_hosts.py",),
         reads=("tests/e2e/", "tests/support/", "jaxspec/engine/"),
-        data=(*ENGINE_FILES, "jaxspec/serve/*.py"),
+        data=(
+            *(*ENGINE_FILES, "tests/e2e/several_hosts.py", "jaxspec/serve/*.py"),
+            *("jaxspec/exit.py", "jaxspec/llm.py"),
+        ),
     ),
     LongSuite(
         name="exit",
         files=("tests/e2e/test_exit.py",),
         reads=("tests/e2e/", "tests/support/"),
-        # The modules that call native code or own threads.
+        # With all modules that call native code or have threads.
         data=(
-            *("jaxspec/__init__.py", "jaxspec/exit.py", "jaxspec/llm.py"),
-            *("jaxspec/engine/*.py", "jaxspec/text/*.py"),
+            *("jaxspec/__init__.py", "jaxspec/errors.py", "jaxspec/exit.py"),
+            *("jaxspec/llm.py", "jaxspec/engine/**/*.py", "jaxspec/text/*.py"),
+            *("jaxspec/program/state.py", "kernels/jaxspec_kernels/native/*.py"),
         ),
     ),
     LongSuite(
         name="memory",
         files=("tests/engine/test_resident_memory.py",),
         reads=("tests/engine/", "tests/support/"),
-        data=(*ENGINE_FILES, "jaxspec/llm.py", "jaxspec/serve/*.py"),
+        data=(
+            *(*ENGINE_FILES, "jaxspec/exit.py", "jaxspec/llm.py"),
+            *("jaxspec/serve/**/*.py", "jaxspec/text/*.py"),
+            "checkpoints/jaxspec_checkpoints/*.py",
+        ),
     ),
     LongSuite(
         name="device_run",
         files=("tests/test_device.py",),
-        reads=(*ENGINE, "benchmarks/"),
+        reads=(*ENGINE, "benchmarks/", "jaxspec/bench/"),
     ),
     LongSuite(
         name="head_training",

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,9 @@ from benchmarks.kernels.clock import Spread
 from benchmarks.step_times import Launch, Models, Program, Setting, TargetPass, Timed
 from jaxspec.models.families import config_from_hf
 from jaxspec.sharding import make_mesh
+
+IN_SUITE = pytest.mark.long_suite(name="device_run")
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 QUICK = ["--dry-run", "--batches", "1", "--num-drafts", "1", "--acceptances", "0"]
 
@@ -182,19 +186,18 @@ def test_pair_is_measured_in_all_parts(form):
     assert names == {"1x0_sampled", "1x1_sampled", "1x3t6_sampled", "1x3t8_sampled"}
 
 
-@pytest.mark.long_suite(name="device_run")
 @pytest.mark.parametrize(
     ("part", "what", "count"),
     [
         # Small cases of two operations, and a CPU's one of page writes.
-        ("kernels", "kernel", 1),
-        ("batch_invariant", "bits", 4),
-        ("lossless", "lossless", 2),
-        ("real", "speed", 3),
-        ("prompts", "prompt", 4),
-        ("sampling", "sampling", 4),
-        ("launches", "launch", 4),
-        ("layers", "layers", 4),
+        slow("kernels", "kernel", 1),
+        pytest.param("batch_invariant", "bits", 4, marks=IN_SUITE),
+        pytest.param("lossless", "lossless", 2, marks=IN_SUITE),
+        pytest.param("real", "speed", 3, marks=IN_SUITE),
+        slow("prompts", "prompt", 4),
+        slow("sampling", "sampling", 4),
+        slow("launches", "launch", 4),
+        slow("layers", "layers", 4),
     ],
 )
 def test_dry_run_measures_every_part(part, what, count, tmp_path):

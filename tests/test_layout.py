@@ -223,7 +223,7 @@ def test_ci_and_pre_commit_run_one_list() -> None:
     assert entries == expected
 
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    last = "exec make --no-print-directory check long-suites SUITE_ARGS='--minutes 35'"
+    last = "exec make --no-print-directory check long-suites SUITE_ARGS='--minutes 30'"
     assert script[-1] == last, "long suites that are due, after what always runs"
     assert checks.split()[-1] == "test", "pytest's closing line comes last"
 

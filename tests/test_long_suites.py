@@ -152,3 +152,14 @@ def test_new_compiler_makes_its_suites_due(name, is_due, monkeypatch):
     before = one.digest()
     monkeypatch.setattr(long_suites, "compiler_versions", lambda: ["libtpu 9.9"])
     assert (one.digest() != before) == is_due
+
+
+@pytest.mark.parametrize("one", SUITES, ids=lambda one: one.name)
+def test_modules_that_are_imported_by_name_are_sources(one: LongSuite):
+    """No `import` names a network, or the kernels of a platform."""
+    sources = {path.relative_to(ROOT).as_posix() for path in one.sources()}
+    if "jaxspec/models/" in one.reads:
+        assert "jaxspec/models/gemma/network.py" in sources
+    if "kernels/jaxspec_kernels/" in one.reads:
+        file = "tpu" if one.needs_compilers else "cpu"
+        assert f"kernels/jaxspec_kernels/paged_attention/{file}.py" in sources

@@ -140,7 +140,7 @@ ASYNC_CHECKS = """
 # The programs with drafts are compiled once the first text is finished.
 engine.engine.wait_for_programs()
 params.ignore_eos, num_draft_tokens = True, 0
-for _ in range(100):  # if rounds with drafts seemed slow, a trial comes seconds later
+for _ in range(100):  # if rounds with drafts seemed slow, they are tried again later
     request_id = uuid.uuid4().hex
     last = asyncio.run(stream_tokens())
     (completion,) = last.outputs

@@ -51,12 +51,14 @@ class Row:
     """A conformance check, and the proposers on which it runs.
 
     Attributes:
-        quick: Proposers tested in `make test`; `long`: only in the long suite.
+        quick: Proposers tested in `make test`; `slow`: in `make test-all`; `long`: in
+            the long suite.
         omitted: Skipped proposers, by reason.
     """
 
     check: Callable[[str], None]
     quick: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     omitted: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -87,10 +89,11 @@ def _distribution(rule: str) -> Row:
     """
     return Row(
         check=partial(claims.positions_follow_target, rule=rule),
+        slow=("eagle3",),
         long=(
             "draft model",
-            *("pard", "pard, leaves", *QUANTIZED, "trimmed", *HEADS, *HEAD_BRANCHES),
-            *(*LOOKUPS, "leaves", "tree", "n-gram, tree"),
+            *("pard", "pard, leaves", *QUANTIZED, "trimmed", "eagle", "medusa"),
+            *("dflash", *HEAD_BRANCHES, *LOOKUPS, "leaves", "tree", "n-gram, tree"),
         ),
         omitted={
             SAME_PATH: (
@@ -183,7 +186,8 @@ TABLE: dict[str, Row] = {
     ),
     "controls hold": Row(
         check=claims.controls_hold,
-        long=(*HEADS, "pard", "trimmed", "n-gram", "suffix"),
+        slow=("pard",),
+        long=(*HEADS, "trimmed", "n-gram", "suffix"),
         omitted={
             ELSEWHERE: ("draft model", GEMMA3, *QUANTIZED, *LOOKUPS[1::2]),
             MAIN_CHAIN: (
@@ -198,7 +202,8 @@ TABLE: dict[str, Row] = {
     ),
     "forms of rounds change nothing": Row(
         check=claims.forms_of_rounds_change_nothing,
-        long=(*HEADS, "pard", "trimmed", "leaves", "tree"),
+        slow=("tree",),
+        long=(*HEADS, "pard", "trimmed", "leaves"),
         omitted={
             "tested in test_several_rounds.py and the lossless suite": (
                 "draft model",
@@ -211,7 +216,8 @@ TABLE: dict[str, Row] = {
     ),
     "bfloat16 texts equal plain decoding": Row(
         check=claims.bfloat16_equals_plain_decoding,
-        long=(*HEADS, "pard", "trimmed"),
+        slow=("medusa",),
+        long=("eagle", "eagle3", "dflash", "pard", "trimmed"),
         omitted={
             SEEDED: ("draft model",),
             IN_LOSSLESS: (*LOOKUPS, GEMMA3),
@@ -220,7 +226,9 @@ TABLE: dict[str, Row] = {
         },
     ),
     "two devices with a draft on one equal one": _devices(2, 1, long=("draft model",)),
-    "eight devices equal one": _devices(8, 8, long=SPLIT),
+    "eight devices equal one": _devices(
+        8, 8, slow=("eagle3",), long=tuple(one for one in SPLIT if one != "eagle3")
+    ),
     "eight devices with a draft on two equal one": _devices(
         8, 2, quick=("dflash",), long=tuple(one for one in SPLIT if one != "dflash")
     ),
@@ -233,12 +241,17 @@ def pairs() -> list[Any]:
     return [
         pytest.param(
             *(claim, name),
-            marks=() if name in row.quick else IN_SUITE,
+            marks=marks,
             id=f"{name}: {claim}",
         )
         for name in PROPOSERS
         for claim, row in TABLE.items()
-        if name in (*row.quick, *row.long)
+        for names, marks in (
+            (row.quick, ()),
+            (row.slow, pytest.mark.slow),
+            (row.long, IN_SUITE),
+        )
+        if name in names
     ]
 
 
@@ -251,4 +264,4 @@ def test_proposer_meets_claim(claim, name):
 def test_table_has_every_proposer_once(claim):
     row = TABLE[claim]
     omitted = [name for names in row.omitted.values() for name in names]
-    assert sorted((*row.quick, *row.long, *omitted)) == sorted(PROPOSERS)
+    assert sorted((*row.quick, *row.slow, *row.long, *omitted)) == sorted(PROPOSERS)

@@ -45,8 +45,7 @@ def test_adverse_draft_changes_the_speed_only(rule):
 
 @pytest.mark.parametrize(
     "rule",
-    # Greedy requests are in the long suite: the conformance checks of texts also test
-    # their programs.
+    # The greedy case is slow: the conformance checks of texts also test its programs.
     [*RULES, slow("greedy")],
 )
 def test_target_as_its_own_draft_has_every_draft_accepted(rule):

@@ -100,7 +100,7 @@ SCRIPTS = {
         1,
     ),
 }
-# These do several things at the same time; the slow tests also do each alone.
+# Each does several things at once; the slow tests also do each thing alone.
 IN_MAKE_TEST = ("daemon thread, tokenizing", "compiling, loop is left, an exception")
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ DEVICES_EACH = 2
 # The limit is long, because two processes share two cores with other tests.
 PATIENCE_S = 540
 DRAFTS, WINDOW = 3, 16
+IN_SUITE = pytest.mark.long_suite(name="several_hosts")
+slow = partial(pytest.param, marks=pytest.mark.slow)
 JAX_ENDS = "Terminating process because the JAX distributed service detected fatal err"
 
 
@@ -139,8 +142,9 @@ def result_of(hosts: Hosts, name: str, path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.long_suite(name="several_hosts")
-@pytest.mark.parametrize("controller", ["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    "controller", [pytest.param("fixed", marks=IN_SUITE), slow("adaptive")]
+)
 def test_two_processes_give_the_texts_of_one_process(
     hosts: Hosts, model: Path, controller: str
 ):
@@ -221,7 +225,7 @@ def load(client: httpx.Client) -> Iterator[list[object]]:
             thread.join()
 
 
-@pytest.mark.long_suite(name="several_hosts")
+@IN_SUITE
 @pytest.mark.parametrize(
     ("who", "number"),
     [
@@ -256,7 +260,7 @@ def test_all_processes_end_if_one_ends(
     print(f"{other} has ended {took_s:.1f} s after {number.name} to {who}: {status}")
 
 
-@pytest.mark.long_suite(name="several_hosts")
+@IN_SUITE
 def test_group_shuts_down_cleanly_on_signal(hosts: Hosts, model: Path):
     """All processes get the signal at once; the follower lets requests finish."""
     with serve(hosts, model) as client:
@@ -272,7 +276,7 @@ def test_group_shuts_down_cleanly_on_signal(hosts: Hosts, model: Path):
     assert answers[0].json()["usage"]["completion_tokens"] == 100
 
 
-@pytest.mark.long_suite(name="several_hosts")
+@IN_SUITE
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -293,7 +297,7 @@ def test_different_command_lines_fail_at_start(
         assert f"differs from the leader in {message}" in log
 
 
-@pytest.mark.long_suite(name="several_hosts")
+@IN_SUITE
 def test_unused_devices_are_reported(hosts: Hosts, model: Path):
     values = arguments(model, num_devices=2)
     hosts.lead({"arguments": values | hosts.shared}, DEVICES_EACH)

@@ -13,12 +13,9 @@ import pytest
 from tests.support.processes import run_python
 from tests.support.programs import ROOT
 
-pytestmark = [
-    pytest.mark.long_suite(name="memory"),
-    pytest.mark.skipif(
-        platform.libc_ver()[0] != "glibc", reason="reads /proc and needs malloc_trim"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="reads /proc and needs malloc_trim"
+)
 
 MAX_SERVER_MB = 650
 # A process may grow by this share when one engine replaces another.
@@ -56,6 +53,7 @@ def environment(cache: Path) -> dict[str, str]:
     return kept | {"XDG_CACHE_HOME": str(cache)}
 
 
+@pytest.mark.slow
 def test_server_memory_after_warm_up_is_bounded(tmp_path: Path):
     log = tmp_path / "log"
     with log.open("w") as stderr:
@@ -80,6 +78,7 @@ def test_server_memory_after_warm_up_is_bounded(tmp_path: Path):
     assert int(kilobytes) / 1024 <= MAX_SERVER_MB
 
 
+@pytest.mark.long_suite(name="memory")
 @pytest.mark.parametrize("end", ["shutdown", "drop"])
 def test_memory_does_not_grow_when_engines_are_replaced(tmp_path: Path, end: str):
     done = run_python("-c", ENGINES, end, env=environment(tmp_path))
