@@ -106,7 +106,6 @@ run_suites := $(bin)/python -m tests.long_suites
 
 test-all: $(installed_test) $(installed_ray)
 	@$(pytest) -m "not long_suite and not aot" $(PYTEST_ARGS)
-	@$(bin)/python -m tests.release.jax_versions
 	@$(run_suites) $(PYTEST_ARGS)
 
 long-suites: $(installed_test)

@@ -232,6 +232,15 @@ SUITES = (
         files=("tests/test_mutants.py",),
         reads=PROGRAM,
     ),
+    LongSuite(
+        name="jax_versions",
+        files=("tests/release/test_jax_versions.py",),
+        reads=("tests/release/",),
+        data=(
+            *(*ENGINE_FILES, "pyproject.toml", "tests/test_sharding.py"),
+            *(f"tests/{name}/*.py" for name in ("engine", "kernels", "program")),
+        ),
+    ),
     _aot(
         "attention_tpu",
         "tests/kernels/test_kernels_aot.py",

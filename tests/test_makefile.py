@@ -11,8 +11,8 @@ from jaxspec.engine.arg_utils import _cache_dir
 from jaxspec.engine.program_cache import MAX_BYTES
 
 ROOT = Path(__file__).parents[1]
-# A fake Python that exits with a chosen status: one for pip, one for pytest, one for
-# the long suites, and one for other versions of jax.
+# A fake Python that exits with a chosen status: one for pip, one for pytest, and one
+# for the long suites.
 PYTHON = """#!/bin/sh
 case "$*" in
   *"pip install"*)
@@ -20,7 +20,6 @@ case "$*" in
     echo "Installing collected packages: humanize, jax"
     exit $INSTALL ;;
   *tests.long_suites*) echo suites: "$*"; exit $SUITES ;;
-  *tests.release.jax_versions*) echo versions: "$*"; exit $VERSIONS ;;
   *) echo tests: "$*"; exit $TESTS ;;
 esac
 """
@@ -65,27 +64,26 @@ def test_installing_shows_packages_and_fails_with_pip(venv, status):
 @pytest.mark.parametrize(
     ("target", "statuses", "runs", "is_green"),
     [
-        ("test", (0, 1, 1), ["tests"], True),
-        ("test", (1, 0, 0), ["tests"], False),
-        ("test", (5, 0, 0), ["tests"], False),  # pytest's if it collects no tests
-        ("test-all", (0, 0, 0), ["tests", "versions", "suites"], True),
-        ("test-all", (1, 0, 0), ["tests"], False),
-        ("test-all", (0, 0, 1), ["tests", "versions"], False),
-        ("test-all", (0, 1, 0), ["tests", "versions", "suites"], False),
-        ("long-suites", (1, 0, 1), ["suites"], True),
-        ("long-suites", (0, 1, 0), ["suites"], False),
+        ("test", (0, 1), ["tests"], True),
+        ("test", (1, 0), ["tests"], False),
+        ("test", (5, 0), ["tests"], False),  # pytest's if it collects no tests
+        ("test-all", (0, 0), ["tests", "suites"], True),
+        ("test-all", (1, 0), ["tests"], False),
+        ("test-all", (0, 1), ["tests", "suites"], False),
+        ("long-suites", (1, 0), ["suites"], True),
+        ("long-suites", (0, 1), ["suites"], False),
     ],
 )
 def test_make_targets_run_the_right_tests(venv, target, statuses, runs, is_green):
     words = ["make", f"VENV={venv}", target, "PYTEST_ARGS=-k x"]
-    names = ("TESTS", "SUITES", "VERSIONS")
+    names = ("TESTS", "SUITES")
     environment = os.environ | dict(zip(names, map(str, statuses), strict=True))
     made = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True
     )
     calls = [line for line in made.stdout.splitlines() if ": -m " in line]
     assert [call.partition(":")[0] for call in calls] == runs, made.stderr
-    assert all(("-k x" in call) != ("versions: " in call) for call in calls)
+    assert all("-k x" in call for call in calls)
     assert ("not slow" in calls[0]) == (target == "test")
     # Suites that are not due do not run.
     assert not any("--all" in call for call in calls)

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ DEVICES_EACH = 2
 PATIENCE_S = 540
 DRAFTS, WINDOW = 3, 16
 IN_SUITE = pytest.mark.long_suite(name="several_hosts")
-slow = partial(pytest.param, marks=pytest.mark.slow)
 JAX_ENDS = "Terminating process because the JAX distributed service detected fatal err"
 
 
@@ -142,9 +140,8 @@ def result_of(hosts: Hosts, name: str, path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize(
-    "controller", [pytest.param("fixed", marks=IN_SUITE), slow("adaptive")]
-)
+@IN_SUITE
+@pytest.mark.parametrize("controller", ["fixed", "adaptive"])
 def test_two_processes_give_the_texts_of_one_process(
     hosts: Hosts, model: Path, controller: str
 ):

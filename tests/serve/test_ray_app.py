@@ -301,12 +301,6 @@ def results() -> dict[str, Any]:
     return run_under_ray("replicas")
 
 
-@pytest.fixture(scope="module")
-def hosts_results() -> dict[str, Any]:
-    """Return the results of ray_calls.py for a replica of two processes."""
-    return run_under_ray("hosts")
-
-
 def run_under_ray(what: str) -> dict[str, Any]:
     """Run a part of ray_calls.py under Ray; return its results."""
     here = importlib.util.find_spec("ray")
@@ -386,14 +380,11 @@ def test_scale_down_finishes_requests(results: dict[str, Any]):
 
 
 @pytest.mark.slow
-def test_replica_of_two_processes_has_texts_of_one(hosts_results: dict[str, Any]):
-    assert hosts_results["from_two"] == hosts_results["texts"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("who", ["HostProcess", "ServeReplica"])
-def test_replica_of_two_processes_restarts(hosts_results: dict[str, Any], who: str):
-    # Both running requests break off, because no process continues without the other.
-    assert hosts_results[f"{who} cut"] == 2
-    assert hosts_results[f"after {who}"] == hosts_results["texts"]
-    assert hosts_results[f"{who} back_s"] < LIMIT_S / 4
+def test_replica_of_two_processes_has_texts_of_one_and_restarts():
+    results = run_under_ray("hosts")
+    assert results["from_two"] == results["texts"]
+    for who in ("HostProcess", "ServeReplica"):
+        # Both running requests break off: no process continues without the other.
+        assert results[f"{who} cut"] == 2
+        assert results[f"after {who}"] == results["texts"]
+        assert results[f"{who} back_s"] < LIMIT_S / 4

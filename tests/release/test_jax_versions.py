@@ -1,12 +1,10 @@
-"""Runs unit tests and one engine on other versions of jax.
+"""Unit tests and one engine run on other versions of jax.
 
-`make test-all` runs it. Each version has an environment of its own, in
-`.venv/jax-<version>`, which is made when `pyproject.toml` has changed. The tests are
-some of the parts that call jax. Warnings are errors, also those about what jax
-deprecates.
+Each version has an environment of its own, in `.venv/jax-<version>`, which is made when
+`pyproject.toml` has changed. The tests are some of the parts that call jax. Warnings
+are errors, also those about what jax deprecates.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -14,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+
+import pytest
 
 from tests.release.check import find_pythons, run_step
 
@@ -49,20 +49,20 @@ MARKS = "not slow and not long_suite and not aot"
 GENERATE = ("Once upon a time", "--temperature", "0", "--num-speculative-tokens", "4")
 
 
-def steps(version: str, python: Path, processes: int) -> Iterator[tuple[str, list]]:
+def steps(version: str, python: Path) -> Iterator[tuple[str, list]]:
     """Yield the commands of one version, with their names."""
     run = [str(python), "-m"]
     install = [*run, "pip", "install", "-q", "--disable-pip-version-check"]
     pins = f"jax=={version}", f"jaxlib=={version}"
     yield "install", [*install, "-e", f"{ROOT}[serve]", *pins, *TOOLS]
-    marks = ["-q", "-m", MARKS, "-p", "no:cacheprovider", "-n", str(processes)]
+    marks = ["-q", "-m", MARKS, "-p", "no:cacheprovider"]
     if version in CRASHES:
         marks += ["--deselect", CRASHES[version]]
     yield "unit tests", [*run, "pytest", *marks, *TESTS]
     yield "engine", [str(python), "-W", "error", "-m", "jaxspec", "generate", *GENERATE]
 
 
-def check(version: str, interpreter: str, folder: Path, processes: int) -> bool:
+def check(version: str, interpreter: str, folder: Path) -> bool:
     """Make the environment of a version if needed; return whether all steps succeed."""
     python, stamp = folder / "bin" / "python", folder / ".installed"
     changed_ts = (ROOT / "pyproject.toml").stat().st_mtime
@@ -70,10 +70,14 @@ def check(version: str, interpreter: str, folder: Path, processes: int) -> bool:
     if not is_made:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    # Packages of this checkout come from the editable install.
-    environment.pop("PYTHONPATH", None)
-    for name, command in steps(version, python, processes):
+    # Packages of this checkout come from the editable install. Other versions of XLA
+    # lack some of the flags of these tests.
+    without = ("PYTEST_", "PYTHONPATH", "XLA_FLAGS")
+    kept = {
+        name: one for name, one in os.environ.items() if not name.startswith(without)
+    }
+    environment = kept | {"JAX_PLATFORMS": "cpu"}
+    for name, command in steps(version, python):
         if name == "install" and is_made:
             continue
         if not run_step(name, command, environment, ROOT):
@@ -90,30 +94,12 @@ def python_for(minor: int, pythons: dict[str, str]) -> str | None:
     return found[allowed[0]] if allowed else None
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Check all versions but that of this environment; return 1 if one fails."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=VERSIONS, help="one version")
-    parser.add_argument("--folder", type=Path, default=Path(sys.prefix))
-    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 4))
-    options = parser.parse_args(arguments)
-    chosen = {options.only: VERSIONS[options.only]} if options.only else VERSIONS
-    pythons, failed = find_pythons(), []
-    for version, minor in chosen.items():
-        if version == metadata.version("jax") and not options.only:
-            continue  # the other tests ran on it
-        interpreter = python_for(minor, pythons)
-        if interpreter is None:
-            print(f"jax {version}: skipped, it needs Python 3.{minor}", flush=True)
-            continue
-        print(f"jax {version} ({interpreter})", flush=True)
-        folder = options.folder / f"jax-{version}"
-        if not check(version, interpreter, folder, options.processes):
-            failed.append(version)
-    if failed:
-        print(f"Failed on jax {', '.join(failed)}", flush=True)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.long_suite(name="jax_versions")
+@pytest.mark.parametrize(
+    "version", [one for one in VERSIONS if one != metadata.version("jax")]
+)
+def test_parts_that_call_jax_run_on_other_versions(version: str):
+    interpreter = python_for(VERSIONS[version], find_pythons())
+    if interpreter is None:
+        pytest.skip(f"jax {version} needs Python 3.{VERSIONS[version]}")
+    assert check(version, interpreter, Path(sys.prefix) / f"jax-{version}")
