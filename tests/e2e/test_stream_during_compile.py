@@ -134,7 +134,7 @@ def with_computing_threads(engine: LLMEngine) -> Flow:
 
 
 def keeps_limits(engine: LLMEngine, special: SamplingParams) -> tuple[bool, str]:
-    """Compile the program of `special` beside a stream; return whether it continued.
+    """Compile the program of `special` during a stream; return whether that continued.
 
     The second result has the measurements.
     """
