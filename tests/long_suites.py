@@ -212,6 +212,11 @@ SUITES = (
         ),
     ),
     LongSuite(
+        name="streams",
+        files=("tests/e2e/test_stream_during_compile.py",),
+        reads=(*ENGINE, "jaxspec/serve/"),
+    ),
+    LongSuite(
         name="device_run",
         files=("tests/test_device.py",),
         reads=(*ENGINE, "benchmarks/", "jaxspec/bench/"),

@@ -3,7 +3,7 @@
 On two free cores, no gap between outputs exceeds a second, and the stream keeps 40 % of
 its speed. If other processes use the cores, the allowed gap grows in proportion, and
 the speed is also compared with the speed beside two busy threads, since a compiler may
-use as much time.
+use as much time. It is a long suite of its own so that no other tests run meanwhile.
 """
 
 import gc
@@ -132,7 +132,7 @@ def with_computing_threads(engine: LLMEngine) -> Flow:
             thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.long_suite(name="streams")
 def test_stream_continues_during_compile(engine: LLMEngine):
     engine.add_request(STREAM, PROMPT, greedy(max_tokens=None))
     flow(engine, lambda seen: STREAM in seen)

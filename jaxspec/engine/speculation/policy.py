@@ -14,7 +14,8 @@ Estimates can be wrong or old. When a `LossBudget` can pay, an alternative is ru
 few rounds. Alternatives are plain decoding, the largest K, and drafts with side
 branches; with K = 0, the best K above it if drafts would win if they took no time, or a
 few drafts, if acceptance cannot be estimated otherwise. The same budget stops drafts
-that lose against plain decoding.
+that lose against plain decoding. It lends the time of a trial until `explore_rounds`
+rounds have had drafts: fewer say little about acceptance.
 
 The choice does not change the distribution of the text. Greedy and seeded text does not
 depend on K, and a choice depends only on tokens read before the round samples.
@@ -349,10 +350,17 @@ class SpeculationPolicy:
             [*alternatives, *([PROBE] if is_probed else [])],
             (DRAFTS, prices_s[DRAFTS]) if has_trials else None,
         )
+        is_early = self._num_drafted_rounds < CONSTANTS.explore_rounds
+        limit_s = CONSTANTS.loss_rounds * estimates.times[0, 0]
+        is_lent = has_trials and is_early and prices_s[DRAFTS] <= limit_s
+        if is_lent:  # What its rounds lose will be charged.
+            seconds[DRAFTS] = prices_s[DRAFTS] = 0.0
         affordable = [kind for kind in prices_s if budget.can_pay(kind, prices_s[kind])]
         if affordable:
             kind = max(affordable, key=budget.saved_s)
             budget.pay(kind)
+            if is_lent:
+                budget.charge(estimates.draft_prefill_s)
             self._paid_s, self._explored = seconds[kind], alternatives[kind]
             self._explore_left = CONSTANTS.explore_rounds
 

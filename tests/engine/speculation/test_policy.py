@@ -387,6 +387,41 @@ def test_drafts_are_tried_where_acceptance_is_not_observable():
 
 
 @pytest.mark.parametrize(
+    ("changes", "num_tried"),
+    [
+        (dict(is_observable=False), CONSTANTS.explore_rounds),
+        (dict(is_observable=True), 0),
+        # The price of draft prefill is too high, or it is a debt afterwards.
+        (dict(is_observable=False, draft_prefill_s=0.4), 0),
+        (dict(is_observable=False, draft_prefill_s=0.1), CONSTANTS.explore_rounds),
+    ],
+)
+def test_first_trial_is_lent(changes, num_tried):
+    """Otherwise drafts that seem to lose at first would not be tried for seconds."""
+    world = World(TIMES, 0.0)
+    for _ in range(40):
+        world.round(**changes)
+    tried = np.flatnonzero(world.chosen)
+    assert len(tried) == num_tried
+    assert not num_tried or tried[0] == 0
+    # The next one waits until the debt is repaid and its own price is saved.
+    prefill_s = changes.get("draft_prefill_s", 0.0)
+    lost_s = bool(num_tried) * prefill_s + num_tried * (TIMES[1] - TIMES[0])
+    price_s = prefill_s + CONSTANTS.explore_rounds * TIMES[1]
+    world.run_until(0.9 * (lost_s + price_s) / CONSTANTS.max_loss, **changes)
+    assert np.count_nonzero(world.chosen) == num_tried
+
+
+def test_no_trial_is_lent_once_drafts_have_run():
+    world = World(TIMES, 0.0, estimate=lambda: 1.0)
+    for _ in range(CONSTANTS.explore_rounds):
+        assert world.round(is_observable=False)
+    world.estimate = None
+    world.policy.reconsider()
+    assert not any(world.round(is_observable=False) for _ in range(100))
+
+
+@pytest.mark.parametrize(
     ("times", "is_whole_tree", "num_tried"),
     [
         # With lookups, for example, one draft or four may be verified in the same time.
