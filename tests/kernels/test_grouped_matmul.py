@@ -2,6 +2,8 @@
 
 import functools
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ IMPLEMENTATIONS = {
     ),
 }
 LIMITS = {"int4": (-8, 7), "uint4": (0, 15), "int8": (-127, 127)}
+KINDS = [("int4", False), ("uint4", True), ("int8", False), ("int8", True)]
 
 
 def arguments(kind, shape, *, has_minima):
@@ -41,15 +44,20 @@ def arguments(kind, shape, *, has_minima):
     )
 
 
+def _products() -> Iterator[Any]:
+    """Yield all combinations; `make test` has each kind, and each shape, once."""
+    dtypes = "bfloat16", "float32", "float32", "bfloat16"
+    for implementation in IMPLEMENTATIONS:
+        quick = (2, 1, 3, 0) if implementation == "gpu, split" else (1, 3, 0, 2)
+        for kind, own in zip(KINDS, quick, strict=True):
+            for number, shape in enumerate(zip(SHAPES, dtypes, strict=True)):
+                marks = [pytest.mark.slow] * (number != own)
+                yield pytest.param(implementation, *kind, *shape, marks=marks)
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [*zip(SHAPES, ("bfloat16", "float32", "float32", "bfloat16"), strict=True)],
+    ("implementation", "kind", "has_minima", "shape", "dtype"), [*_products()]
 )
-@pytest.mark.parametrize(
-    ("kind", "has_minima"),
-    [("int4", False), ("uint4", True), ("int8", False), ("int8", True)],
-)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_products_equal_float64(implementation, kind, has_minima, shape, dtype):
     inputs, values, scales = arguments(kind, shape, has_minima=has_minima)
     inputs = inputs.astype(dtype)

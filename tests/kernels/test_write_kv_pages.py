@@ -118,10 +118,21 @@ def run_by(backend: str, name: str, interpret: Any = True) -> Any:
     return jax.jit(getattr(reference, name))
 
 
+# `make test` has a single row, several steps, and pages of more than 128 lanes.
+QUICK_LANE_CASES = [LANE_CASES[number] for number in (2, 4, 5)]
+LATER_LANE_CASES = [
+    pytest.param(LANE_CASES[number], marks=pytest.mark.slow) for number in (0, 1, 3)
+]
+
+
 @pytest.mark.parametrize(
     ("backend", "case", "is_twice"),
     [
-        *(("tpu", case, False) for case in LANE_CASES),
+        *(("tpu", case, False) for case in QUICK_LANE_CASES),
+        *(
+            pytest.param("tpu", *case.values, False, marks=case.marks)
+            for case in LATER_LANE_CASES
+        ),
         ("tpu", LANE_CASES[1], True),
         ("reference", LANE_CASES[1], True),
         *(
@@ -140,7 +151,7 @@ def test_scales_in_lanes_are_written_as_those_by_slot(case, is_twice, backend):
     check_same(run_by(backend, "write_kv_pages")(in_lanes(pages), **given), expected)
 
 
-@pytest.mark.parametrize("case", LANE_CASES, ids=str)
+@pytest.mark.parametrize("case", [*QUICK_LANE_CASES, *LATER_LANE_CASES], ids=str)
 @pytest.mark.parametrize("backend", ["by slot", "reference", "tpu"])
 def test_rows_are_copied_slot_by_slot(case, backend):
     """All rows are read before any is written: a slot may be both source and target."""
@@ -195,18 +206,27 @@ def test_scale_kernels_have_no_race_and_no_access_out_of_bounds(capfd):
 
 
 ONE_ROW = Case(tokens=1, pages=40, page_size=16, kv_heads=2, head_dim=8)
+WRITES: list[tuple[Case, dict[int, int]]] = [
+    *((case, {}) for case in CASES.values()),
+    # Padding slots are ignored, whatever their number.
+    (CASES["tiny/verify"], {0: 640, 3: 641, 5: 2**31 - 1}),
+    # A single row is written by code of its own. Slot 639 is the last, 640 is padding.
+    *((ONE_ROW, {0: slot}) for slot in (0, 17, 639, 640)),
+]
 
 
-@pytest.mark.parametrize("storage", POOLS)
+# The sizes of a call do not change how a type is stored, so `make test` has all sizes
+# in one type only.
 @pytest.mark.parametrize(
-    ("case", "slots"),
+    ("case", "slots", "storage"),
     [
-        *((case, {}) for case in CASES.values()),
-        # Padding slots are ignored, whatever their number.
-        (CASES["tiny/verify"], {0: 640, 3: 641, 5: 2**31 - 1}),
-        # A single row is written by code of its own. Slot 639 is the last, 640 is
-        # padding.
-        *((ONE_ROW, {0: slot}) for slot in (0, 17, 639, 640)),
+        pytest.param(
+            *write,
+            storage,
+            marks=[pytest.mark.slow] * (not write[1] and storage != "float32"),
+        )
+        for write in WRITES
+        for storage in POOLS
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ operations.
 """
 
 import functools
+import itertools
 import math
 import re
 import time
@@ -80,8 +81,21 @@ def test_every_storage_layout_holds_the_matrix(form):
         np.testing.assert_array_equal(layout.panels, panels)
 
 
-@pytest.mark.parametrize("shape", [(192, 40), (384, 1536), (3072, 384)])
-@pytest.mark.parametrize("rows", [4, 7, cpu.MAX_ROWS, cpu.MAX_ROWS + 1, 70])
+# `make test` has all numbers of rows with the smallest matrix.
+SHAPES = [(192, 40), (384, 1536), (3072, 384)]
+QUICK = [(cpu.MAX_ROWS, SHAPES[1]), (7, SHAPES[2]), (cpu.MAX_ROWS + 1, SHAPES[2])]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        pytest.param(
+            *one,
+            marks=[pytest.mark.slow] * (one[1] != SHAPES[0] and one not in QUICK),
+        )
+        for one in itertools.product([4, 7, cpu.MAX_ROWS, cpu.MAX_ROWS + 1, 70], SHAPES)
+    ],
+)
 def test_products_equal_the_matrixs_bit_for_bit(rows, shape):
     matrix = jax.random.normal(jax.random.key(2), shape)
     inputs = jax.random.normal(jax.random.key(rows), (rows, shape[1]))
@@ -224,14 +238,11 @@ def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
     )
 
 
+# In `make test`, products have the same bits, above, and `tests/e2e/test_lossless.py`
+# runs a whole model without C++.
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_native")
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        (40, 6),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ((40, 1, 6), (72,))),
-    ],
-)
+@pytest.mark.parametrize("pieces", [(40, 6), (40, 1, 6), (72,)])
 def test_panels_give_the_same_bits(pieces):
     found, expected = (logits(pieces, has_panels=one) for one in (True, False))
     np.testing.assert_array_equal(found, expected)

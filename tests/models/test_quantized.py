@@ -253,10 +253,17 @@ def test_quantized_model_equals_its_dequantized_model(scheme, devices, is_scanne
     assert np.abs(found - logits_of(plain, make_tensors(config), 1)).max() > 1e-3
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+# `make test` has each scheme once.
+PLACEMENTS = [(1, False), (4, False), (4, True), (1, True)]
+
+
 @pytest.mark.parametrize(
-    ("devices", "is_scanned"),
-    [(1, False), pytest.param(1, True, marks=pytest.mark.slow), (4, False), (4, True)],
+    ("devices", "is_scanned", "scheme"),
+    [
+        pytest.param(*placement, scheme, marks=[pytest.mark.slow] * (number != other))
+        for number, placement in enumerate(PLACEMENTS)
+        for other, scheme in enumerate(SCHEMES)
+    ],
 )
 def test_placement_is_the_same_for_loaded_random_and_abstract(
     scheme, devices, is_scanned
@@ -341,7 +348,10 @@ MIXED = MixedScheme(
 )
 
 
-@pytest.mark.parametrize(("devices", "is_scanned"), [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("devices", "is_scanned"),
+    [(1, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)],
+)
 def test_mixed_types_keep_every_tensors_values(devices, is_scanned):
     sizes: Any = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
     config = replace(config_of(MIXED, **sizes), scan_layers=is_scanned)

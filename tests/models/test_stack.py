@@ -54,13 +54,14 @@ MODELS = {
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, jnp.float32) for name in MODELS),
-        ("gemma 3", jnp.bfloat16),
-        *(
-            pytest.param(name, jnp.bfloat16, marks=pytest.mark.slow)
-            for name in MODELS
-            if name != "gemma 3"
-        ),
+        # `make test` has one type for each model.
+        pytest.param(
+            name,
+            dtype,
+            marks=[pytest.mark.slow] * ((name == "gemma 3") != (dtype == jnp.bfloat16)),
+        )
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for name in MODELS
     ],
 )
 def test_scanned_logits_equal_separate_layers_bit_for_bit(name, dtype):
@@ -80,7 +81,9 @@ def test_scanned_logits_equal_separate_layers_bit_for_bit(name, dtype):
     np.testing.assert_array_equal(scanned, each)
 
 
-@pytest.mark.parametrize("name", ["whole periods", "gemma 3"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("whole periods", marks=pytest.mark.slow), "gemma 3"]
+)
 def test_every_layers_output_is_returned(name):
     """Proposers may read the outputs of the target's layers, in any order.
 
