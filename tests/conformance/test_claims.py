@@ -108,10 +108,14 @@ def _distribution(rule: str) -> Row:
 TABLE: dict[str, Row] = {
     "texts equal plain decoding": Row(
         check=claims.texts_equal_plain_decoding,
+        # Quick tests in tests/e2e compare texts of a Gemma 3 (test_lossless.py) and of
+        # suffix lookups (test_lookup.py), and drafts of the others (test_heads.py and
+        # test_pard.py).
         quick=(
-            *("draft model", GEMMA3, "pard", "trimmed, scanned", *HEADS),
-            *("medusa, tree", "n-gram", "suffix", "tree"),
+            *("draft model", "trimmed, scanned", "eagle3", "dflash", "medusa, tree"),
+            *("n-gram", "tree"),
         ),
+        slow=(GEMMA3, "pard", "eagle", "medusa", "suffix"),
         long=(
             *(*PARD, "trimmed", "trimmed, n-gram", "trimmed, leaves", "trimmed, tree"),
             *("trimmed, pard", *QUANTIZED, *LOOKUPS[1::2], "eagle, leaves"),
@@ -122,7 +126,8 @@ TABLE: dict[str, Row] = {
     ),
     "texts end within rounds": Row(
         check=claims.texts_end_within_rounds,
-        quick=("draft model", "n-gram", "tree"),
+        quick=("draft model",),
+        slow=("n-gram", "tree"),
         long=("pard", "trimmed", *HEADS, *LOOKUPS[1:], "leaves", "n-gram, tree")
         + ("tree, scanned", "largest tree", "n-gram + draft model, leaves")
         + ("suffix, leaves",),

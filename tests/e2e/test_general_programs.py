@@ -57,7 +57,10 @@ def plain_texts() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("features", [[Features()], [SPECIAL]])
+# `test_parameters.py` runs plain requests in a program with controls and logprobs.
+@pytest.mark.parametrize(
+    "features", [[Features()], pytest.param([SPECIAL], marks=pytest.mark.slow)]
+)
 def test_most_general_program_gives_the_same_texts(features):
     first = pair.engine()
     (universal, *_) = first.scheduler.shapes.all(features=features)
@@ -94,6 +97,7 @@ def test_batch_invariant_requests_run_in_one_program():
     assert engine.stats.num_accepted_tokens
 
 
+@pytest.mark.slow
 def test_batch_invariant_requests_may_begin_with_logprobs():
     """Only the program for logprobs is compiled then, and it also reads the prompt."""
     first = pair.own_engine(batch_invariant=True, has_one_shape=False)

@@ -1,6 +1,7 @@
 """Greedy texts equal HuggingFace's token for token, with and without drafts.
 
 The models are float32, and prompts are chosen so that rounding cannot change a token.
+In `make test`, `tests/conformance` compares fewer texts.
 """
 
 import functools
@@ -40,6 +41,7 @@ def test_unrelated_draft_changes_nothing(prompts, texts):
     assert 0.001 <= engine.stats.acceptance_rate <= 0.1
 
 
+@pytest.mark.slow
 def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
     wishes = [(None, 0, 1, 3)[index % 4] for index in range(len(prompts))]
     params = [GREEDY.clone() for _ in wishes]

@@ -33,8 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2, window of 32": dict(family=pair.GEMMA2, window=32, page_size=16),
     "gemma2, window of 13": dict(family=pair.GEMMA2, window=13, page_size=8),
 }
-# Each case compiles two engines. `test_lossless.py` has local pages with a tree, and
-# those of a Gemma 3.
+# Each case compiles two engines. `test_lossless.py` has local pages of a Gemma 3.
 IN_MAKE_TEST = ("gemma2",)
 
 

@@ -66,7 +66,7 @@ SUITE = pytest.mark.long_suite(name="lossless")
         pytest.param(SHORT, id="short", marks=SUITE),
         pytest.param(SUFFIX, id="suffix", marks=SUITE),
         pytest.param(LEAVES, id="leaves", marks=SUITE),
-        pytest.param(TREES, id="trees"),
+        pytest.param(TREES, id="trees", marks=pytest.mark.slow),
         pytest.param(SHAPES, id="shapes", marks=SUITE),
         pytest.param(LARGEST, id="largest", marks=SUITE),
         pytest.param(LONG, id="long", marks=SUITE),

@@ -167,7 +167,9 @@ def test_threads_get_the_texts_of_single_calls(group: LLM):
     assert_clean(group)
 
 
-@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize(
+    "is_group", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_interrupt_ends_only_its_own_call(
     request: pytest.FixtureRequest, is_group: bool
 ):

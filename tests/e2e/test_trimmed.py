@@ -57,6 +57,7 @@ def test_drafts_are_the_best_of_the_kept_tokens():
     assert others, "no round ends with a removed token"
 
 
+@pytest.mark.slow
 def test_target_as_its_own_draft_is_accepted_for_kept_tokens():
     """If a text contains only kept tokens, every draft is accepted."""
     plain = with_settings(pair.plain_engine())
@@ -101,10 +102,13 @@ CUT = [token for token in range(4, 64) if token not in KEPT]
                 regex=f"{characters(CUT[:6])}{characters(KEPT[2:])}{{4,40}}"
             )
         ),
-        dict(
-            structured_outputs=StructuredOutputsParams(
-                regex=f"{characters(CUT[:9])}{{12}}"
-            )
+        pytest.param(
+            dict(
+                structured_outputs=StructuredOutputsParams(
+                    regex=f"{characters(CUT[:9])}{{12}}"
+                )
+            ),
+            marks=pytest.mark.slow,
         ),
         pytest.param(dict(allowed_token_ids=CUT), marks=pytest.mark.slow),
         pytest.param(
