@@ -211,6 +211,7 @@ def run_script(script: str, checks: str, *, expected: tuple[str, ...] = ()) -> s
     return done.stdout
 
 
+@pytest.mark.slow  # the README has the same arguments, and `test_docs` runs it
 def test_flat_speculative_arguments_are_accepted():
     (line,) = run_script(VLLM_SCRIPT, CHECKS).splitlines()
     start = "Prompt: 'Once upon a time, there was a fox who', Generated text: "

@@ -50,16 +50,29 @@ def convert(source: Path, made: Path, **options: Any) -> None:
     write_checkpoint(open_checkpoint(source), made, progress=False, **options)
 
 
-@pytest.mark.parametrize("said", ["nothing", None, True, False])
+HEADS = {
+    "copy": (np.copy, True),
+    "other last row": (with_other_last_row, False),
+    "NaN": (lambda table: np.full_like(table, np.nan), False),
+    "another type": (lambda table: table.astype("f4"), False),
+}
+# Configs that contradict the bytes, and every kind of head once.
+QUICK = {("copy", False), ("other last row", True), ("other last row", "nothing")}
+QUICK |= {("NaN", None), ("another type", True)}
+
+
 @pytest.mark.parametrize(
-    ("head", "is_tied"),
+    ("said", "head", "is_tied"),
     [
-        (np.copy, True),
-        (with_other_last_row, False),
-        (lambda table: np.full_like(table, np.nan), False),
-        (lambda table: table.astype("f4"), False),
+        pytest.param(
+            said,
+            *HEADS[name],
+            id=f"{name}-{said}",
+            marks=() if (name, said) in QUICK else pytest.mark.slow,
+        )
+        for name in HEADS
+        for said in ("nothing", None, True, False)
     ],
-    ids=["copy", "other last row", "NaN", "another type"],
 )
 def test_only_head_with_the_bytes_of_the_embedding_is_dropped(
     tmp_path, said, head, is_tied
@@ -148,10 +161,16 @@ def test_names_of_shards_and_of_own_folders_are_found(tmp_path):
     assert not lists_head(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("said", [True, False])
 @pytest.mark.parametrize(
-    ("to", "quantization"),
-    [("hf", None), ("orbax", None), ("hf", "int8"), ("hf", "fp8")],
+    ("to", "quantization", "said"),
+    [
+        pytest.param(*one, said, marks=() if said is quick else pytest.mark.slow)
+        for *one, quick in (
+            *(("hf", None, True), ("orbax", None, False)),
+            *(("hf", "int8", True), ("hf", "fp8", False)),
+        )
+        for said in (True, False)
+    ],
 )
 def test_conversion_keeps_a_head_and_corrects_config(tmp_path, said, to, quantization):
     tensors = write(tmp_path / "source", said, with_other_last_row)

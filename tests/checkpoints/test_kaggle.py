@@ -91,18 +91,28 @@ def check(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     check_tensors(checkpoint.tensors, tensors)
 
 
-@pytest.mark.parametrize("form", FORMS)
+TREES: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (family, dict(is_model_first=is_model_first))
+        for family in FAMILIES
+        for is_model_first in (True, False)
+    ),
+    *(("2b", dict(num_stacks=2, num_layers=count)) for count in (2, 5)),
+    # Eight layers in six stacks: two of the stacks have one layer more.
+    *(("gemma3", dict(num_stacks=num_stacks)) for num_stacks in (0, 6)),
+]
+
+
+# All forms of the first and of the last tree, and one form of the others.
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "options", "form"),
     [
-        *(
-            (family, dict(is_model_first=is_model_first))
-            for family in FAMILIES
-            for is_model_first in (True, False)
-        ),
-        *(("2b", dict(num_stacks=2, num_layers=count)) for count in (2, 5)),
-        # Eight layers in six stacks: two of the stacks have one layer more.
-        *(("gemma3", dict(num_stacks=num_stacks)) for num_stacks in (0, 6)),
+        pytest.param(
+            *tree, form, marks=() if tree in ends or form == "nested" else slow
+        )
+        for slow, ends in [(pytest.mark.slow, (TREES[0], TREES[-1]))]
+        for tree in TREES
+        for form in FORMS
     ],
 )
 def test_trees_of_every_layout_are_read(tmp_path, family, form, options):

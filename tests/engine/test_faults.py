@@ -1,6 +1,7 @@
 """A failure or an interrupt ends only the affected requests, or only drafting."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -20,6 +21,9 @@ from tests.support.fake_engines import assert_idle, make_fake_engine, run_all, s
 POISON = 15
 PROMPTS = [[2, 3, 4], [2, 3, 5], [2, 6, 4]]
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def add(engine: LLMEngine, **changes: Any) -> None:
@@ -57,8 +61,8 @@ def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
-@pytest.mark.parametrize("after", [0, 1, pytest.param(2, marks=pytest.mark.slow), 5])
-@pytest.mark.parametrize("num_seqs", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [0, *map(slow, (1, 2)), 5])
+@pytest.mark.parametrize("num_seqs", [2, slow(4)])
 def test_failure_with_drafts_stops_drafting(where, after, num_seqs):
     engine, runner = make_fake_engine(num_draft_tokens=3, max_num_seqs=num_seqs)
     add(engine)

@@ -2,13 +2,14 @@
 
 What the device itself decides (stop ids, lengths) is tested on the real program in
 `tests/e2e/test_stopping.py`. A fake device is fast, so these tests cover every offset
-and every division of a text into rounds.
+and every division of a text into rounds; `make test` runs some of them.
 """
 
 import dataclasses
 import itertools
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ from tests.support.fake_engines import (
     run_one,
     said,
 )
+
+# Lengths of stop strings, and whether the text includes them.
+QUICK = [(1, False), (4, True)]
 
 
 def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
@@ -117,6 +121,14 @@ def test_loss_budget_earns_while_the_device_works(monkeypatch):
     assert sum(earned) == pytest.approx(engine.stats.busy_s)
 
 
+def some(values: Iterable[int], quick: set[int]) -> list[Any]:
+    """Return parameters of which only some are quick tests."""
+    return [
+        pytest.param(one, marks=() if one in quick else pytest.mark.slow)
+        for one in values
+    ]
+
+
 def expect(completion: Any, tokens: list[int], text: str, why: tuple) -> None:
     assert list(completion.token_ids) == tokens
     assert completion.text == text
@@ -124,7 +136,7 @@ def expect(completion: Any, tokens: list[int], text: str, why: tuple) -> None:
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 5])
-@pytest.mark.parametrize("offset", range(8))
+@pytest.mark.parametrize("offset", some(range(8), {0, 4, 7}))
 def test_text_ends_at_every_offset_of_a_round(num_draft_tokens, offset):
     text = TEXT.copy()
     text[3 + offset] = EOS
@@ -137,7 +149,7 @@ def test_text_ends_at_every_offset_of_a_round(num_draft_tokens, offset):
         expect(run_one(engine, params), tokens, letters(tokens), ("stop", None))
 
 
-@pytest.mark.parametrize("count", range(1, 13))
+@pytest.mark.parametrize("count", some(range(1, 13), {1, 2, 6, 12}))
 def test_length_and_stop_token_end_text_at_every_offset(count):
     tokens = said(count)
     for seed in range(4):
@@ -161,8 +173,13 @@ def test_ignored_eos_can_be_a_stop_token():
     expect(run_one(engine, params), tokens, letters(tokens[:-1]), ("stop", EOS))
 
 
-@pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("length", "include"),
+    [
+        pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow)
+        for one in itertools.product((1, 2, 4), (False, True))
+    ],
+)
 def test_stop_strings_across_tokens_and_rounds(length, include):
     engines = [make_fake_engine(seed=seed, num_draft_tokens=5)[0] for seed in range(4)]
     for offset in range(6):

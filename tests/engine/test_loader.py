@@ -132,8 +132,14 @@ def write_padded(
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("role", "is_tied"),
+    [
+        *(("target", True), ("draft", False)),
+        pytest.param("target", False, marks=pytest.mark.slow),
+        pytest.param("draft", True, marks=pytest.mark.slow),
+    ],
+)
 def test_padding_rows_of_target_or_draft_are_dropped(tmp_path, role, is_tied):
     write_padded(tmp_path / "padded", 8192 + 128, np.nan, is_tied=is_tied)
     folders = [bundled_target(), tmp_path / "padded"]

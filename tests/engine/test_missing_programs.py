@@ -54,8 +54,13 @@ def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
     loop.check_ended(requests)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 3])
-@pytest.mark.parametrize("pause", [1, 7, 60])
+@pytest.mark.parametrize(
+    ("pause", "num_draft_tokens"),
+    [
+        *((1, 0), (1, 3), (7, 3), (60, 3)),
+        *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (7, 60)),
+    ],
+)
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )

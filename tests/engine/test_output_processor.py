@@ -163,7 +163,9 @@ def agree(completion: CompletionOutput) -> list[str]:
     return origins
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
+@pytest.mark.parametrize(
+    "num_draft_tokens", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))]
+)
 def test_origins_match_the_counts(num_draft_tokens: int):
     seen: set[str] = set()
     for seed in range(8):

@@ -34,7 +34,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "priorities": dict(scheduling_policy="priority", max_num_seqs=8, num_pages=30),
     "adaptive": dict(controller=ADAPTIVE),
 }
-QUICK = [(name, 1) for name in ("base", "many_rows_few_pages", "switching", "adaptive")]
+QUICK_DROPPED = ["many_rows_few_pages", "adaptive"]
+QUICK = [(name, 1) for name in ("many_rows_few_pages", "switching", "adaptive")]
 
 
 def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
@@ -80,7 +81,9 @@ def test_random_traffic_finishes(name, depth, num_seeds):
     assert most == STEPS
 
 
-@pytest.mark.parametrize("name", ["base", "many_rows_few_pages", "adaptive"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("base", marks=pytest.mark.slow), *QUICK_DROPPED]
+)
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_requests_can_be_dropped_at_any_time(name, num_seeds):
     config, seeds = CONFIGS[name], range(num_seeds)

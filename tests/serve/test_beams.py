@@ -52,8 +52,16 @@ def shown(tokens: list[int]) -> str:
     return letters(tokens[:-1] if tokens[-1] == EOS else tokens)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize(
+    ("penalty", "is_stream"),
+    [
+        *((0.0, False), (4.0, True), (1.0, False)),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((0.0, True), (1.0, True), (4.0, False))
+        ),
+    ],
+)
 def test_beam_search_returns_best_texts(http: Client, is_stream: bool, penalty: float):
     texts = expected(3, 5, length_penalty=penalty)
     asked = {"n": 3, "length_penalty": penalty, "max_tokens": 5, "temperature": 0}

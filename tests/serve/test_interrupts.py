@@ -70,7 +70,7 @@ def slow(*values: object) -> Any:
         # While jaxspec is imported: numpy is, jax is not yet.
         (("jaxspec", "generate", "x"), "numpy", 0.0, signal.SIGINT, INTERRUPTED),
         (SERVER, "numpy", 0.0, signal.SIGINT, INTERRUPTED),
-        (SERVER, "jaxlib", 0.0, signal.SIGINT, INTERRUPTED),
+        slow(SERVER, "jaxlib", 0.0, signal.SIGINT, INTERRUPTED),
         (GENERATE, "jaxlib", 0.0, signal.SIGINT, INTERRUPTED),
         # While weights are loaded.
         (SERVER, "dtype=auto", 0.0, signal.SIGINT, INTERRUPTED),

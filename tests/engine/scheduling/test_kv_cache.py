@@ -257,7 +257,13 @@ def test_generated_tokens_are_found_in_the_cache(windows):
             assert second.num_draft_cached == 88
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(15),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 40)),
+    ],
+)
 @pytest.mark.parametrize(
     "windows",
     [{}, dict(window=5, num_pages=30), dict(window=6, num_local=3, num_pages=24)],

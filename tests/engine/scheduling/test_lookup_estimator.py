@@ -43,6 +43,7 @@ from tests.support.lookups import search_ngram, search_suffix
 from tests.support.loops import Loop, make_config, make_requests
 
 MOST = 6
+ONE_OR_MORE = [pytest.param(1, marks=pytest.mark.slow), 3]
 SUFFIX = SpeculativeConfig(
     method="suffix", num_speculative_tokens=MOST, **SUFFIX_DEFAULTS
 )
@@ -384,7 +385,7 @@ def test_rounds_whose_lookups_find_nothing_do_not_make_drafts_look_cheap():
     assert times.measured(RoundKind(shape, MOST)) == pytest.approx(4e-3, rel=0.1)
 
 
-@pytest.mark.parametrize("num_seqs", [1, 3])
+@pytest.mark.parametrize("num_seqs", ONE_OR_MORE)
 def test_no_drafts_without_repetition(num_seqs):
     loop = watched(random_truth(4096), 200, max_num_seqs=num_seqs)
     assert sum(launch.draft_counts.any() for launch in loop.launches) == 0
@@ -392,7 +393,7 @@ def test_no_drafts_without_repetition(num_seqs):
     assert loop.scheduler.acceptance.mean(kind)[0] < 0.05
 
 
-@pytest.mark.parametrize("num_seqs", [1, 3])
+@pytest.mark.parametrize("num_seqs", ONE_OR_MORE)
 def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
     """All requests copy their prompt, beginning at its 20th token."""
     prompt = [int(one) for one in np.random.default_rng(0).permutation(60)]
@@ -407,7 +408,7 @@ def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
     assert loop.device.num_accepted > 0.9 * loop.device.num_proposed
 
 
-@pytest.mark.parametrize("num_seqs", [1, 3])
+@pytest.mark.parametrize("num_seqs", ONE_OR_MORE)
 def test_copy_gets_drafts_although_the_draft_model_is_useless(num_seqs):
     """After 100 new tokens, all requests copy their text from its 20th token on."""
     text = [int(one) for one in np.random.default_rng(0).permutation(160)]

@@ -81,11 +81,21 @@ CONFIGS = {
 }
 
 
+# Their parts are in other configs, so only `make test-all` runs them.
+COMBINED = {
+    *("long_drafts", "switching", "windows", "windows_plain", "windows_tight"),
+    *("windows_switching", "windows_without_cache"),
+}
+
+
 # Engines use depth 1: one launch runs ahead of the results that they have read.
 @pytest.mark.parametrize(
     ("name", "depth", "num_seeds"),
     [
-        *((name, 1, 1) for name in CONFIGS),
+        *(
+            pytest.param(name, 1, 1, marks=pytest.mark.slow if name in COMBINED else ())
+            for name in CONFIGS
+        ),
         ("base", 0, 1),
         *(
             pytest.param(name, depth, 3, marks=pytest.mark.slow)
@@ -99,7 +109,11 @@ def test_random_traffic_finishes(name, depth, num_seeds):
 
 
 @pytest.mark.parametrize(
-    "name", ["base", "switching_one_tile", "many_rows_few_pages", "windows_few_pages"]
+    "name",
+    [
+        pytest.param("base", marks=pytest.mark.slow),
+        *("switching_one_tile", "many_rows_few_pages", "windows_few_pages"),
+    ],
 )
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_requests_can_be_dropped_at_any_time(name, num_seeds):
@@ -147,7 +161,7 @@ def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
 @pytest.mark.parametrize(
     "changes",
     [
-        CONFIGS["many_rows_few_pages"],
+        pytest.param(CONFIGS["many_rows_few_pages"], marks=pytest.mark.slow),
         CONFIGS["priorities"],
         dict(controller=ADAPTIVE, max_num_seqs=4, num_pages=60),
     ],
