@@ -367,6 +367,7 @@ def check_models(folder: Path, source: Path) -> None:
                 assert 0.01 < found.std() < 0.03
 
 
+@pytest.mark.slow
 def test_real_sizes_continue_where_they_stopped(tmp_path, real_fakes, monkeypatch):
     run_real(tmp_path)
     whole = (tmp_path / "result.json").read_text()

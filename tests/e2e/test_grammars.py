@@ -119,7 +119,7 @@ def test_drafts_change_nothing(engine, prompts, texts):
 
 
 @pytest.mark.parametrize(
-    "kind", [slow("ngram"), slow("ngram+noisy"), slow("two devices"), slow("suffix")]
+    "kind", ["ngram", slow("ngram+noisy"), slow("two devices"), slow("suffix")]
 )
 def test_other_drafts_and_devices_change_nothing(kind, prompts, texts):
     settings: dict[str, Any] = dict(runner=GrammarRunner, **SETTINGS)

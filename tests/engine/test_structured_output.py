@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -441,7 +440,6 @@ def test_texts_of_allowed_tokens_match_the_grammar(form, bundled):
     assert len(texts) > 5 and all(map(fits, texts)), texts
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
 UNBOUNDED = r"[ \n\r\t]+"
 GUIDED = SCHEMA | {"x-guidance": {"whitespace_flexible": True}}
 PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
@@ -453,18 +451,18 @@ PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
         (dict(json=SCHEMA), {}, 17),
         (dict(json=SCHEMA), dict(disable_any_whitespace=True), 0),
         (dict(json=SCHEMA), dict(whitespace_pattern=" {1,3}"), 3),
-        slow(dict(json=SCHEMA), dict(whitespace_pattern=UNBOUNDED), None),
+        (dict(json=SCHEMA), dict(whitespace_pattern=UNBOUNDED), None),
         (dict(json=SCHEMA, disable_any_whitespace=True), {}, 0),
         (dict(json=SCHEMA, whitespace_pattern="\n?"), {}, 1),
         (dict(json=SCHEMA, whitespace_pattern=UNBOUNDED), {}, None),
         (dict(json=SCHEMA, whitespace_pattern=""), {}, 0),
-        slow(dict(json=SCHEMA), dict(whitespace_pattern=""), 0),
+        (dict(json=SCHEMA), dict(whitespace_pattern=""), 0),
         # As in vLLM, a schema may contain its own options for white space.
         (dict(json=GUIDED), {}, None),
         (dict(json=GUIDED), dict(disable_any_whitespace=True), None),
         (dict(json=GUIDED, disable_any_whitespace=True), {}, 0),
         (dict(json=PATTERNED), {}, None),
-        slow(dict(json=PATTERNED, disable_any_whitespace=True), {}, 0),
+        (dict(json=PATTERNED, disable_any_whitespace=True), {}, 0),
         (dict(json=GUIDED, whitespace_pattern=" "), {}, 1),
     ],
 )

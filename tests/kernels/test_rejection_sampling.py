@@ -127,7 +127,7 @@ def test_block_rule_gives_the_papers_example():
         assert found_by(rule)[-1].mean_accepted == pytest.approx(expected, abs=1e-9)
 
 
-# Most tests have tiles of 16, of which four fill the vocabulary.
+# Most tests have four tiles of 16; the last overlaps the third.
 @pytest.mark.parametrize(
     "tile", [*(pytest.param(one, marks=pytest.mark.slow) for one in (50, 7)), 2048]
 )

@@ -127,9 +127,8 @@ def run_chunks(params: dict[str, Any], chunk: int, **settings: Any) -> np.ndarra
     [
         (DenseMatrix, "float32"),
         pytest.param(Bfloat16Matrix, "bfloat16", marks=pytest.mark.slow),
-        # `tests/kernels/test_decoder_blocks.py` tests the block in C++.
-        pytest.param(NativeMatrix, "float32", marks=pytest.mark.slow),
-        pytest.param(NativeMatrix, "bfloat16", marks=pytest.mark.slow),
+        (NativeMatrix, "float32"),
+        (NativeMatrix, "bfloat16"),
     ],
 )
 def test_normalised_heads_have_the_same_bits_in_chunks_of_any_size(form, dtype):

@@ -21,14 +21,15 @@ class PolicyConstants:
             triggers a choice at once.
         explore_rounds: Rounds with the alternative in one exploration. After a change
             between drafts and none, the first four are not measured
-            (`step_times.NUM_UNTYPICAL`).
+            (`step_times.NUM_UNTYPICAL`). Trials may be lent until this number of
+            rounds have had drafts.
         max_loss: Share of the device's time that drafts may lose against decoding
             without them, and that explorations may take. Trials may also spend time
             that drafts have won (`loss_budget.WON_SHARE`).
         loss_rounds: Plain rounds that drafts may lose in a row beyond that share before
             they are stopped. With drafts that gain a tenth at batch 1, a round wins
             0.1 +- 1.2 plain rounds; a random loss of 48 occurs once in 70,000 rounds.
-            Also the limit of the won time that is kept.
+            Also the limit of the won time that is kept, and of what lent trials lose.
         half_life_rounds: Rounds after which an observed acceptance counts half.
         prior_weight: Observations that a request's own rate needs to count as much as
             the mean of its kind, and a position's as much as the position before it.

@@ -17,7 +17,8 @@ class LossBudget:
     Rounds with drafts that lose against plain decoding add to a deficit; rounds that
     win reduce it. A deficit of more than `loss_rounds` plain rounds closes the budget:
     the deficit becomes a debt, and nothing is drafted until it is repaid. What an
-    exploration loses beyond its price is a debt as well.
+    exploration loses beyond its price is a debt as well, and so is all that a lent
+    trial loses.
 
     The budget earns a share of the device's time. It repays the debt first; the rest is
     divided equally among the kinds of explorations. If they all spent from one balance,
@@ -80,8 +81,12 @@ class LossBudget:
         self._saved_s[kind] = 0.0
 
     def charge(self, seconds: float) -> None:
-        """Add to the debt what an exploration has lost beyond its price."""
-        self._debt_s += seconds
+        """Add to the debt what an exploration has lost beyond its price.
+
+        Args:
+            seconds: Negative if a lent trial has won.
+        """
+        self._debt_s = max(self._debt_s + seconds, 0.0)
 
     def add(self, won_s: float, plain_s: float) -> None:
         """Record seconds won against plain decoding; negative are lost.

@@ -14,8 +14,9 @@ Estimates can be wrong or old. When a `LossBudget` can pay, an alternative is ru
 few rounds. Alternatives are plain decoding, the largest K, and drafts with side
 branches; with K = 0, the best K above it if drafts would win if they took no time, or a
 few drafts, if acceptance cannot be estimated otherwise. The same budget stops drafts
-that lose against plain decoding. It lends the time of a trial until `explore_rounds`
-rounds have had drafts: fewer say little about acceptance.
+that lose against plain decoding. Fewer than `explore_rounds` rounds with drafts say
+little about acceptance: until then, if it cannot be estimated otherwise, a trial is
+lent, that is, paid afterwards.
 
 The choice does not change the distribution of the text. Greedy and seeded text does not
 depend on K, and a choice depends only on tokens read before the round samples.
@@ -199,6 +200,8 @@ class SpeculationPolicy:
         self._explored: Choice | None = None
         self._explore_left = 0.0
         self._paid_s = 0.0  # by the loss budget for each of these rounds
+        # What lent trials have lost, and at most may lose while one runs.
+        self._lent_s = self._max_lent_s = 0.0
         # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
         self._rounds_left = self._num_drafted_rounds = 0
@@ -222,7 +225,8 @@ class SpeculationPolicy:
         """Stop drafting for good."""
         if self.speculative is not None and not self.is_stopped:
             self.stop_reason = reason
-            self.choice, self._explored = replace(self.choice, num_draft_tokens=0), None
+            self.choice = replace(self.choice, num_draft_tokens=0)
+            self.end_exploration()
             _log.error("Speculation is disabled: %s", reason)
 
     def set_adaptive(self, is_adaptive: bool) -> None:
@@ -350,18 +354,20 @@ class SpeculationPolicy:
             [*alternatives, *([PROBE] if is_probed else [])],
             (DRAFTS, prices_s[DRAFTS]) if has_trials else None,
         )
-        is_early = self._num_drafted_rounds < CONSTANTS.explore_rounds
-        limit_s = CONSTANTS.loss_rounds * estimates.times[0, 0]
-        is_lent = has_trials and is_early and prices_s[DRAFTS] <= limit_s
-        if is_lent:  # What its rounds lose will be charged.
-            seconds[DRAFTS] = prices_s[DRAFTS] = 0.0
         affordable = [kind for kind in prices_s if budget.can_pay(kind, prices_s[kind])]
+        max_lent_s = float(CONSTANTS.loss_rounds * estimates.times[0, 0])
         if affordable:
             kind = max(affordable, key=budget.saved_s)
             budget.pay(kind)
-            if is_lent:
-                budget.charge(estimates.draft_prefill_s)
             self._paid_s, self._explored = seconds[kind], alternatives[kind]
+            self._explore_left = CONSTANTS.explore_rounds
+        elif (
+            has_trials
+            and self._num_drafted_rounds < CONSTANTS.explore_rounds
+            and self._lent_s + prices_s[DRAFTS] <= max_lent_s
+            and budget.can_pay(DRAFTS, 0.0)
+        ):
+            self._max_lent_s, self._explored = max_lent_s, alternatives[DRAFTS]
             self._explore_left = CONSTANTS.explore_rounds
 
     def _alternatives(
@@ -395,6 +401,19 @@ class SpeculationPolicy:
     def end_exploration(self) -> None:
         """Stop measuring an alternative: prompts interrupt it."""
         self._explored, self._explore_left = None, 0.0
+        self._max_lent_s = 0.0
+
+    def _charge_lent(self, lost_s: float) -> None:
+        """Charge what a lent trial has lost; end it when that is too much.
+
+        Args:
+            lost_s: Negative if it has won.
+        """
+        self._budget.charge(lost_s)
+        self._lent_s = max(self._lent_s + lost_s, 0.0)
+        if self._lent_s > self._max_lent_s:
+            self.end_exploration()
+            self.reconsider()
 
     def can_probe(self) -> bool:
         """Return whether to probe the draft model while nothing is drafted."""
@@ -417,6 +436,8 @@ class SpeculationPolicy:
             self.num_probes += 1
             self._probe_s = seconds
             self.reconsider()
+        elif self._max_lent_s:
+            self._charge_lent(seconds)
         elif seconds > 0 and self._explored is None:
             self._budget.add(-seconds, seconds)
 
@@ -439,7 +460,7 @@ class SpeculationPolicy:
         """
         self._rounds_left -= 1
         self._num_drafted_rounds += num_draft_tokens > 0
-        is_exploring = self._explored is not None
+        is_exploring, is_lent = self._explored is not None, self._max_lent_s > 0
         if self._explored is not None:
             # Plain rounds during draft prefill for an exploration count an eighth, so
             # that it ends if there are no drafts at all.
@@ -456,6 +477,9 @@ class SpeculationPolicy:
         else:
             self.lost_s -= won
         if not self.is_adaptive:
+            return
+        if is_lent:
+            self._charge_lent(-won)
             return
         if is_exploring:
             # The estimated time, which was paid, may have been too short.

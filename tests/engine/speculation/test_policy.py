@@ -188,12 +188,26 @@ class World:
     """A simulation of sequences whose drafts have a known acceptance probability.
 
     The policy gets the true times of rounds, and estimates, which may be wrong.
+
+    Attributes:
+        prefill_s: Seconds of draft prefill whenever drafts begin.
+        plain_s: Seconds that plain decoding takes for the same tokens.
     """
 
-    def __init__(self, times, rate, num_seqs=1, *, estimate=None, estimated_times=None):
+    def __init__(
+        self,
+        times,
+        rate,
+        num_seqs=1,
+        *,
+        estimate=None,
+        estimated_times=None,
+        prefill_s=0.0,
+    ):
         self.times, self.rate, self.num_seqs = times, rate, num_seqs
         self.estimate, self.estimated_times = estimate, estimated_times
-        self.now = 0.0
+        self.prefill_s, self.num_prefills = prefill_s, 0
+        self.now = self.plain_s = 0.0
         self.most = len(times) - 1
         self.policy = make_policy(self.most)
         self.random = np.random.default_rng(0)
@@ -209,11 +223,17 @@ class World:
             times = self.times if self.estimated_times is None else self.estimated_times
             known = estimates(rate, times, self.num_seqs, **(self.known | changes))
             policy.choose(known)
+        if policy.is_drafting and self.prefill_s and not any(self.chosen[-1:]):
+            self.num_prefills += 1
+            self.now += self.prefill_s
+            policy.record_time(self.prefill_s)
+            policy.record_draft_prefill(self.prefill_s, is_probe=False)
         k = policy.next_choice.num_draft_tokens
         accepted = self.random.random((self.num_seqs, k)) < self.rate
         emitted = self.num_seqs + int(np.cumprod(accepted, axis=1).sum())
         self.now += self.times[k]
         self.num_tokens += emitted
+        self.plain_s += emitted / self.num_seqs * self.times[0]
         self.chosen.append(k)
         policy.record_time(self.times[k])
         policy.record_round(self.num_seqs, k, emitted, self.times[k], self.times[0])
@@ -222,11 +242,6 @@ class World:
     def run_until(self, seconds: float, **changes: Any) -> None:
         while self.now < seconds:
             self.round(**changes)
-
-    @property
-    def plain_s(self) -> float:
-        """Return the seconds that plain decoding takes for the same tokens."""
-        return self.num_tokens / self.num_seqs * self.times[0]
 
 
 @pytest.mark.parametrize(
@@ -387,29 +402,43 @@ def test_drafts_are_tried_where_acceptance_is_not_observable():
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_tried"),
+    ("is_observable", "prefill_s", "num_tried"),
     [
-        (dict(is_observable=False), CONSTANTS.explore_rounds),
-        (dict(is_observable=True), 0),
-        # The price of draft prefill is too high, or it is a debt afterwards.
-        (dict(is_observable=False, draft_prefill_s=0.4), 0),
-        (dict(is_observable=False, draft_prefill_s=0.1), CONSTANTS.explore_rounds),
+        (False, 0.0, CONSTANTS.explore_rounds),
+        (False, 0.1, CONSTANTS.explore_rounds),
+        (False, 0.4, 0),
+        (True, 0.0, 0),
     ],
 )
-def test_first_trial_is_lent(changes, num_tried):
+def test_first_trial_is_paid_afterwards(is_observable, prefill_s, num_tried):
     """Otherwise drafts that seem to lose at first would not be tried for seconds."""
-    world = World(TIMES, 0.0)
+    world = World(TIMES, 0.0, prefill_s=prefill_s)
     for _ in range(40):
-        world.round(**changes)
+        world.round(is_observable=is_observable, draft_prefill_s=prefill_s)
     tried = np.flatnonzero(world.chosen)
     assert len(tried) == num_tried
     assert not num_tried or tried[0] == 0
     # The next one waits until the debt is repaid and its own price is saved.
-    prefill_s = changes.get("draft_prefill_s", 0.0)
-    lost_s = bool(num_tried) * prefill_s + num_tried * (TIMES[1] - TIMES[0])
+    lost_s = num_tried * (TIMES[1] - TIMES[0]) + bool(num_tried) * prefill_s
     price_s = prefill_s + CONSTANTS.explore_rounds * TIMES[1]
-    world.run_until(0.9 * (lost_s + price_s) / CONSTANTS.max_loss, **changes)
+    world.run_until(
+        0.9 * (lost_s + price_s) / CONSTANTS.max_loss,
+        is_observable=is_observable,
+        draft_prefill_s=prefill_s,
+    )
     assert np.count_nonzero(world.chosen) == num_tried
+
+
+def test_first_trial_that_wins_leaves_no_debt():
+    """Its draft prefill loses 0.05 s, and its rounds win 0.08 s."""
+    world = World(TIMES, 1.0, prefill_s=0.05, estimate=lambda: 0.0)
+    for _ in range(CONSTANTS.explore_rounds):
+        assert world.round(is_observable=False) == 1
+    world.estimate = None
+    world.policy.reconsider()
+    while world.round(is_observable=False):
+        pass  # until plain rounds are timed, which costs 0.08 s: 1 % of 8 s
+    assert 7 < world.now < 10
 
 
 def test_no_trial_is_lent_once_drafts_have_run():
@@ -419,6 +448,30 @@ def test_no_trial_is_lent_once_drafts_have_run():
     world.estimate = None
     world.policy.reconsider()
     assert not any(world.round(is_observable=False) for _ in range(100))
+
+
+@pytest.mark.parametrize("estimated_s", [0.0, 0.02])
+@pytest.mark.parametrize(
+    ("prefill_s", "num_sizes", "num_drafted"), [(0.2, 6, 2), (0.2, 1, 1), (0.6, 6, 0)]
+)
+def test_lent_trials_lose_a_limited_time(
+    prefill_s, num_sizes, num_drafted, estimated_s
+):
+    """Draft prefill takes longer than expected, and prompts interrupt every trial.
+
+    Each batch size has a budget of its own, which has no debt yet.
+    """
+    world = World(TIMES, 0.0, prefill_s=prefill_s)
+    for number in range(60):
+        world.num_seqs = 1 << number % num_sizes
+        world.policy.end_exploration()
+        world.policy.reconsider()
+        world.chosen.append(0)  # drafts need draft prefill again
+        world.round(is_observable=False, draft_prefill_s=estimated_s)
+    assert np.count_nonzero(world.chosen) == num_drafted
+    assert world.num_prefills == max(num_drafted, 1)
+    allowed_s = CONSTANTS.loss_rounds * TIMES[0] + CONSTANTS.max_loss * world.now
+    assert world.now - world.plain_s <= allowed_s + world.prefill_s
 
 
 @pytest.mark.parametrize(
