@@ -200,7 +200,7 @@ class SpeculationPolicy:
         self._explored: Choice | None = None
         self._explore_left = 0.0
         self._paid_s = 0.0  # by the loss budget for each of these rounds
-        # What lent trials have lost, and at most may lose while one runs.
+        # What lent trials have lost, and may lose at most while one runs; 0 otherwise.
         self._lent_s = self._max_lent_s = 0.0
         # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
@@ -436,8 +436,8 @@ class SpeculationPolicy:
             self.num_probes += 1
             self._probe_s = seconds
             self.reconsider()
-        elif self._max_lent_s:
-            self._charge_lent(seconds)
+        elif self._max_lent_s or self._explored is None and not self.is_drafting:
+            self._charge_lent(seconds)  # also if the trial ended before its launch did
         elif seconds > 0 and self._explored is None:
             self._budget.add(-seconds, seconds)
 

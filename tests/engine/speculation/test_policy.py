@@ -474,6 +474,19 @@ def test_lent_trials_lose_a_limited_time(
     assert world.now - world.plain_s <= allowed_s + world.prefill_s
 
 
+def test_draft_prefill_that_ends_after_its_trial_is_charged():
+    policy, known = make_policy(5), estimates(0.0, is_observable=False)
+    for number in range(60):
+        policy.choose(
+            known if number % 2 else estimates(0.0, TIMES, 2, is_observable=False)
+        )
+        is_lent = policy.is_drafting
+        policy.end_exploration()
+        if is_lent:
+            policy.record_draft_prefill(0.3, is_probe=False)
+    assert policy.lost_s == pytest.approx(0.6)
+
+
 @pytest.mark.parametrize(
     ("times", "is_whole_tree", "num_tried"),
     [
