@@ -22,7 +22,7 @@ class PolicyConstants:
         explore_rounds: Rounds with the alternative in one exploration. After a change
             between drafts and none, the first four are not measured
             (`step_times.NUM_UNTYPICAL`). Trials may be lent until this number of
-            rounds have had drafts.
+            rounds has had drafts.
         max_loss: Share of the device's time that drafts may lose against decoding
             without them, and that explorations may take. Trials may also spend time
             that drafts have won (`loss_budget.WON_SHARE`).

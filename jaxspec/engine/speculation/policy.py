@@ -200,7 +200,8 @@ class SpeculationPolicy:
         self._explored: Choice | None = None
         self._explore_left = 0.0
         self._paid_s = 0.0  # by the loss budget for each of these rounds
-        # What lent trials have lost, and may lose at most while one runs; 0 otherwise.
+        # Seconds that lent trials have lost so far, and the limit of that while one
+        # runs; the limit is 0 while none runs.
         self._lent_s = self._max_lent_s = 0.0
         # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
@@ -437,7 +438,8 @@ class SpeculationPolicy:
             self._probe_s = seconds
             self.reconsider()
         elif self._max_lent_s or self._explored is None and not self.is_drafting:
-            self._charge_lent(seconds)  # also if the trial ended before its launch did
+            # The second condition: the trial ended before this launch did.
+            self._charge_lent(seconds)
         elif seconds > 0 and self._explored is None:
             self._budget.add(-seconds, seconds)
 
