@@ -184,6 +184,7 @@ def test_loss_falls(tmp_path: Path) -> None:
     assert float(after) < float(before) - 0.5
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole.safetensors", tmp_path / "broken.safetensors"
     train_micro(whole, CountingRows(), steps=7)

@@ -112,10 +112,9 @@ TABLE: dict[str, Row] = {
         # suffix lookups (test_lookup.py), and drafts of the others (test_heads.py and
         # test_pard.py).
         quick=(
-            *("draft model", "trimmed, scanned", "eagle3", "dflash", "medusa, tree"),
-            *("n-gram", "tree"),
+            *("draft model", "eagle3", "dflash", "medusa, tree", "n-gram", "tree"),
         ),
-        slow=(GEMMA3, "pard", "eagle", "medusa", "suffix"),
+        slow=(GEMMA3, "pard", "trimmed, scanned", "eagle", "medusa", "suffix"),
         long=(
             *(*PARD, "trimmed", "trimmed, n-gram", "trimmed, leaves", "trimmed, tree"),
             *("trimmed, pard", *QUANTIZED, *LOOKUPS[1::2], "eagle, leaves"),

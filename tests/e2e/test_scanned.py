@@ -227,9 +227,8 @@ def drafting_engine(scan_layers: bool) -> LLMEngine:
 ROUND = StepShape(num_seqs=2, num_levels=NUM_DRAFT, max_prompt_tokens=0)
 
 
-@pytest.mark.parametrize(
-    "max_rounds", [pytest.param(1, marks=pytest.mark.slow), NUM_ROUNDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("max_rounds", [1, NUM_ROUNDS])
 def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
     """With users' compile options, programs also take few arrays as arguments."""
     runner: Any = drafting_engine(True).runner

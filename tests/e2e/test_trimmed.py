@@ -141,6 +141,7 @@ def test_trimming_lowers_acceptance_but_not_to_zero(rule):
     assert 0.1 < distribution.acceptance_of(engine, rule) < 0.9
 
 
+@pytest.mark.slow
 def test_trimmed_head_is_restored_after_sleep():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "Runner", QuickGreedyRunner)

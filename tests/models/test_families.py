@@ -79,7 +79,10 @@ def make_gemmas(folder: Path) -> Any:
     ("make", "num_draft_tokens", "count", "prompts"),
     [
         (make_llamas, 2, 12, [[2, 17, 40], [2, 9, 3, 88, 61, 5]]),
-        (make_gemmas, 3, 24, [[2, 17, 40] * 8, [2, 9, 3, 88, 61, 5]]),
+        pytest.param(
+            *(make_gemmas, 3, 24, [[2, 17, 40] * 8, [2, 9, 3, 88, 61, 5]]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_family_equals_huggingface_in_the_engine(

@@ -111,12 +111,13 @@ def test_pages_and_weights_are_never_copied(shape, dtype):
 TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
 
 
-@pytest.mark.parametrize("num_seqs", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_seqs", [1, 2])
 @pytest.mark.parametrize(
     ("num_drafts", "keys"),
     [
         pytest.param(3, {"num_side_leaves": 1}, id="leaves"),
-        pytest.param(6, {"tree": TREE}, id="tree", marks=pytest.mark.slow),
+        pytest.param(6, {"tree": TREE}, id="tree"),
     ],
 )
 def test_kv_of_accepted_tree_paths_are_moved_in_place(num_drafts, keys, num_seqs):

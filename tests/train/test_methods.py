@@ -56,7 +56,7 @@ def run_passes(target: Target, method: Any, params: Any) -> list[jax.Array]:
 @pytest.mark.parametrize(
     ("kind", "export"),
     [
-        ("eagle", "safetensors"),
+        pytest.param("eagle", "safetensors", marks=pytest.mark.slow),
         ("eagle3", "safetensors"),
         ("eagle3", "specforge"),
         ("medusa", "safetensors"),

@@ -52,7 +52,9 @@ def make_trainer(method: Any) -> Trainer:
     return tiny.make_trainer(method, target, read=read, **sizes)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("eagle3", marks=pytest.mark.slow), "dflash"]
+)
 def test_first_loss_is_at_most_the_log_of_the_vocabulary(kind, tmp_path):
     method = getattr(tiny, f"{kind}_method")()
     trainer = make_trainer(method)

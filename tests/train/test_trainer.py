@@ -90,7 +90,7 @@ def test_mesh_gives_the_same_parameters(method, matrix):
 @pytest.mark.parametrize(
     ("kind", "max_loss", "min_rise"),
     [
-        ("eagle3", 0.9, 0.03),
+        pytest.param("eagle3", 0.9, 0.03, marks=slow),
         ("medusa", 0.8, 0.06),
         pytest.param("eagle", 0.9, 0.03, marks=slow),
         pytest.param("dflash", 0.97, 0.01, marks=slow),
