@@ -70,6 +70,7 @@ def test_programs_are_the_same_under_other_settings(tmp_path):
         assert made() == expected
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_under_other_settings():
     params = [
         SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),

@@ -33,8 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2, window of 32": dict(family=pair.GEMMA2, window=32, page_size=16),
     "gemma2, window of 13": dict(family=pair.GEMMA2, window=13, page_size=8),
 }
-# Each case compiles two engines. `test_lossless.py` has local pages of a Gemma 3.
-IN_MAKE_TEST = ("gemma2",)
 
 
 @functools.partial(jax.jit, static_argnames="unit")
@@ -158,13 +156,10 @@ def results_of(engine: LLMEngine) -> Any:
     return texts, logprobs, engine.stats.acceptance_rate
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.slow)
-        for name in CASES
-    ],
-)
+# Each case compiles two engines. A quick test in test_lossless.py compares the texts of
+# a Gemma 3 with local pages.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_freed_pages_change_no_bits(name):
     case: dict[str, Any] = CASES[name] | dict(enable_prefix_caching=False)
     expected = results_of(make(is_off=True, **case))

@@ -68,7 +68,6 @@ def test_requests_go_to_the_least_loaded_engine():
 @pytest.mark.parametrize(
     ("method", "stride"),
     [
-        ("get_num_unfinished_requests", 2),
         ("step", 11),
         pytest.param("get_num_unfinished_requests", 1, marks=pytest.mark.slow),
         pytest.param("step", 1, marks=pytest.mark.slow),

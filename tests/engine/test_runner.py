@@ -144,7 +144,9 @@ def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("kind", [{"lookup": (3, 2)}, {"suffix": {}}])
+@pytest.mark.parametrize(
+    "kind", [{"lookup": (3, 2)}, pytest.param({"suffix": {}}, marks=pytest.mark.slow)]
+)
 def test_timed_rounds_of_lookups_find_all_drafts(monkeypatch, kind):
     """Otherwise the time of rounds with drafts would be underestimated."""
     settings: dict[str, Any] = dict(pair.SETTINGS, num_draft_tokens=3, **kind)

@@ -125,7 +125,7 @@ def run_chunks(params: dict[str, Any], chunk: int, **settings: Any) -> np.ndarra
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [
-        (DenseMatrix, "float32"),
+        pytest.param(DenseMatrix, "float32", marks=pytest.mark.slow),
         pytest.param(Bfloat16Matrix, "bfloat16", marks=pytest.mark.slow),
         (NativeMatrix, "float32"),
         (NativeMatrix, "bfloat16"),
