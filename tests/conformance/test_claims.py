@@ -111,7 +111,7 @@ TABLE: dict[str, Row] = {
         # Quick tests in tests/e2e compare texts of a Gemma 3 (test_lossless.py) and of
         # suffix lookups (test_lookup.py), and drafts of the others (test_heads.py and
         # test_pard.py).
-        quick=(*("draft model", "eagle3", "dflash", "medusa, tree", "n-gram", "tree"),),
+        quick=("draft model", "eagle3", "dflash", "medusa, tree", "n-gram", "tree"),
         slow=(GEMMA3, "pard", "trimmed, scanned", "eagle", "medusa", "suffix"),
         long=(
             *(*PARD, "trimmed", "trimmed, n-gram", "trimmed, leaves", "trimmed, tree"),
