@@ -109,8 +109,8 @@ TABLE: dict[str, Row] = {
     "texts equal plain decoding": Row(
         check=claims.texts_equal_plain_decoding,
         # Quick tests in tests/e2e compare texts of a Gemma 3 (test_lossless.py) and of
-        # suffix lookups (test_lookup.py), and drafts of the others (test_heads.py and
-        # test_pard.py).
+        # suffix lookups (test_lookup.py), and drafts of the others (test_heads.py,
+        # test_pard.py and test_trimmed.py).
         quick=("draft model", "eagle3", "dflash", "medusa, tree", "n-gram", "tree"),
         slow=(GEMMA3, "pard", "trimmed, scanned", "eagle", "medusa", "suffix"),
         long=(
