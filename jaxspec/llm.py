@@ -539,13 +539,13 @@ class LLM:
                     if request_id in self._calls:
                         self._calls[request_id].ended.append(output)
         except Exception as error:
-            if self._is_failure_of(call, error):
+            if self._record_failure(call, error):
                 raise
         except BaseException:
             self._add_again(call)
             raise
 
-    def _is_failure_of(self, call: "_Call", error: Exception) -> bool:
+    def _record_failure(self, call: "_Call", error: Exception) -> bool:
         """Store a step's error for the other calls whose requests it has ended.
 
         Returns:

@@ -231,6 +231,11 @@ class SamplingParams:
         """Maximum draft tokens per step of this request; None for the engine's."""
         return (self.extra_args or {}).get("num_speculative_tokens")
 
+    def max_draft_tokens(self, engine_limit: int) -> int:
+        """Return this request's maximum K; the engine's is `engine_limit`."""
+        requested = self.num_speculative_tokens
+        return engine_limit if requested is None else min(requested, engine_limit)
+
     @property
     def return_token_origins(self) -> bool:
         """Whether outputs have `token_origins`."""
@@ -265,12 +270,12 @@ class SamplingParams:
         for name, tokens in named.items():
             for token in tokens or ():
                 check_token_id(RequestError, name, token, vocab_size)
-        wanted = self.num_speculative_tokens
-        if wanted is not None and max_draft_tokens is not None:
+        requested = self.num_speculative_tokens
+        if requested is not None and max_draft_tokens is not None:
             check_integer(
                 RequestError,
                 "num_speculative_tokens",
-                wanted,
+                requested,
                 low=0,
                 high=max_draft_tokens,
                 hint="The upper limit is the engine's num_speculative_tokens.",

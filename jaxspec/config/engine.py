@@ -17,7 +17,6 @@ from jaxspec.config.kv_events import KvEventsConfig
 from jaxspec.config.model import MASK_TOKEN, ModelConfig
 from jaxspec.config.speculation import SYNTHETIC, SpeculativeConfig
 from jaxspec.config.structured_outputs import StructuredOutputsConfig
-from jaxspec.config.token_tree import TREE_KEY
 from jaxspec.errors import (
     ConfigError,
     UnsupportedError,
@@ -40,9 +39,6 @@ KV_CACHE_NAMES = {name: name for name in KV_CACHE_DTYPES} | {"fp8_e4m3": KV_FP8}
 # Bytes per value, and bytes per scale. The values of one token and head share a scale.
 _KV_BYTES = {KV_INT8: (1, 4), KV_FP8: (1, 0)}
 SCHEDULING_POLICIES = ("fcfs", "priority")
-# Upper bound of the bytes per value. "auto" becomes float32 or bfloat16 only once the
-# device is known, so it counts as float32.
-MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
 MAX_LOGPROBS = 1024  # per token: every launch copies them to the host
 MAX_SCHEDULER_STEPS = 64  # a launch's result has room for all its rounds
@@ -301,17 +297,12 @@ class EngineConfig:
                 ConfigError, "method", repr(head.kind), speculative.method, hint
             )
         head.check_target(self.model_config, self.model)
-        most = head.max_draft_tokens
-        if most is not None and speculative.num_levels > most:
-            is_tree = speculative.speculative_token_tree is not None
-            name = TREE_KEY if is_tree else "num_speculative_tokens"
-            hint = (
+        if head.max_draft_tokens is not None:
+            speculative.check_levels(
+                head.max_draft_tokens,
                 f"The head in {speculative.model} ({head.kind!r}) was trained to "
-                f"propose at most {most} tokens in a row."
+                f"propose at most {head.max_draft_tokens} tokens in a row.",
             )
-            allowed = f"a tree of at most {most} levels" if is_tree else f"1 to {most}"
-            value = getattr(speculative, name)
-            raise wrong_argument(ConfigError, name, allowed, value, hint)
 
     def _check_draft_devices(self, speculative: SpeculativeConfig) -> None:
         draft_parallel = speculative.draft_tensor_parallel_size

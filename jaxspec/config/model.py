@@ -254,7 +254,7 @@ class ModelConfig(ABC):
         return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
     def kv_unit_bytes(
-        self, unit_pages: int, dtype_bytes: int, scale_bytes: int = 0
+        self, unit_pages: int | None, dtype_bytes: int, scale_bytes: int = 0
     ) -> int:
         """Return the bytes that a unit takes for each token of a page.
 

@@ -158,7 +158,7 @@ class SpeculativeConfig:
         info = self.method_info
         self._check_weights(info)
         self._check_lookup(info)
-        most = info.max_draft_tokens
+        max_draft_tokens = info.max_draft_tokens
         if self.speculative_token_tree is None:
             way_out = "name no draft model" if info.weights else "leave method out"
             check_integer(
@@ -166,9 +166,9 @@ class SpeculativeConfig:
                 "num_speculative_tokens",
                 self.num_speculative_tokens,
                 low=1,
-                high=most,
-                hint=f"The largest number for method {self.method!r} is {most}; to "
-                f"decode without drafts, {way_out}.",
+                high=max_draft_tokens,
+                hint=f"The largest number for method {self.method!r} is "
+                f"{max_draft_tokens}; to decode without drafts, {way_out}.",
             )
         else:
             self._check_tree(info)
@@ -194,8 +194,9 @@ class SpeculativeConfig:
         if self.speculative_token_tree is not None:
             found = parents_of(read_paths(self.speculative_token_tree))
         else:
-            count = self.num_speculative_tokens
-            found = parents_of(leaf_paths(count, self.num_side_leaves))
+            found = parents_of(
+                leaf_paths(self.num_speculative_tokens, self.num_side_leaves)
+            )
         return None if found == tuple(range(-1, len(found) - 1)) else found
 
     @cached_property
@@ -209,6 +210,19 @@ class SpeculativeConfig:
     def num_nodes(self) -> int:
         """Number of drafts of a round, side branches included."""
         return self.num_levels if self.parents is None else len(self.parents)
+
+    def check_levels(self, max_draft_tokens: int, hint: str) -> None:
+        """Reject more levels of drafts than the weights were trained to propose.
+
+        Args:
+            hint: Reason for the limit, shown in the error.
+        """
+        if self.num_levels <= max_draft_tokens:
+            return
+        name, allowed = "num_speculative_tokens", f"1 to {max_draft_tokens}"
+        if self.speculative_token_tree is not None:
+            name, allowed = TREE_KEY, f"a tree of at most {max_draft_tokens} levels"
+        raise wrong_argument(ConfigError, name, allowed, getattr(self, name), hint)
 
     @property
     def is_one_tree(self) -> bool:
@@ -266,10 +280,14 @@ class SpeculativeConfig:
 
     def _check_tree(self, info: Method) -> None:
         """Reject malformed, too deep, or wrongly sized trees."""
-        paths = read_paths(self.speculative_token_tree)
-        written, most = self.speculative_token_tree, info.max_draft_tokens
-        if self.num_levels > most:
-            allowed = f"a tree of at most {most} levels for method {self.method!r}"
+        written = self.speculative_token_tree
+        paths = read_paths(written)
+        max_draft_tokens = info.max_draft_tokens
+        if self.num_levels > max_draft_tokens:
+            allowed = (
+                f"a tree of at most {max_draft_tokens} levels for method "
+                f"{self.method!r}"
+            )
             raise wrong_argument(ConfigError, TREE_KEY, allowed, written)
         if not info.extends_side_branches and has_side_paths(parents_of(paths)):
             allowed = f"a chain with leaves for method {self.method!r}"
@@ -341,14 +359,17 @@ class SpeculativeConfig:
                 parameter=given[-1] if given else names[0],
                 value=getattr(self, given[-1]) if given else None,
             )
-        count, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates
+        num_draft_tokens = self.num_speculative_tokens
+        rates = self.synthetic_acceptance_rates
         if self.synthetic_acceptance_length is not None:
             length = self.synthetic_acceptance_length
-            check_number(ConfigError, names[1], length, low=1, high=count + 1)
+            check_number(
+                ConfigError, names[1], length, low=1, high=num_draft_tokens + 1
+            )
         if rates is None:
             return
-        if not isinstance(rates, (list, tuple)) or len(rates) != count:
-            allowed = f"a list of num_speculative_tokens={count} numbers"
+        if not isinstance(rates, (list, tuple)) or len(rates) != num_draft_tokens:
+            allowed = f"a list of num_speculative_tokens={num_draft_tokens} numbers"
             raise wrong_argument(ConfigError, names[0], allowed, rates)
         for place, rate in enumerate(rates):
             # Rounds that accept this draft also accept the drafts before it.

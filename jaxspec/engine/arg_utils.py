@@ -19,12 +19,10 @@ from jaxspec import envs
 from jaxspec.command_line import documented, flag_type, length_flag
 from jaxspec.config.engine import (
     KV_CACHE_NAMES,
-    MAX_DTYPE_BYTES,
     MAX_LOGPROBS,
     EngineConfig,
     GivenSizes,
     ModelConfig,
-    kv_widths,
 )
 from jaxspec.config.hosts import HostsConfig
 from jaxspec.config.kv_events import KvEventsConfig
@@ -33,7 +31,7 @@ from jaxspec.config.quantization import check_quantization, quantize_model
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.structured_outputs import StructuredOutputsConfig
 from jaxspec.config.trimming import kept_tokens
-from jaxspec.engine.memory.plan import CPU_SIZES, default_cpu_pages
+from jaxspec.engine.memory.plan import CPU_SIZES, with_cpu_pages
 from jaxspec.engine.model_folders import (
     BUNDLED_DRAFT,
     BUNDLED_TARGET,
@@ -467,20 +465,9 @@ class EngineArgs(_VllmFields):
             if draft_token_ids is not None:
                 draft = replace(draft, draft_vocab_size=len(draft_token_ids))
         num_pages = self.num_gpu_blocks_override
-        widths = kv_widths(
-            KV_CACHE_NAMES[self.kv_cache_dtype], MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
-        )
         if num_pages is None:
-            num_bytes = model.kv_bytes_per_token(*widths)
-            if draft is not None:
-                num_bytes += draft.kv_bytes_per_token(*widths)
-            if head is not None:
-                num_bytes += head.kv_bytes_per_token(*widths)
-            num_pages = default_cpu_pages(
-                math.ceil(max_model_len / sizes["block_size"]),
-                sizes["max_num_seqs"],
-                num_bytes * sizes["block_size"],
-            )
+            # Enough for any sequence; `with_cpu_pages` sets the default below.
+            num_pages = 2 * math.ceil(max_model_len / sizes["block_size"])
         elif self.max_num_seqs is None and isinstance(num_pages, int):
             sizes["max_num_seqs"] = max(min(CPU_SIZES.num_seqs, num_pages), 1)
         # Arguments that are not set below are passed unchanged.
@@ -520,28 +507,10 @@ class EngineArgs(_VllmFields):
             kv_events=KvEventsConfig.read(self.kv_events_config),
             hosts=self.read_hosts(),
         )
-        if (
-            self.num_gpu_blocks_override is not None
-            or self.disable_hybrid_kv_cache_manager
-        ):
-            return EngineConfig(**values)
-        max_pages = 2 * math.ceil(max_model_len / sizes["block_size"])
-        config = EngineConfig(**values | dict(num_pages=max_pages))
-        if config.unit_pages is None:
-            return replace(config, num_pages=num_pages)
-        unit_bytes = sum(
-            model_config.kv_unit_bytes(config.unit_pages, *widths)
-            for model_config in (model, draft)
-            if model_config is not None
-        )
-        if head is not None:
-            unit_bytes += config.unit_pages * head.kv_bytes_per_token(*widths)
-        num_units = default_cpu_pages(
-            config.units_per_seq,
-            config.max_num_seqs,
-            unit_bytes * config.page_size,
-        )
-        return replace(config, num_pages=num_units)
+        config = EngineConfig(**values)
+        if self.num_gpu_blocks_override is None:
+            config = with_cpu_pages(config)
+        return config
 
 
 @no_type_check
@@ -657,13 +626,14 @@ def _speculative(
     if "model" in merged:
         draft, head = _read_draft(args, merged)
     if "num_speculative_tokens" not in merged:
-        count = method_of(merged.get("method", DRAFT_MODEL)).default_draft_tokens
-        if head is not None:
-            count = min(count, head.max_draft_tokens or count)
-        merged["num_speculative_tokens"] = count
+        method = method_of(merged.get("method", DRAFT_MODEL))
+        num_draft_tokens = method.default_draft_tokens
+        if head is not None and head.max_draft_tokens:
+            num_draft_tokens = min(num_draft_tokens, head.max_draft_tokens)
+        merged["num_speculative_tokens"] = num_draft_tokens
         warnings.warn(
-            f"num_speculative_tokens is not given: {count} tokens are drafted per "
-            "step.",
+            f"num_speculative_tokens is not given: {num_draft_tokens} tokens are "
+            "drafted per step.",
             UserWarning,
             stacklevel=4,
         )

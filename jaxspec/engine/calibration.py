@@ -79,10 +79,10 @@ class Calibrator:
                 shape.max_prompt_tokens or shape.features.has_grammar
             ):
                 # 0 drafts: programs also run while all rows wait for draft prefill.
-                drafts = sorted(
-                    {min(k, shape.num_levels) for k in (0, 1, max_draft_tokens)}
-                )
-                rounds += [RoundKind(shape, k) for k in drafts]
+                values_of_k = {
+                    min(k, shape.num_levels) for k in (0, 1, max_draft_tokens)
+                }
+                rounds += [RoundKind(shape, k) for k in sorted(values_of_k)]
         return [one for one in rounds if one not in self.timed]
 
     def _run(self, scheduler: Scheduler, round_kind: RoundKind) -> None:

@@ -250,9 +250,7 @@ class InputProcessor:
         limit = config.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, num_prompt + params.max_tokens)
-        max_draft_tokens = config.max_draft_tokens
-        if params.num_speculative_tokens is not None:
-            max_draft_tokens = min(max_draft_tokens, params.num_speculative_tokens)
+        max_draft_tokens = params.max_draft_tokens(config.max_draft_tokens)
         metrics = None
         seed, rule = self._seed_and_rule(params)
         if max_draft_tokens:

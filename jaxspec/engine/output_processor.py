@@ -59,7 +59,7 @@ class ParentRequest:
             params.seed += index
         return params
 
-    def is_last(self, num_tokens: int) -> bool:
+    def end_text(self, num_tokens: int) -> bool:
         """Record that a text has ended; return whether it was the last."""
         self.most_tokens = max(self.most_tokens, num_tokens)
         self._num_open -= 1
@@ -328,7 +328,7 @@ class OutputProcessor:
             self._metrics.add_answered(1, num_tokens)
             return
         parent, _ = stream.parent
-        if parent.is_last(num_tokens):
+        if parent.end_text(num_tokens):
             self._metrics.add_answered(len(parent.children), parent.most_tokens)
 
     def advance(self, advance: Advance, finish: Finish) -> list[RequestOutput]:

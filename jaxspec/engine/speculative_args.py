@@ -160,8 +160,8 @@ def merge_speculative_arguments(
             merged.setdefault("rejection_sample_method", "coupled")
     if TREE_KEY in merged:
         # vLLM's meaning: every draft of the tree counts.
-        count = len(read_paths(merged[TREE_KEY]))
-        merged.setdefault("num_speculative_tokens", count)
+        num_nodes = len(read_paths(merged[TREE_KEY]))
+        merged.setdefault("num_speculative_tokens", num_nodes)
     merged.pop(_REVISION, None)
     return merged or None
 

@@ -132,7 +132,7 @@ class GrammarState:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the next mask is computed between launches: see `is_ready`.
+        """Whether the next mask is computed between launches: see `poll_mask`.
 
         True after a mask that took more than `SLOW_MASK_S`, and for a while after a
         late mask. A slow text has no drafts.
@@ -140,7 +140,7 @@ class GrammarState:
         return self._num_slow > 0
 
     def ready_mask(self, num_tokens: int) -> np.ndarray | None:
-        """Return the mask of a text for which `is_ready` is true, else None.
+        """Return the mask of a text for which `poll_mask` returned True, or None.
 
         Args:
             num_tokens: See `sync`.
@@ -160,8 +160,8 @@ class GrammarState:
         self._num_slow = self._num_late * NUM_SLOW_MASKS
         self.late_length = num_tokens - self.num_prompt
 
-    def is_ready(self, text: list[int], threads: Executor) -> bool:
-        """Return whether the mask after a text is known; start computing it if not.
+    def poll_mask(self, text: list[int], threads: Executor) -> bool:
+        """Return whether the mask after a text is known; if not, start computing it.
 
         The text must have no unread launches.
         """
@@ -183,7 +183,7 @@ class GrammarState:
 
     @property
     def computing(self) -> Future[None] | None:
-        """The computation that `is_ready` started last."""
+        """The computation that `poll_mask` started last."""
         return self._computing
 
     def compute(self, text: list[int]) -> None:

@@ -273,10 +273,10 @@ def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     late = ask(masks, (slow, [4, EOS], [4, 4, 4]))[0]
     assert [ids_of(row) for row in late] == [[EOS]] * 4
     with ThreadPoolExecutor(1) as threads:
-        assert not slow.is_ready([4], threads) and slow.computing is not None
+        assert not slow.poll_mask([4], threads) and slow.computing is not None
         gate.set()
         slow.computing.result(60)
-        assert slow.is_ready([4], threads)
+        assert slow.poll_mask([4], threads)
     assert slow.late_length is None and slow.is_slow
     gate.clear()
     # This row has no drafts in the launch, so no mask after drafts is computed.

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jaxspec.config.engine import GivenSizes
+from jaxspec.config.engine import EngineConfig, GivenSizes, kv_widths
 from jaxspec.engine.memory.draft_sharding import DraftSharding
 from jaxspec.engine.memory.round_cost import RoundCost
 from jaxspec.engine.scheduling.programs import FIRST_CHUNK, largest_chunk
@@ -31,6 +31,9 @@ GROUPS = {
     "global": " in global layers",
     "local": " of a window in local layers",
 }
+# Upper bound of the bytes per value. "auto" becomes float32 or bfloat16 only once the
+# device is known, so it counts as float32.
+MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 # Shortest context that an error suggests, in tokens.
 LEAST_CONTEXT = 512
 # Default sizes are reduced if temporaries exceed this share of the memory without
@@ -486,6 +489,22 @@ def default_cpu_pages(pages_per_seq: int, num_seqs: int, page_bytes: int) -> int
     """
     cap = MAX_CPU_KV_BYTES // page_bytes
     return max(pages_per_seq, min(num_seqs * pages_per_seq, cap))
+
+
+def with_cpu_pages(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with a CPU's default number of pages (or of units)."""
+    unit_pages = config.unit_pages
+    widths = kv_widths(config.kv_cache_dtype, MAX_DTYPE_BYTES[config.dtype])
+    models = filter(None, (config.model_config, config.draft_model_config))
+    # Of a unit, or of a page, for each token of a page.
+    num_bytes = sum(model.kv_unit_bytes(unit_pages, *widths) for model in models)
+    if config.head_config is not None:
+        head_bytes = config.head_config.kv_bytes_per_token(*widths)
+        num_bytes += (unit_pages or 1) * head_bytes
+    num_pages = default_cpu_pages(
+        config.units_per_seq, config.max_num_seqs, num_bytes * config.page_size
+    )
+    return replace(config, num_pages=num_pages)
 
 
 def default_sizes(

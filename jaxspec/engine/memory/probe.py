@@ -166,15 +166,15 @@ def round_cost_of(
         layers = getattr(head, "num_layers", 1)
         draft = cost(facts.draft, mesh.size, layers, head.target_hidden_size)
     method = speculative.method_info
-    most = method.max_draft_tokens
+    max_draft_tokens = method.max_draft_tokens
     if head is not None and head.max_draft_tokens is not None:
-        most = min(most, head.max_draft_tokens)
+        max_draft_tokens = min(max_draft_tokens, head.max_draft_tokens)
     return RoundCost(
         speeds=speeds,
         target=cost(facts.target, mesh.size, target.num_layers, target.hidden_size),
         draft=draft,
         has_one_pass=method.has_one_pass,
-        max_draft_tokens=most,
+        max_draft_tokens=max_draft_tokens,
         context=context,
     )
 

@@ -369,8 +369,8 @@ class LookupEstimator:
         row, place, drafts = trace.request.row, trace.num_right, trace.drafts
         trace.index.append(token)
         is_counted = bool(drafts) or not self._has_fallback
-        most = min(self._reached.shape[1], trace.request.max_draft_tokens)
-        if is_counted and place < most:
+        max_draft_tokens = min(self._reached.shape[1], trace.request.max_draft_tokens)
+        if is_counted and place < max_draft_tokens:
             self._reached[row, place] += 1
         if place < len(drafts):
             self._num_compared += 1

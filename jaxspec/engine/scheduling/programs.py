@@ -135,8 +135,12 @@ class Shapes:
         with_prompt = dataclasses.replace(special, num_prompt_logprobs=num_logprobs)
         largest, alone = (seqs, levels, chunk), (1, levels, 0)
         sizes_without = [(n, 0, 0) for n in _sizes_up_to(seqs)]
-        drafting = [(n, k, 0) for k in compiled[:0:-1] for n, *_ in sizes_without]
-        # Sequences, drafts and prompt tokens.
+        drafting = [
+            (n, num_levels, 0)
+            for num_levels in compiled[:0:-1]
+            for n, *_ in sizes_without
+        ]
+        # Sequences, levels of drafts, and prompt tokens.
         sizes: dict[Features, list[tuple[int, int, int]]] = {
             GREEDY: drafting + sizes_without,
             SAMPLED: [largest, (1, 0, single), (seqs, levels, small)]
@@ -165,13 +169,15 @@ class Shapes:
             form: [
                 StepShape(
                     num_seqs=n,
-                    num_levels=k,
-                    max_prompt_tokens=c,
+                    num_levels=num_levels,
+                    max_prompt_tokens=num_tokens,
                     features=form,
-                    max_rounds=rounds if form in (GREEDY, SAMPLED) and not c else 1,
+                    max_rounds=rounds
+                    if form in (GREEDY, SAMPLED) and not num_tokens
+                    else 1,
                     template=self._template,
                 )
-                for n, k, c in dict.fromkeys(listed)
+                for n, num_levels, num_tokens in dict.fromkeys(listed)
             ]
             for form, listed in sizes.items()
         }
@@ -220,14 +226,14 @@ class Shapes:
             )
         }
 
-    def tree(self, num_draft_tokens: int) -> Tree:
-        """Return the tree whose rows a round with `num_draft_tokens` levels writes.
+    def tree(self, num_levels: int) -> Tree:
+        """Return the tree whose rows a round with `num_levels` levels writes.
 
         The engine's whole tree, even if fewer levels are requested: rows of deeper
         levels may precede rows of requested ones.
         """
-        if self._template is None or not num_draft_tokens:
-            return Tree.chain(num_draft_tokens)
+        if self._template is None or not num_levels:
+            return Tree.chain(num_levels)
         return self._template
 
     def form(self, features: Features) -> Features:

@@ -110,7 +110,7 @@ class RoundEstimator:
         The one without drafts is the last, to be compiled first: it is the smallest,
         and runs the rounds until the others are compiled.
         """
-        draft_lengths = sorted({0, int(max_draft_counts.max())}, reverse=True)
+        values_of_k = sorted({0, int(max_draft_counts.max())}, reverse=True)
         missing = list[StepShape | None]()
         for has_side_branches in (False, True):
             if has_side_branches or self._shapes.has_chains:
@@ -118,7 +118,7 @@ class RoundEstimator:
                     self._shapes.select(
                         len(rows), k, 0, features, has_side_branches=has_side_branches
                     ).missing
-                    for k in draft_lengths
+                    for k in values_of_k
                 ]
             if not has_side_branches and self._has_draft_model:
                 missing.append(self._draft_prefill.missing(rows))

@@ -32,7 +32,7 @@ class SlowMasks:
         self._computing.clear()
         self._held.clear()
         for request in waiting if rows.free else ():
-            if not (request.num_unread or self._is_ready(request)):
+            if not (request.num_unread or self._poll_mask(request)):
                 self._held.add(request)
         if not np.count_nonzero(rows.has_grammar):
             return  # the case in most rounds
@@ -47,10 +47,10 @@ class SlowMasks:
             rows.is_slow[row] = rows.is_held[row] = True
             if rows.num_unread[row] > 0:
                 continue
-            rows.is_held[row] = not self._is_ready(request)
+            rows.is_held[row] = not self._poll_mask(request)
 
-    def _is_ready(self, request: Request) -> bool:
-        """Return whether a mask is ready or quick to compute; start a missing one.
+    def _poll_mask(self, request: Request) -> bool:
+        """Start computing a missing mask; return whether none is missing or slow.
 
         The request must have no unread launches.
         """
@@ -60,7 +60,7 @@ class SlowMasks:
         if not grammar.is_slow:
             grammar.ready = None  # the request may have drafts
             return True
-        is_ready = grammar.is_ready(request.output_token_ids, self._threads)
+        is_ready = grammar.poll_mask(request.output_token_ids, self._threads)
         if not is_ready and grammar.computing is not None:
             self._computing.append(grammar.computing)
         return is_ready

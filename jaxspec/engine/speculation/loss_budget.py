@@ -1,6 +1,7 @@
 """Bounds the time that drafts and explorations may lose if estimates are wrong."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from jaxspec.engine.speculation.constants import CONSTANTS
 
@@ -9,6 +10,48 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 # 0, shares of 0, 0.04, 0.1 and 0.2 lead to 0.74, 0.79, 1.00 and 1.09 of the speed of
 # the best fixed K; with 300 tokens of 0, to 0.95, 1.10, 1.19 and 0.94.
 WON_SHARE = 10 * CONSTANTS.max_loss
+
+
+@dataclass(slots=True)
+class LentTrials:
+    """Device seconds that lent trials lose, at batches of all sizes.
+
+    A lent trial begins without savings. The `LossBudget` of its batch size counts what
+    it loses as a debt; this limits the sum over all trials.
+
+    Attributes:
+        lost_s: Seconds lost so far.
+        max_lost_s: Limit of `lost_s` while a trial runs; 0 while none runs.
+    """
+
+    lost_s: float = 0.0
+    max_lost_s: float = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a lent trial runs."""
+        return self.max_lost_s > 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether trials have lost more than the limit, which is 0 while none runs."""
+        return self.lost_s > self.max_lost_s
+
+    def begin(self, max_lost_s: float) -> None:
+        """Begin a trial: until it ends, `lost_s` may rise to `max_lost_s`."""
+        self.max_lost_s = max_lost_s
+
+    def end(self) -> None:
+        """End the trial, if one runs."""
+        self.max_lost_s = 0.0
+
+    def charge(self, seconds: float) -> None:
+        """Add what a trial has lost.
+
+        Args:
+            seconds: Negative if it has won.
+        """
+        self.lost_s = max(self.lost_s + seconds, 0.0)
 
 
 class LossBudget:

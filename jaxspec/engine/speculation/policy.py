@@ -32,7 +32,7 @@ import numpy as np
 
 from jaxspec.config.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 from jaxspec.engine.speculation.constants import CONSTANTS
-from jaxspec.engine.speculation.loss_budget import LossBudget
+from jaxspec.engine.speculation.loss_budget import LentTrials, LossBudget
 
 _log = logging.getLogger(__name__)
 
@@ -200,9 +200,7 @@ class SpeculationPolicy:
         self._explored: Choice | None = None
         self._explore_left = 0.0
         self._paid_s = 0.0  # by the loss budget for each of these rounds
-        # Seconds that lent trials have lost so far, and the limit of that while one
-        # runs; the limit is 0 while none runs.
-        self._lent_s = self._max_lent_s = 0.0
+        self._lent = LentTrials()
         # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
         self._rounds_left = self._num_drafted_rounds = 0
@@ -365,10 +363,11 @@ class SpeculationPolicy:
         elif (
             has_trials
             and self._num_drafted_rounds < CONSTANTS.explore_rounds
-            and self._lent_s + prices_s[DRAFTS] <= max_lent_s
+            and self._lent.lost_s + prices_s[DRAFTS] <= max_lent_s
             and budget.can_pay(DRAFTS, 0.0)
         ):
-            self._max_lent_s, self._explored = max_lent_s, alternatives[DRAFTS]
+            self._lent.begin(max_lent_s)
+            self._explored = alternatives[DRAFTS]
             self._explore_left = CONSTANTS.explore_rounds
 
     def _alternatives(
@@ -402,7 +401,7 @@ class SpeculationPolicy:
     def end_exploration(self) -> None:
         """Stop measuring an alternative: prompts interrupt it."""
         self._explored, self._explore_left = None, 0.0
-        self._max_lent_s = 0.0
+        self._lent.end()
 
     def _charge_lent(self, lost_s: float) -> None:
         """Charge what a lent trial has lost; end it when that is too much.
@@ -411,8 +410,8 @@ class SpeculationPolicy:
             lost_s: Negative if it has won.
         """
         self._budget.charge(lost_s)
-        self._lent_s = max(self._lent_s + lost_s, 0.0)
-        if self._lent_s > self._max_lent_s:
+        self._lent.charge(lost_s)
+        if self._lent.is_exhausted:
             self.end_exploration()
             self.reconsider()
 
@@ -437,7 +436,7 @@ class SpeculationPolicy:
             self.num_probes += 1
             self._probe_s = seconds
             self.reconsider()
-        elif self._max_lent_s or self._explored is None and not self.is_drafting:
+        elif self._lent.is_running or self._explored is None and not self.is_drafting:
             # The second condition: the trial ended before this launch did.
             self._charge_lent(seconds)
         elif seconds > 0 and self._explored is None:
@@ -462,7 +461,7 @@ class SpeculationPolicy:
         """
         self._rounds_left -= 1
         self._num_drafted_rounds += num_draft_tokens > 0
-        is_exploring, is_lent = self._explored is not None, self._max_lent_s > 0
+        is_exploring, is_lent = self._explored is not None, self._lent.is_running
         if self._explored is not None:
             # Plain rounds during draft prefill for an exploration count an eighth, so
             # that it ends if there are no drafts at all.

@@ -225,7 +225,7 @@ class StepTimes:
         expected = expected if known is None else known.seconds * scale
         if expected is not None:
             seconds = min(seconds, STALL * expected)
-        is_typical = self._is_typical(round_kind.shape)
+        is_typical = self._note_launch(round_kind.shape)
         if known is not None:
             known.num_skipped += 1
             if is_typical or known.num_skipped > MAX_SKIPPED:
@@ -236,8 +236,8 @@ class StepTimes:
             self._has_run.add(round_kind)
         return seconds
 
-    def _is_typical(self, shape: StepShape) -> bool:
-        """Note which program ran, and return whether its time is typical."""
+    def _note_launch(self, shape: StepShape) -> bool:
+        """Note which program ran; return whether its time is typical."""
         is_other, self._newest_shape = shape != self._newest_shape, shape
         if not shape.max_prompt_tokens or shape.is_draft_prefill:
             has_drafts = shape.num_levels > 0 or shape.is_draft_prefill

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxspec.engine.speculation.constants import CONSTANTS
-from jaxspec.engine.speculation.loss_budget import WON_SHARE, LossBudget
+from jaxspec.engine.speculation.loss_budget import WON_SHARE, LentTrials, LossBudget
 
 
 def test_kinds_of_explorations_share_earnings():
@@ -112,3 +112,19 @@ def test_deficit_is_repaid_before_won_time_is_saved():
     budget.add(0.03, 0.01)
     budget.earn(100.0)
     assert budget.saved_s("drafts") == pytest.approx(0.02)
+
+
+def test_lent_trials_share_one_limit():
+    lent = LentTrials()
+    lent.begin(1.0)
+    lent.charge(0.7)
+    assert lent.is_running and not lent.is_exhausted
+    lent.end()
+    assert not lent.is_running and lent.is_exhausted, "no trial may lose now"
+    lent.begin(1.0)
+    lent.charge(-0.2)
+    assert lent.lost_s == pytest.approx(0.5) and not lent.is_exhausted
+    lent.charge(0.6)
+    assert lent.is_exhausted
+    lent.charge(-5.0)
+    assert lent.lost_s == 0.0, "time won is not saved for later trials"
