@@ -158,12 +158,16 @@ def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
     return freeze([*known, requests, programs.asked])
 
 
+STAGES = ("select_decode", "budget_prefill", "claim_pages", "admit", "build_launch")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param(CONFIGS["many_rows_few_pages"], marks=pytest.mark.slow),
         CONFIGS["priorities"],
         dict(controller=ADAPTIVE, max_num_seqs=4, num_pages=60),
+        CONFIGS["windows_tight"],
     ],
 )
 def test_planning_stages_change_no_state(changes, monkeypatch):
@@ -188,7 +192,9 @@ def test_planning_stages_change_no_state(changes, monkeypatch):
 
         monkeypatch.setattr(owner, name, planned)
 
-    check(loop.scheduler, "_plan_round")
+    # Between stages, local pages are freed.
+    for name in STAGES if "window" in changes else ("_plan_round",):
+        check(loop.scheduler, name)
     check(loop.scheduler._draft_prefill, "plan")
     check(loop.scheduler._draft_prefill, "next_turn")
     for number in range(10):

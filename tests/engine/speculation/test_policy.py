@@ -350,9 +350,10 @@ def test_loss_is_bounded_for_any_estimates(data):
         ),
     ],
 )
-def test_wrong_estimates_lose_at_most_one_percent(
+def test_wrong_estimates_lose_one_percent_and_a_fixed_part(
     times, options, is_observable, seconds
 ):
+    """The fixed part, the last deficit and exploration, is a fifth of the share."""
     world = World(times, 0.0, **options)
     world.run_until(seconds, is_observable=is_observable)
     assert world.now / world.plain_s <= 1 + 1.2 * CONSTANTS.max_loss
