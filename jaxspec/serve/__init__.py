@@ -5,9 +5,9 @@ Reading order:
 1. `__main__`, `flags`, `settings`, `launcher`: from a command line to a server that
    listens.
 2. `connections`: limits on the number of connections, and on the time for a request to
-arrive. `app`: all endpoints behind all checks; `middleware` has those checks, `errors`
-the error responses. 3. `generation`: the endpoints that generate. `requests` parses
-request bodies;
+   arrive. `app`: all endpoints behind all checks; `middleware` has those checks,
+   `errors` the error responses.
+3. `generation`: the endpoints that generate. `requests` parses request bodies;
    `prompts` encodes them; `admission` limits the queue; `serving` passes them to the
    engine; `responses` writes the results; `streaming` merges the outputs of a request's
    prompts and sends them while the client is connected; `response_store` stores
