@@ -167,7 +167,7 @@ STAGES = ("select_decode", "budget_prefill", "claim_pages", "admit", "build_laun
         pytest.param(CONFIGS["many_rows_few_pages"], marks=pytest.mark.slow),
         CONFIGS["priorities"],
         dict(controller=ADAPTIVE, max_num_seqs=4, num_pages=60),
-        CONFIGS["windows_tight"],
+        pytest.param(CONFIGS["windows_tight"], marks=pytest.mark.slow),
     ],
 )
 def test_planning_stages_change_no_state(changes, monkeypatch):
