@@ -24,15 +24,19 @@ class PolicyConstants:
             (`step_times.NUM_UNTYPICAL`). Trials may be lent until this number of
             rounds has had drafts.
         max_loss: Share of the device's time that drafts may lose against decoding
-            without them, and that explorations may take. Trials may also spend time
-            that drafts have won (`loss_budget.WON_SHARE`).
+            without them, and that explorations may take: a promise, not a measured
+            value. Trials may also spend time that drafts have won
+            (`loss_budget.WON_SHARE`).
         loss_rounds: Plain rounds that drafts may lose in a row beyond that share before
             they are stopped. With drafts that gain a tenth at batch 1, a round wins
             0.1 +- 1.2 plain rounds; a random loss of 48 occurs once in 70,000 rounds.
             Also the limit of the won time that is kept, and of what lent trials lose.
-        half_life_rounds: Rounds after which an observed acceptance counts half.
+        half_life_rounds: Rounds after which an observed acceptance counts half. In
+            simulations of changing texts on a machine of changing speed, 8 rounds are
+            as fast as 16 (1.00 +- 0.01), and 32 are 4 % slower.
         prior_weight: Observations that a request's own rate needs to count as much as
-            the mean of its kind, and a position's as much as the position before it.
+            the mean of its kind, and a position's as much as the position before it. In
+            the same simulations, 2 and 8 are 0.8 and 0.4 % slower (+- 0.5).
         prior_acceptance: Assumed acceptance of a draft model before any measurement.
             For the bundled pair it is 0.75 with sampling and 0.90 greedy.
         prior_lookup_acceptance: Assumed acceptance of a lookup that is estimated

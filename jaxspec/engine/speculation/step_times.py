@@ -10,8 +10,9 @@ import numpy as np
 from jaxspec.program.plan import StepShape
 
 # Variance of the machine's speed from one round to the next, relative to that of one
-# measured time (as are the next two; none was measured). If one kind runs all the time,
-# its newest time has a weight of a quarter.
+# measured time (as are the next two). If one kind runs all the time, its newest time
+# has a weight of a quarter. In the simulations that `PolicyConstants` mentions, half
+# and twice this or the next variance are 1 to 2 % slower.
 SPEED_VARIANCE = 1 / 3
 # Maximum variance of a kind's own time: so a first time counts most.
 MAX_VARIANCE = 3.0
