@@ -7,8 +7,8 @@ Reading order:
 2. `connections`: limits on the number of connections, and on the time for a request to
    arrive. `app`: all endpoints behind all checks; `middleware` has those checks,
    `errors` the error responses.
-3. `generation`: the endpoints that generate. `requests` parses request bodies;
-   `prompts` encodes them; `admission` limits the queue; `serving` passes them to the
+3. `generation`: the endpoints that generate. `requests` has the requests' schemas;
+   `prompts` encodes prompts; `admission` limits the queue; `serving` passes them to the
    engine; `responses` writes the results; `streaming` merges the outputs of a request's
    prompts and sends them while the client is connected; `response_store` stores
    responses.

@@ -1,4 +1,4 @@
-"""The constants of choosing K, each with the measurement behind it."""
+"""The constants of choosing K, with the measurements behind them."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,8 @@ class PolicyConstants:
             as fast as 16 (1.00 +- 0.01), and 32 are 4 % slower.
         prior_weight: Observations that a request's own rate needs to count as much as
             the mean of its kind, and a position's as much as the position before it. In
-            the same simulations, 2 and 8 are 0.8 and 0.4 % slower (+- 0.5).
+            the same simulations, 2 is 0.8 % slower (+- 0.5), and 8 is not distinguished
+            from 4.
         prior_acceptance: Assumed acceptance of a draft model before any measurement.
             For the bundled pair it is 0.75 with sampling and 0.90 greedy.
         prior_lookup_acceptance: Assumed acceptance of a lookup that is estimated
