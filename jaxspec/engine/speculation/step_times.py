@@ -12,8 +12,8 @@ from jaxspec.program.plan import StepShape
 # Variance of the machine's speed from one round to the next, relative to that of one
 # measured time (as are the next two). If one kind runs all the time, its newest time
 # has a weight of a quarter. In the simulations that `PolicyConstants` mentions, half
-# and twice this or the next variance are 1 to 2 % slower, each with an error of about
-# 1 %. The growth was not measured.
+# and twice the value of each of the three, of `STALL` or of `MAX_SKIPPED` are at most
+# 1 % slower than the value here, and never faster; the error is up to 1 %.
 SPEED_VARIANCE = 1 / 3
 # Maximum variance of a kind's own time: so a first time counts most.
 MAX_VARIANCE = 3.0
